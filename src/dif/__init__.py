@@ -1,0 +1,61 @@
+"""dif: how each training sample shaped a model that was trained under constraints."""
+
+from dif.agreement import Agreement
+from dif.constraint import Constraint
+from dif.errors import (
+    DegenerateError,
+    DifError,
+    InfeasibleError,
+    InvalidInputError,
+    NotASolutionError,
+    NotConvergedError,
+    NotConvergedWarning,
+    UnboundedError,
+)
+from dif.estimators.classical import ClassicalInfluence
+from dif.estimators.directional import DirectionalInfluence
+from dif.estimators.newton import NewtonInfluence
+from dif.estimators.penalty import PenaltyInfluence
+from dif.estimators.retraining import Retraining
+from dif.active_set import ActiveSet
+from dif.fit import fit
+from dif.influence import Change, Influence
+from dif.kkt import KKT
+from dif.perturbation import Perturbation
+from dif.problem import Problem
+from dif.samples import Samples
+from dif.solution import Solution
+from dif.term import Function, Term, linear, ridge
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "KKT",
+    "ActiveSet",
+    "Agreement",
+    "Change",
+    "ClassicalInfluence",
+    "Constraint",
+    "DegenerateError",
+    "DifError",
+    "DirectionalInfluence",
+    "Function",
+    "InfeasibleError",
+    "Influence",
+    "InvalidInputError",
+    "NewtonInfluence",
+    "NotASolutionError",
+    "NotConvergedError",
+    "NotConvergedWarning",
+    "PenaltyInfluence",
+    "Perturbation",
+    "Problem",
+    "Retraining",
+    "Samples",
+    "Solution",
+    "Term",
+    "UnboundedError",
+    "fit",
+    "linear",
+    "ridge",
+]

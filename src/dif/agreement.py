@@ -1,0 +1,59 @@
+"""How well predictions agree with what happened."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from dif.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Predicted against actual changes, pooled over all entries.
+
+    >>> agreement = Agreement.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0]))
+    >>> agreement.pearson, agreement.slope, agreement.relative_error
+    (1.0, 1.0, 0.0)
+    """
+
+    pearson: float
+    spearman: float
+    slope: float  # of predicted regressed on actual, with intercept
+    relative_error: float  # ‖predicted − actual‖ / ‖actual‖
+    sign: float  # share of entries with the same sign
+    n: int
+
+    @classmethod
+    def of(cls, predicted: Tensor, actual: Tensor) -> Agreement:
+        """Compare two tensors of one shape."""
+        p, a = (torch.as_tensor(x).detach().double().cpu() for x in (predicted, actual))
+        bad = int((~torch.isfinite(p)).sum() + (~torch.isfinite(a)).sum())
+        if p.shape != a.shape or p.numel() < 2 or bad:
+            raise InvalidInputError(
+                "values to compare",
+                measured=f"shapes {tuple(p.shape)} and {tuple(a.shape)}, {bad} not finite",
+                threshold="one shape, at least 2 values, all finite",
+                meaning="Agreement is taken value by value.",
+                cure="Score the same perturbations and targets with both estimators.",
+            )
+        p, a = p.reshape(-1), a.reshape(-1)
+        dp, da = p - p.mean(), a - a.mean()
+        spread = float(dp.norm() * da.norm())
+        return cls(
+            pearson=min(1.0, max(-1.0, float(dp @ da) / spread)) if spread > 0 else float("nan"),
+            spearman=float(stats.spearmanr(p.numpy(), a.numpy()).statistic) if spread > 0 else float("nan"),
+            slope=float(dp @ da) / float(da @ da) if float(da @ da) > 0 else float("nan"),
+            relative_error=float((p - a).norm()) / float(a.norm()) if float(a.norm()) > 0 else float("nan"),
+            sign=float((torch.sign(p) == torch.sign(a)).double().mean()),
+            n=p.numel(),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"r {self.pearson:.6f}, rank r {self.spearman:.6f}, slope {self.slope:.4f}, relative error "
+            f"{self.relative_error:.3g}, same sign {self.sign:.1%} (n = {self.n})"
+        )

@@ -1,0 +1,111 @@
+"""Derivatives of per-sample losses by autograd, batch by batch: the only place where data meets autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import grad, jvp, vjp, vmap
+
+from dif.errors import InvalidInputError
+from dif.parameters import Parameters
+from dif.samples import Samples
+
+_VMAP_ELEMENTS = 2**22  # numbers in flight per vectorised map: bounds memory, changes no result
+_GRADIENT_ELEMENTS = 2**24  # entries of the per-sample gradients held at once
+
+
+def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
+    """θ → the losses of one batch, their shape checked."""
+
+    def losses(theta: Tensor) -> Tensor:
+        try:
+            out = samples.loss(parameters.bind(theta), batch)
+        except Exception as error:
+            error.add_note(f"raised by the loss of Samples {samples.name!r} on a batch of {count}")
+            raise
+        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        if shape != (count,):
+            raise InvalidInputError(
+                f"what the loss of Samples {samples.name!r} returned",
+                measured=f"shape {shape}" if isinstance(shape, tuple) else shape,
+                threshold=f"a tensor of shape ({count},) for a batch of {count}",
+                meaning="dif needs the loss of each sample by itself, before any mean or sum.",
+                cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
+            )
+        return out
+
+    return losses
+
+
+def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
+    """ℓᵢ(θ) of all samples or of those listed, (n,)."""
+    with torch.no_grad():
+        pieces = [
+            batch_loss(samples, parameters, batch, place.stop - place.start)(theta)
+            for place, batch in samples.batches(indices)
+        ]
+    return torch.cat(pieces)
+
+
+def sample_gradients(
+    samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
+) -> Tensor:
+    """∇ℓᵢ(θ) row by row, (n, d)."""
+    pieces = [_batch_gradients(samples, parameters, theta, batch) for _, batch in samples.batches(indices)]
+    return torch.cat(pieces)
+
+
+def sample_slopes(
+    samples: Samples, parameters: Parameters, theta: Tensor, V: Tensor, indices: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep.
+
+    One forward-mode pass costs about two evaluations per column; a gradient per sample about three, whatever the
+    number of columns. So few columns go forward, many go by gradients, as long as a batch of those fits.
+    """
+    columns, pieces, losses = V.shape[1], [], []
+    for place, batch in samples.batches(indices):
+        count = place.stop - place.start
+        loss = batch_loss(samples, parameters, batch, count)
+        if columns >= 2 and count * theta.numel() <= _GRADIENT_ELEMENTS:
+            losses.append(loss(theta).detach())
+            pieces.append(_batch_gradients(samples, parameters, theta, batch) @ V)
+        elif columns:
+            chunk = max(1, _VMAP_ELEMENTS // count)
+            push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,)), in_dims=1, out_dims=1, chunk_size=chunk)
+            value, slope = push(V)
+            losses.append(value[:, 0])
+            pieces.append(slope)
+        else:
+            losses.append(loss(theta).detach())
+            pieces.append(V.new_zeros((count, 0)))
+    return torch.cat(losses), torch.cat(pieces)
+
+
+def pulled_back(loss: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Loss(θ), and Jᵀw for each row w of weights (k, n), as (k, d)."""
+    value, pull = vjp(loss, theta)
+    if len(weights) == 0:
+        return value, theta.new_zeros((0, theta.numel()))
+    chunk = max(1, _VMAP_ELEMENTS // max(value.numel(), 1))
+    return value, vmap(lambda w: pull(w)[0], chunk_size=chunk)(weights)
+
+
+def hessian_of(scalar: Callable[[Tensor], Tensor], theta: Tensor, count: int) -> Tensor:
+    """∇² of a scalar function, (d, d), forward over reverse; `count` samples are evaluated inside it."""
+    d = theta.numel()
+    chunk = max(1, min(d, _VMAP_ELEMENTS // max(count, 1)))
+    product = vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], chunk_size=chunk)
+    H = product(torch.eye(d, dtype=theta.dtype, device=theta.device))
+    return 0.5 * (H + H.T)
+
+
+def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:
+    def one(t: Tensor, z: Any) -> Tensor:
+        alone = torch.utils._pytree.tree_map(lambda x: x.unsqueeze(0), z)
+        return batch_loss(samples, parameters, alone, 1)(t)[0]
+
+    return vmap(grad(one), in_dims=(None, 0))(theta, batch)

@@ -1,0 +1,58 @@
+"""What dif says when it cannot answer: the measured value, the threshold, what it means, what to do."""
+
+from __future__ import annotations
+
+from functools import partial
+
+
+class DifError(ValueError):
+    """An answer that cannot be given, in four parts.
+
+    Args:
+        what: The thing that was judged, for example "stationarity of the given parameters".
+        measured: The value found.
+        threshold: The value that would have been accepted.
+        meaning: What it means, as a sentence.
+        cure: What to do about it, as a sentence.
+    """
+
+    def __init__(self, what: str, *, measured: object, threshold: object, meaning: str, cure: str) -> None:
+        self.what = what
+        self.measured = measured
+        self.threshold = threshold
+        self.meaning = meaning
+        self.cure = cure
+        super().__init__(f"{what}: measured {measured}, allowed {threshold}. {meaning} {cure}")
+
+    def __reduce__(self):
+        """Travel between processes with all four parts."""
+        parts = {name: getattr(self, name) for name in ("what", "measured", "threshold", "meaning", "cure")}
+        return partial(type(self), **parts), ()
+
+
+class InvalidInputError(DifError):
+    """Something handed to dif is malformed: shapes, types, indices, non-finite numbers."""
+
+
+class NotASolutionError(DifError):
+    """The parameters do not satisfy the optimality conditions, so nothing can be differentiated there."""
+
+
+class DegenerateError(DifError):
+    """The directional derivative does not exist: dependent active gradients or no tangent curvature."""
+
+
+class InfeasibleError(DifError):
+    """No parameters satisfy the constraints."""
+
+
+class UnboundedError(DifError):
+    """The objective falls without end inside the feasible set."""
+
+
+class NotConvergedError(DifError):
+    """A solver stopped before it reached its tolerance and the answer would rest on it."""
+
+
+class NotConvergedWarning(UserWarning):
+    """`fit` stopped at a limit; the returned solution says so too."""

@@ -1,0 +1,1 @@
+"""Five answers to one question; each file stands alone."""

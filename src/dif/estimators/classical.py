@@ -1,0 +1,50 @@
+"""The classical influence function: the objective alone, as if there were no constraints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dif.influence import Change, Influence
+from dif.kkt_step import shifted
+from dif.linearisation import Linearisation, trust
+from dif.perturbation import Perturbation
+from dif.solution import Solution
+from dif.targets import Targets
+
+
+class ClassicalInfluence:
+    """Δθ = −H⁻¹ b with the Hessian and the data of the objective only; Δλ = 0.
+
+    The baseline that DIF is compared with: at a constrained solution its step leaves the feasible set. With
+    `renormalise=False` it is the paper's (removal: +H⁻¹∇ℓ/n).
+
+    Args:
+        solution: A certified solution.
+        damping: δ in H + δI. It changes the answer, and is reported.
+        strict: Raise where the point is not a solution; False records it instead.
+    """
+
+    name = "classical IF"
+
+    def __init__(self, solution: Solution, *, damping: float = 0.0, strict: bool = True) -> None:
+        self.solution = solution
+        if strict:
+            solution.check()
+        weights = solution.program.weights(torch.zeros_like(solution.lam))
+        H = solution.program.rows.hessian(solution.theta, weights)
+        solver, none = shifted(H, solution.G[:0], damping=damping)
+        rows = torch.zeros(0, dtype=torch.long, device=solution.theta.device)
+        self.linearisation = Linearisation(solution, weights, solver, rows, rows.bool(), none)
+        self._diagnostics = {**trust(solution), "damping": damping, "strict": strict}
+
+    def change(self, perturbation: Perturbation) -> Change:
+        """Δθ of one perturbation, constraints ignored."""
+        return self.linearisation.change(perturbation, self._diagnostics)
+
+    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+        """Predicted change of each target under each perturbation, qᵀΔθ."""
+        targets = Targets(target, self.solution)
+        scores, _ = self.linearisation.scores(targets, perturbations)
+        return self.linearisation.influence(self.name, targets, scores, perturbations, self._diagnostics)

@@ -1,0 +1,122 @@
+"""The Directional Influence Function: the auxiliary variational inequality, solved as a QP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import DegenerateError
+from dif.influence import Change, Influence
+from dif.kkt_step import shifted
+from dif.linear_solve import DenseCholesky
+from dif.linearisation import Linearisation, trust
+from dif.perturbation import Perturbation
+from dif.solution import Solution
+from dif.targets import Targets
+
+
+class DirectionalInfluence:
+    """Predicted changes under constraints, right at the kinks too (paper: DIF, Definition 2 and its QP).
+
+    Args:
+        solution: A certified solution.
+        switching: Solve the linearised variational inequality itself at ε = 1: every inequality is kept with its
+            slack and multiplier, so constraints may let go or begin to bind within the step. The same first order;
+            better where a constraint is nearly weak.
+        rho: Weight of GᵀG in H_ρ (None: chosen). It does not change the answer.
+        damping: δ in H + δI. It changes the answer, and is reported.
+        strict: Raise where the point is not a solution or the derivative does not exist; False records it instead.
+    """
+
+    name = "DIF"
+
+    def __init__(
+        self,
+        solution: Solution,
+        *,
+        switching: bool = False,
+        rho: float | None = None,
+        damping: float = 0.0,
+        strict: bool = True,
+    ) -> None:
+        self.solution = solution
+        self.switching = switching
+        if strict:
+            solution.check()
+            if damping == 0:
+                solution.active.check()
+        self._diagnostics = {**trust(solution), "damping": damping, "switching": switching, "strict": strict}
+        self.linearisation = self._switching(rho, damping) if switching else self._local(rho, damping)
+
+    def _local(self, rho: float | None, damping: float) -> Linearisation:
+        at, active = self.solution, self.solution.active
+        kept = _index(active.active, at.theta)
+        free = torch.isin(kept, _index(active.binding, at.theta))
+        solver, R_free = shifted(at.hessian, at.G[kept][free], rho, damping)
+        return Linearisation(at, at.program.weights(at.lam), solver, kept, free, _spread(R_free, free))
+
+    def _switching(self, rho: float | None, damping: float) -> Linearisation:
+        at = self.solution
+        kept = torch.arange(at.program.m, device=at.theta.device)
+        free = at.program.equality
+        try:
+            solver, R_free = shifted(at.hessian, at.G[free], rho, damping)
+        except DegenerateError:  # not convex on the equalities alone: hold the binding rows, check their signs later
+            free = torch.isin(kept, _index(at.active.binding, at.theta))
+            solver, R_free = shifted(at.hessian, at.G[free], rho, damping)
+        return Linearisation(
+            at, at.program.weights(at.lam), solver, kept, free, _spread(R_free, free), c0=at.c, lam0=at.lam
+        )
+
+    @property
+    def solver(self) -> DenseCholesky:
+        """The prepared solver for H_ρ."""
+        return self.linearisation.solver  # type: ignore[return-value]
+
+    def change(self, perturbation: Perturbation) -> Change:
+        """Δθ and Δλ of one perturbation, carried out in full."""
+        change = self.linearisation.change(perturbation, self._diagnostics)
+        if self.switching:
+            self._switched(change.multipliers.flat[None] + self.solution.lam)
+        return change
+
+    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+        """Predicted change of each target under each perturbation, qᵀΔθ."""
+        targets = Targets(target, self.solution)
+        scores, nu = self.linearisation.scores(targets, perturbations)
+        diagnostics = dict(self._diagnostics)
+        if self.switching:
+            diagnostics["switched"] = int(self._switched(nu).sum())
+        name = self.name + (" (switching)" if self.switching else "")
+        return self.linearisation.influence(name, targets, scores, perturbations, diagnostics)
+
+    def _switched(self, nu: Tensor) -> Tensor:
+        """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""
+        at, active = self.solution, self.solution.active
+        held = self.linearisation.free & ~at.program.equality
+        if bool((nu[:, held] < 0).any()):
+            j = int((nu * held).min(0).values.argmin())
+            raise DegenerateError(
+                f"multiplier of {at.program.names[j]} after the step",
+                measured=f"{float(nu[:, j].min()):.3g}",
+                threshold="≥ 0",
+                meaning="The constraint lets go, but the Lagrangian is convex only while it holds, so the linearised "
+                "problem has no minimum.",
+                cure="Use switching=False for the derivative, or Retraining for the change itself.",
+            )
+        binding = _index(active.binding, at.theta)
+        binding = binding[~at.program.equality[binding]]
+        inactive = _index(active.inactive, at.theta)
+        return (nu[:, binding] <= 0).any(1) | (nu[:, inactive] > 0).any(1)
+
+
+def _index(rows: tuple[int, ...], like: Tensor) -> Tensor:
+    return torch.tensor(rows, dtype=torch.long, device=like.device)
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    out = values.new_zeros(len(mask))
+    out[mask] = values
+    return out

@@ -1,0 +1,121 @@
+"""The penalty-based influence function: soft penalties instead of constraints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import InvalidInputError, NotConvergedError
+from dif.influence import Change, Influence
+from dif.kkt import Scales
+from dif.linear_solve import DenseCholesky
+from dif.linearisation import Linearisation, trust
+from dif.perturbation import Perturbation
+from dif.program import Program
+from dif.solution import Solution
+from dif.targets import Targets
+
+
+class PenaltyInfluence:
+    """Classical influence on f₀ + ρ/2 Σ_eq (f − τ)² + k Σ_ineq (f − τ)₊³ (paper, appendix).
+
+    As printed it is taken at the constrained solution θ̄, where an inequality's cubic term has no curvature: only
+    equalities are felt. With `at_minimiser=True` it is taken at the minimiser of the penalised objective, where
+    inequalities are violated a little and felt. Data in the constraints count too.
+
+    Args:
+        solution: A certified solution.
+        rho: Weight of the equalities' squares.
+        k: Weight of the inequalities' cubes.
+        at_minimiser: Differentiate at the penalised minimiser instead of at θ̄.
+        strict: Raise where the point is not a solution; False records it instead.
+    """
+
+    name = "penalty IF"
+
+    def __init__(
+        self,
+        solution: Solution,
+        rho: float = 100.0,
+        k: float = 100.0,
+        *,
+        at_minimiser: bool = False,
+        strict: bool = True,
+    ) -> None:
+        if not (0 < rho < float("inf") and 0 < k < float("inf")):
+            raise InvalidInputError(
+                "penalty weights",
+                measured=f"rho = {rho}, k = {k}",
+                threshold="finite and positive",
+                meaning="A penalty of weight 0 is no penalty.",
+                cure="Use ClassicalInfluence for no penalty at all.",
+            )
+        self.solution = solution
+        self.rho, self.k = float(rho), float(k)
+        if strict:
+            solution.check()
+        theta = self._minimiser() if at_minimiser else solution.theta
+        self.at = Solution.of_program(solution.program, theta, solution.lam)
+        weights, stiffness = self._forces(self.at.c)
+        H = solution.program.rows.hessian(theta, weights) + self.at.G.T @ (stiffness[:, None] * self.at.G)
+        kept = torch.arange(solution.program.m, device=theta.device)
+        self.linearisation = Linearisation(
+            self.at, weights, DenseCholesky(H), kept, torch.zeros_like(kept).bool(), stiffness, priced=False
+        )
+        self._diagnostics = {**trust(solution), "rho": self.rho, "k": self.k, "at_minimiser": at_minimiser}
+
+    def change(self, perturbation: Perturbation) -> Change:
+        """Δθ of one perturbation; Δλ is the change of the penalties' forces."""
+        return self.linearisation.change(perturbation, self._diagnostics)
+
+    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+        """Predicted change of each target under each perturbation, qᵀΔθ."""
+        targets = Targets(target, self.solution)
+        scores, _ = self.linearisation.scores(targets, perturbations)
+        return self.linearisation.influence(self.name, targets, scores, perturbations, self._diagnostics)
+
+    def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
+        """First derivative of the penalties (behind a 1 for f₀), (1 + m,), and the second, (m,)."""
+        over, equality = c.clamp(min=0), self.solution.program.equality
+        first = torch.where(equality, self.rho * c, 3 * self.k * over**2)
+        second = torch.where(equality, torch.full_like(c, self.rho), 6 * self.k * over)
+        return self.solution.program.weights(first), second
+
+    def _minimiser(self) -> Tensor:
+        """Newton with halving on the penalised objective, from θ̄."""
+        program, theta = self.solution.program, self.solution.theta
+        tolerance = 1e-11 if theta.dtype == torch.float64 else 1e-5
+        for _ in range(200):
+            f, J = program.rows.gradients(theta)
+            weights, stiffness = self._forces(f[1:] - program.tau)
+            gradient = weights @ J
+            H = program.rows.hessian(theta, weights) + J[1:].T @ (stiffness[:, None] * J[1:])
+            residual = Scales.of(theta, J[1:], H).gradient(gradient)
+            if residual <= tolerance:
+                return theta
+            step = -DenseCholesky(H).solve(gradient[:, None])[:, 0]
+            value, slope, length = self._value(program, theta), float(gradient @ step), 1.0
+            while not self._value(program, theta + length * step) <= value + 1e-4 * length * slope + 1e-15 * abs(value):
+                length *= 0.5
+                if length < 1e-12:
+                    raise _stalled(residual, tolerance)
+            theta = theta + length * step
+        raise _stalled(residual, tolerance)
+
+    def _value(self, program: Program, theta: Tensor) -> float:
+        f = program.rows.values(theta)
+        c = f[1:] - program.tau
+        penalty = torch.where(program.equality, 0.5 * self.rho * c**2, self.k * c.clamp(min=0) ** 3)
+        return float(f[0] + penalty.sum())
+
+
+def _stalled(residual: float, tolerance: float) -> NotConvergedError:
+    return NotConvergedError(
+        "gradient of the penalised objective at its minimiser",
+        measured=f"{residual:.3g}",
+        threshold=f"{tolerance:.0e}",
+        meaning="The penalised objective was not minimised: large penalties are badly conditioned.",
+        cure="Use smaller rho and k, or at_minimiser=False for the formula as printed.",
+    )

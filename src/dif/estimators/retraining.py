@@ -1,0 +1,89 @@
+"""The ground truth: the changed problem solved again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dif.direction import Direction
+from dif.errors import DifError, NotConvergedError
+from dif.fit import default_tolerance, solve
+from dif.influence import Change, Influence
+from dif.perturbation import Perturbation
+from dif.program import PerConstraint
+from dif.solution import Solution
+from dif.targets import Targets, actual_scores
+
+
+class Retraining:
+    """Solves each changed problem from θ̄, λ̄ to the same tolerance as `fit`, and keeps the residual as proof.
+
+    Args:
+        solution: Where to start; should be a solution, so that the difference is the perturbation's.
+        tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
+        max_iter: Limit per perturbation.
+        strict: Raise where the point is not a solution, or a retraining fails; False records it and answers NaN.
+        show_progress: Show a bar on a terminal while scoring.
+    """
+
+    name = "retraining"
+
+    def __init__(
+        self,
+        solution: Solution,
+        *,
+        tol: float | None = None,
+        max_iter: int = 20_000,
+        strict: bool = True,
+        show_progress: bool = True,
+    ) -> None:
+        self.solution = solution
+        self.tol = default_tolerance(solution.theta) if tol is None else tol
+        self.max_iter = max_iter
+        self.strict = strict
+        self.show_progress = show_progress
+        if strict:
+            solution.check()
+
+    def change(self, perturbation: Perturbation) -> Change:
+        """Δθ and Δλ of one perturbation, by solving the changed problem."""
+        at = self.solution
+        direction = Direction.single(at.program, perturbation)
+        found = solve(direction.carried_out(0), at.theta, at.lam, tol=self.tol, max_iter=self.max_iter)
+        if found.residual > self.tol:
+            raise NotConvergedError(
+                f"KKT residual after retraining ({perturbation.labels[0]})",
+                measured=f"{found.residual:.3g}",
+                threshold=f"{self.tol:.1g}",
+                meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
+                cure="Raise max_iter, add a ridge, or perturb less.",
+            )
+        return Change(
+            theta=at.program.parameters.tensors(found.theta - at.theta),
+            multipliers=PerConstraint.of(at.program, found.lam - at.lam),
+            flat=found.theta - at.theta,
+            diagnostics={"residual": found.residual, "iterations": found.iterations},
+        )
+
+    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+        """The actual difference of each target after retraining."""
+        targets = Targets(target, self.solution)
+        residuals: list[float] = []
+        failed: list[str] = []
+
+        def move(one: Perturbation) -> torch.Tensor:
+            try:
+                change = self.change(one)
+            except DifError as error:
+                if self.strict:
+                    raise
+                failed.append(f"{one.labels[0]}: {error}")
+                residuals.append(float("nan"))
+                return torch.full_like(self.solution.theta, float("nan"))
+            residuals.append(change.diagnostics["residual"])
+            return change.flat
+
+        values = actual_scores(self.solution, targets, perturbations, move, self.name, self.show_progress)
+        diagnostics = {"residuals": residuals, "failed": failed, "tol": self.tol}
+        return Influence(values, tuple(perturbations.labels), targets.names, self.name, diagnostics)

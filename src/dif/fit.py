@@ -1,0 +1,308 @@
+"""Solving a problem: augmented Lagrangian with L-BFGS from afar, Newton on the KKT system near the solution."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedWarning, UnboundedError
+from dif.kkt import KKT, Scales, residuals
+from dif.kkt_step import kkt_step
+from dif.parameters import Parameters
+from dif.problem import Problem
+from dif.program import Program
+from dif.progress import Reporter, progress
+from dif.solution import Solution
+
+_FAR = 1e9  # ‖θ‖ relative to the start: beyond it a problem counts as unbounded
+
+
+def fit(
+    problem: Problem,
+    params: Any,
+    *,
+    multipliers: Any = None,
+    tol: float | None = None,
+    max_iter: int = 20_000,
+    max_seconds: float | None = None,
+    show_progress: bool = True,
+) -> Solution:
+    """Solve the problem from the given params, which are not changed.
+
+    Args:
+        problem: What to solve.
+        params: Start: a dict of tensors or an `nn.Module`.
+        multipliers: Start of λ (per constraint or flat); zero when left out.
+        tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
+        max_iter: Limit on inner iterations, all phases together.
+        max_seconds: Limit on time.
+        show_progress: Show a line with the residual on a terminal.
+
+    Returns:
+        The solution. Where a limit came first a `NotConvergedWarning` says so, and so does `solution.converged`.
+
+    Raises:
+        InfeasibleError: No point satisfies the constraints.
+        UnboundedError: The objective falls without end.
+    """
+    parameters, theta = Parameters.of(params)
+    program = Program.of(problem, parameters, theta)
+    lam = torch.zeros_like(program.tau) if multipliers is None else program.flat_multipliers(multipliers)
+    with progress("fit", None, show_progress) as report:
+        found = solve(program, theta, lam, tol=tol, max_iter=max_iter, max_seconds=max_seconds, report=report)
+    goal = default_tolerance(theta) if tol is None else tol
+    solution = Solution.of_program(program, found.theta, found.lam, tol=max(goal, 100 * torch.finfo(theta.dtype).eps))
+    if not solution.converged:
+        warnings.warn(
+            f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), allowed "
+            f"{goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is not a solution yet. "
+            "Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes.",
+            NotConvergedWarning,
+            stacklevel=2,
+        )
+    return solution
+
+
+def default_tolerance(theta: Tensor) -> float:
+    """1e-10 in float64, 1e-5 in float32."""
+    return 1e-10 if theta.dtype == torch.float64 else 1e-5
+
+
+@dataclass
+class Found:
+    """Where a solve stands."""
+
+    theta: Tensor
+    lam: Tensor
+    residual: float = float("inf")
+    iterations: int = 0
+    stopped_by: str = "max_iter"
+
+
+@dataclass
+class _Limits:
+    max_iter: int
+    max_seconds: float | None
+    begun: float = field(default_factory=time.monotonic)
+    used: int = 0
+
+    def spent(self) -> str | None:
+        if self.used >= self.max_iter:
+            return "max_iter"
+        late = self.max_seconds is not None and time.monotonic() - self.begun > self.max_seconds
+        return "max_seconds" if late else None
+
+
+def solve(
+    program: Program,
+    theta: Tensor,
+    lam: Tensor,
+    *,
+    tol: float | None = None,
+    max_iter: int = 20_000,
+    max_seconds: float | None = None,
+    report: Reporter = lambda done, text="": None,
+) -> Found:
+    """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
+    if max_iter < 1 or (max_seconds is not None and max_seconds <= 0):
+        raise InvalidInputError(
+            "limits of fit",
+            measured=f"max_iter={max_iter}, max_seconds={max_seconds}",
+            threshold="both positive",
+            meaning="Nothing could be done within them.",
+            cure="Leave them out for the defaults.",
+        )
+    goal = default_tolerance(theta) if tol is None else tol
+    limits = _Limits(max_iter, max_seconds)
+    best = Found(theta, lam)
+    _newton(program, best, goal, limits, report)
+    rounds = _AugmentedLagrangian(program, best.theta, best.lam, limits, report) if best.residual > goal else None
+    while rounds is not None and best.residual > goal and limits.spent() is None:
+        try:
+            rounds.round()
+        except _LimitReached:
+            pass
+        trial = Found(rounds.theta, rounds.multipliers())
+        _newton(program, trial, goal, limits, report)
+        if trial.residual < best.residual:
+            best = trial
+        if rounds.exhausted and best.residual > goal:
+            rounds.judge(goal)
+            best.stopped_by = "no further progress"
+            best.iterations = limits.used
+            return best
+    best.iterations = limits.used
+    best.stopped_by = limits.spent() or "converged"
+    return best
+
+
+def _point(program: Program, theta: Tensor, lam: Tensor) -> tuple[KKT, tuple[Tensor, ...]]:
+    f, J = program.rows.gradients(theta)
+    c, G = f[1:] - program.tau, J[1:]
+    H = program.rows.hessian(theta, program.weights(lam))
+    kkt = residuals(Scales.of(theta, G, H), program.weights(lam) @ J, c, lam, program.equality)
+    return kkt, (J[0], H, c, G)
+
+
+def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: Reporter) -> None:
+    """Newton on the KKT system while the residual falls; `at` is moved to the best point.
+
+    After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
+    nearly weak ones.
+    """
+    kkt, (g, H, c, G) = _point(program, at.theta, at.lam)
+    at.residual = kkt.residual
+    while limits.spent() is None and _finite(kkt):
+        limits.used += 1
+        report(limits.used, f"(Newton, residual {at.residual:.1e})")
+        try:
+            step = kkt_step(g, H, c, G, program.equality, at.lam > 0)
+        except DegenerateError:
+            return
+        shorter = 1.0
+        while True:
+            theta = at.theta + shorter * step.omega
+            lam = at.lam + shorter * (step.lam - at.lam)
+            kkt, trial = _point(program, theta, lam)
+            if _finite(kkt) and kkt.residual < (1 - 0.1 * shorter) * at.residual:
+                break
+            shorter *= 0.5
+            if shorter < 1e-3 or at.residual <= goal or limits.spent():
+                return
+        at.theta, at.lam, at.residual = theta, lam, kkt.residual
+        g, H, c, G = trial
+
+
+def _finite(kkt: KKT) -> bool:
+    return kkt.residual < float("inf")  # false for NaN too
+
+
+class _LimitReached(Exception):
+    pass
+
+
+class _AugmentedLagrangian:
+    """Rounds of L-BFGS on f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between."""
+
+    def __init__(self, program: Program, theta: Tensor, lam: Tensor, limits: _Limits, report: Reporter) -> None:
+        self.program, self.limits, self.report = program, limits, report
+        self.theta, self.lam = theta.clone(), lam.clone()
+        _, J = program.rows.gradients(theta)
+        norms = torch.linalg.vector_norm(J[1:], dim=1)
+        self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
+        H0 = program.rows.hessian(theta, program.weights(torch.zeros_like(lam)))
+        self.h = float(H0.diagonal().abs().mean()) or max(float(J[0].norm()), 1.0)
+        self.penalty = 10.0 * self.h  # ρⱼ = penalty / ‖∇fⱼ‖²
+        self.accuracy = 1e-3
+        self.violation = float("inf")
+        self.start_size = 1.0 + float(theta.norm())
+        self.raised = 0
+        self.rounds = 0
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether more rounds cannot be expected to help."""
+        return self.raised > 10 or self.rounds > 60
+
+    def multipliers(self) -> Tensor:
+        """λ, equalities and inequalities alike."""
+        return self.lam
+
+    def _shifted(self, f: Tensor) -> Tensor:
+        ahead = self.lam + self.penalty / self.row_scale * (f[1:] - self.program.tau)
+        return torch.where(self.program.equality, ahead, ahead.clamp(min=0))
+
+    def _value(self, f: Tensor) -> Tensor:
+        force = self._shifted(f)
+        return f[0] + ((force**2 - self.lam**2) * self.row_scale).sum() / (2 * self.penalty)
+
+    def round(self) -> None:
+        """Minimise over θ, then move λ, then ρ where the violation did not fall."""
+        self.rounds += 1
+        outcome = self._minimise()
+        if outcome is None:  # ran away: a stiffer penalty may hold it
+            if len(self.lam) == 0 or self.raised > 8:
+                self._unbounded()
+            self.penalty *= 10.0
+            self.raised += 1
+            return
+        self.theta = outcome
+        f = self.program.rows.values(self.theta)
+        c = f[1:] - self.program.tau
+        self.lam = self._shifted(f)
+        reach = self.row_scale.sqrt()
+        gap = torch.where(self.program.equality, c.abs(), torch.maximum(c, -self.lam * self.row_scale / self.penalty))
+        violation = float((gap.abs() / reach).max()) if len(c) else 0.0
+        if violation > 0.25 * self.violation:
+            self.penalty *= 10.0
+            self.raised += 1
+        self.violation = min(violation, self.violation)
+        self.accuracy = max(self.accuracy * 0.1, 1e-12)
+
+    def _minimise(self) -> Tensor | None:
+        """L-BFGS on the augmented Lagrangian from θ; None if it runs away."""
+        point = self.theta.clone().requires_grad_(False)
+        optimiser = torch.optim.LBFGS(
+            [point], max_iter=50, max_eval=100, history_size=20, tolerance_grad=0.0, tolerance_change=0.0,
+            line_search_fn="strong_wolfe",
+        )  # fmt: skip
+        seen: dict[str, Any] = {}
+
+        def closure() -> Tensor:
+            f, gradient = self.program.rows.pullback(point, lambda f: self.program.weights(self._shifted(f)))
+            point.grad = gradient
+            seen["gradient"], seen["value"] = gradient, self._value(f)
+            return seen["value"]
+
+        closure()
+        first = seen["value"]
+        for _ in range(40):
+            if self.limits.spent():
+                self.theta = point.detach()
+                raise _LimitReached
+            before = point.clone()
+            optimiser.step(closure)
+            self.limits.used += 1
+            closure()
+            size = float(point.norm())
+            step = float(seen["gradient"].norm()) / (self.h * max(1.0, size))
+            self.report(self.limits.used, f"(augmented Lagrangian {self.rounds}, gradient {step:.1e})")
+            fell = bool(torch.isfinite(seen["value"])) and float(seen["value"]) > -1e15 * (1 + abs(float(first)))
+            if not fell or not size < _FAR * self.start_size:
+                return None
+            if step <= self.accuracy or torch.equal(before, point):
+                break
+        return point.detach()
+
+    def _unbounded(self) -> None:
+        raise UnboundedError(
+            "objective of the problem",
+            measured=f"still falling at ‖θ‖ > {_FAR:.0e} times the start, penalty raised {self.raised} times",
+            threshold="a minimum at finite θ",
+            meaning="The objective falls without end inside the constraints (or on its way to them).",
+            cure="Add a ridge, or constraints that hold the free directions; check the sign of the objective.",
+        )
+
+    def judge(self, goal: float) -> None:
+        """Say so if what stopped us is an empty feasible set."""
+        f, J = self.program.rows.gradients(self.theta)
+        c = f[1:] - self.program.tau
+        gap = torch.where(self.program.equality, c, c.clamp(min=0))
+        if len(c) == 0:
+            return
+        reach = torch.linalg.vector_norm(J[1:], dim=1).clamp(min=torch.finfo(c.dtype).tiny)
+        worst = int((gap.abs() / reach).argmax())
+        distance = float(gap.abs()[worst] / reach[worst])
+        if distance > max(1e-6, 1e3 * goal) * max(1.0, float(self.theta.norm())):
+            raise InfeasibleError(
+                f"violation of {self.program.names[worst]} at the point that violates the constraints least",
+                measured=f"{float(gap.abs()[worst]):.4g}",
+                threshold="0",
+                meaning="The constraints contradict each other (or no point near the start meets them).",
+                cure="Loosen that bound, or drop one of the constraints in conflict with it.",
+            )

@@ -1,0 +1,143 @@
+"""The results: what one perturbation changes, and the scores of many."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dif.agreement import Agreement
+from dif.errors import InvalidInputError
+from dif.program import PerConstraint
+
+_FORMAT = "dif influence 1"
+
+
+@dataclass(frozen=True, eq=False)
+class Change:
+    """Δθ and Δλ of one perturbation."""
+
+    theta: dict[str, Tensor]  # Δθ as the params' own structure
+    multipliers: PerConstraint  # Δλ per constraint
+    flat: Tensor  # Δθ as one vector
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+
+
+class Ranked(NamedTuple):
+    """One perturbation of a ranking."""
+
+    index: int
+    label: str
+    value: float
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """The change of T targets under P perturbations, each carried out in full, in the target's own units.
+
+    A score of +0.02 on a test loss says: carrying the perturbation out raises that loss by about 0.02.
+    """
+
+    values: Tensor  # (P, T), on the CPU
+    perturbations: tuple[str, ...]
+    targets: tuple[str, ...]
+    estimator: str
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def top(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
+        """The k perturbations that change a target most, in absolute value, largest first."""
+        if isinstance(target, str) and target in self.targets:
+            target = self.targets.index(target)
+        if isinstance(target, str) or not -len(self.targets) <= target < len(self.targets) or k < 1:
+            raise InvalidInputError(
+                "top(k, target)",
+                measured=f"k = {k}, target {target!r}",
+                threshold=f"k ≥ 1, a target among 0 … {len(self.targets) - 1} or its name",
+                meaning="There is no such ranking.",
+                cure=f"The targets are {', '.join(self.targets[:5])}{', …' if len(self.targets) > 5 else ''}.",
+            )
+        column = self.values[:, target]
+        order = torch.argsort(column.abs(), descending=True, stable=True)[:k].tolist()
+        return [Ranked(i, self.perturbations[i], float(column[i])) for i in order]
+
+    def compare(self, other: Influence) -> Agreement:
+        """How these predictions agree with another estimator's (retraining, say) on the same perturbations."""
+        same = self.perturbations == other.perturbations and self.targets == other.targets
+        if not same:
+            raise InvalidInputError(
+                "influences to compare",
+                measured=f"{len(self)} × {len(self.targets)} and {len(other)} × {len(other.targets)} entries, labels "
+                "differ",
+                threshold="the same perturbations and targets in the same order",
+                meaning="Agreement is taken entry by entry.",
+                cure="Score the same perturbations and targets with both estimators.",
+            )
+        return Agreement.of(self.values, other.values)
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame: one row per perturbation, one column per target."""
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError('to_frame needs pandas: pip install "dif[pandas]"') from error
+        index = pandas.Index(self.perturbations, name="perturbation")
+        return pandas.DataFrame(self.values.numpy(), index=index, columns=list(self.targets))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to one file (npz, no pickle), complete or not at all."""
+        path = Path(path)
+        about = {
+            "format": _FORMAT,
+            "estimator": self.estimator,
+            "diagnostics": self.diagnostics,
+            "perturbations": self.perturbations,
+            "targets": self.targets,
+        }
+        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                np.savez(file, values=self.values.numpy(), about=np.array(json.dumps(about)))
+            os.replace(unfinished, path)
+        except BaseException:
+            Path(unfinished).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Influence:
+        """Read what `save` wrote."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
+            found = about["format"]
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+        if found != _FORMAT or values.shape != (len(about["perturbations"]), len(about["targets"])):
+            raise _unreadable(path, f"format {found!r}, values of shape {tuple(values.shape)}")
+        return cls(
+            values, tuple(about["perturbations"]), tuple(about["targets"]), about["estimator"], about["diagnostics"]
+        )
+
+    def __repr__(self) -> str:
+        return f"Influence({self.estimator}: {len(self)} perturbations × {len(self.targets)} targets)"
+
+
+def _unreadable(path: str | os.PathLike[str], found: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"influence file {os.fspath(path)!r}",
+        measured=found,
+        threshold=f"a file of format {_FORMAT!r}",
+        meaning="It was not written by Influence.save, is damaged, or comes from a newer version.",
+        cure="Save the influence again, or update dif.",
+    )

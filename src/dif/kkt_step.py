@@ -1,0 +1,97 @@
+"""One Newton step on the optimality conditions: the linearised variational inequality, solved as a QP."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dif.errors import DegenerateError
+from dif.linear_solve import DenseCholesky
+from dif.reduced_qp import solve_reduced_qp
+
+
+def shifted(H: Tensor, G: Tensor, rho: float | None = None, damping: float = 0.0) -> tuple[DenseCholesky, Tensor]:
+    """H_ρ = H + GᵀRG (+ δI), factorised, for rows G that hold as equalities; and the diagonal of R.
+
+    With R chosen (rho=None) each row adds curvature of the size of H, and more while H_ρ is not positive definite:
+    on {Gω = −r} that changes nothing, so any R that works gives the same answer.
+    """
+    d = len(H)
+    damped = H if damping == 0 else H + damping * torch.eye(d, dtype=H.dtype, device=H.device)
+    if len(G) == 0:
+        return DenseCholesky(damped), H.new_zeros(0)
+    if rho is not None:
+        R = torch.full_like(G[:, 0], rho)
+        return DenseCholesky(damped + G.T @ (R[:, None] * G)), R
+    h = float(H.diagonal().abs().mean()) or 1.0
+    unit = h / (G * G).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
+    failure = None
+    for power in range(7):
+        R = unit * 10.0**power
+        try:
+            return DenseCholesky(damped + G.T @ (R[:, None] * G)), R
+        except DegenerateError as error:
+            failure = error
+    assert failure is not None
+    raise failure
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """ω and the multipliers after it."""
+
+    omega: Tensor  # (d,)
+    lam: Tensor  # (m,) λ̄ + Δλ
+
+
+def kkt_step(g: Tensor, H: Tensor, c: Tensor, G: Tensor, equality: Tensor, binding: Tensor) -> Step:
+    """min gᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; the multipliers are the new λ.
+
+    Where H is not convex on the equalities alone, the rows of `binding` are held as equalities too and their signs
+    checked afterwards: rows with a negative multiplier are let go, as long as convexity allows it.
+    """
+    held = equality.clone()
+    convex = _try_shift(H, G[held])
+    if convex is None:
+        held = equality | binding
+        convex = _try_shift(H, G[held])
+    for _ in range(1 + int((held & ~equality).sum())):
+        if convex is None:
+            break
+        step = _solve(g, c, G, held, *convex)
+        wrong = held & ~equality & (step.lam < 0)
+        if not bool(wrong.any()):
+            return step
+        held = held & ~wrong
+        convex = _try_shift(H, G[held])
+    raise DegenerateError(
+        "curvature of the linearised problem",
+        measured="not positive definite on the constraints that hold",
+        threshold="positive definite",
+        meaning="The quadratic problem of the step has no minimum: a constraint that kept it convex lets go, or the "
+        "Lagrangian curves downwards along the constraints.",
+        cure="Add a ridge, or use DirectionalInfluence, which needs convexity on the binding constraints only.",
+    )
+
+
+def _try_shift(H: Tensor, G: Tensor) -> tuple[DenseCholesky, Tensor] | None:
+    try:
+        return shifted(H, G)
+    except DegenerateError:
+        return None
+
+
+def _solve(g: Tensor, c: Tensor, G: Tensor, held: Tensor, solver: DenseCholesky, R: Tensor) -> Step:
+    b = g + G[held].T @ (R * c[held])
+    found = solver.solve(torch.cat([b[:, None], G.T], 1))
+    free_step, V = found[:, 0], found[:, 1:]
+    nu = solve_reduced_qp(
+        (G @ V).double().cpu().numpy(),
+        (c - G @ free_step).double().cpu().numpy()[None],
+        held.cpu().numpy().astype(bool),
+    )
+    lam = torch.as_tensor(np.ascontiguousarray(nu[0])).to(c)
+    return Step(-free_step - V @ lam, lam)

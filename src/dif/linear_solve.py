@@ -1,0 +1,65 @@
+"""H_ρ x = B: prepared once, many right-hand sides. The place where other solvers plug in."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dif.errors import DegenerateError, NotConvergedError
+
+
+class LinearSolver(Protocol):
+    """What the engine needs of a solver for H_ρ x = B."""
+
+    residual: float
+
+    def solve(self, B: Tensor) -> Tensor:
+        """X with H_ρ X = B, for B (d, c)."""
+        ...
+
+
+class DenseCholesky:
+    """Cholesky factors of a dense positive definite matrix, with one step of refinement per solve.
+
+    >>> solver = DenseCholesky(torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64))
+    >>> solver.solve(torch.eye(2, dtype=torch.float64)).diagonal().tolist()
+    [0.5, 0.25]
+    """
+
+    def __init__(self, H: Tensor, tolerance: float | None = None) -> None:
+        self.H = H
+        self.residual = 0.0  # the largest seen, relative
+        self.tolerance = tolerance if tolerance is not None else torch.finfo(H.dtype).eps ** 0.5
+        self._factor, failed = torch.linalg.cholesky_ex(H)
+        floor = 100 * torch.finfo(H.dtype).eps  # of the diagonal entry: below it the pivot is rounding
+        pivots = self._factor.diagonal() ** 2 / H.diagonal()
+        smallest = float("-inf") if int(failed) or not bool(torch.isfinite(pivots).all()) else float(pivots.min())
+        if not smallest > floor:
+            raise DegenerateError(
+                "pivots of the curvature",
+                measured="one not positive" if smallest < 0 else f"smallest {smallest:.3g} of its diagonal entry",
+                threshold=f"all above {floor:.1e}",
+                meaning="The curvature is not positive definite, so the linearised problem has no unique solution.",
+                cure="Add a ridge to the objective, or pass damping (it changes the answer and is reported).",
+            )
+
+    def solve(self, B: Tensor) -> Tensor:
+        """X with H X = B, residual checked."""
+        if B.numel() == 0:
+            return torch.zeros_like(B)
+        X = torch.cholesky_solve(B, self._factor)
+        X = X + torch.cholesky_solve(B - self.H @ X, self._factor)
+        scale = torch.linalg.vector_norm(B, dim=0) + torch.linalg.matrix_norm(self.H) * torch.linalg.vector_norm(X, dim=0)
+        gap = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
+        self.residual = max(self.residual, float(gap.max()))
+        if not self.residual <= self.tolerance:
+            raise NotConvergedError(
+                "relative residual of the linear solve",
+                measured=f"{self.residual:.3g}",
+                threshold=f"{self.tolerance:.3g}",
+                meaning="The curvature is too badly conditioned for this precision.",
+                cure="Work in float64, scale the features, or add a ridge.",
+            )
+        return X

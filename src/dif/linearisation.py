@@ -1,0 +1,140 @@
+"""The KKT system at (θ̄, λ̄), first order: what is prepared once and serves any number of perturbations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.direction import Direction, chunks
+from dif.influence import Change, Influence
+from dif.linear_solve import LinearSolver
+from dif.perturbation import Perturbation
+from dif.program import PerConstraint
+from dif.reduced_qp import solve_reduced_qp
+from dif.solution import Solution
+from dif.targets import Targets
+
+_CHUNK = 2**16  # perturbations resolved at once
+
+
+class Linearisation:
+    """min (b − Gᵀλ₀)ᵀω + ½ωᵀHω  s.t.  c₀ + r + Gω = 0 on free rows, ≤ 0 on the other kept rows.
+
+    H comes as a solver for H_ρ = H + GᵀRG; b and r are linear in the perturbation. With `priced=False` there are no
+    multipliers and R acts as the stiffness of a penalty.
+
+    Args:
+        at: The point, with its rows and gradients.
+        weights: (1 + m,) what each row weighs in b; (1, λ̄) for the Lagrangian.
+        solver: For H_ρ.
+        kept: (k,) row numbers among the m.
+        free: (k,) bool, rows with equality.
+        R: (k,) diagonal; zero on rows that are not free.
+        c0: (k,) f − τ of the kept rows, or zero.
+        lam0: (k,) multipliers already in the linear term, or zero.
+        priced: Whether rows have multipliers.
+    """
+
+    def __init__(
+        self, at: Solution, weights: Tensor, solver: LinearSolver, kept: Tensor, free: Tensor, R: Tensor,
+        c0: Tensor | None = None, lam0: Tensor | None = None, priced: bool = True,
+    ) -> None:  # fmt: skip
+        self.at, self.weights, self.solver, self.kept, self.free, self.R = at, weights, solver, kept, free, R
+        self.G = at.G[kept]
+        self.c0 = torch.zeros_like(R) if c0 is None else c0
+        self.lam0 = torch.zeros_like(R) if lam0 is None else lam0
+        self.priced = priced
+        self.V = solver.solve(self.G.T)  # (d, k)
+        self.S = self.G @ self.V  # (k, k)
+
+    def push(self, bV: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
+        """The multipliers ν, (P, k), and the whole force on the kept rows, ω = −H_ρ⁻¹(b + Gᵀ·force)."""
+        stiff = self.R * (self.c0 + r)
+        a = self.c0 + r - bV - (stiff - self.lam0) @ self.S
+        if not self.priced:
+            return self.R * a, stiff
+        nu = solve_reduced_qp(
+            (0.5 * (self.S + self.S.T)).double().cpu().numpy(), a.double().cpu().numpy(), self.free.cpu().numpy()
+        )
+        multipliers = torch.as_tensor(nu).to(a)
+        return multipliers, multipliers - self.lam0 + stiff
+
+    def multiplier_change(self, nu: Tensor) -> Tensor:
+        """Δλ on all m rows, (P, m), from the multipliers of the kept rows."""
+        change = nu.new_zeros((len(nu), self.at.program.m))
+        change[:, self.kept] = nu - self.lam0
+        return change
+
+    def respond(self, perturbation: Perturbation) -> tuple[Tensor, Tensor]:
+        """Δθ, (d,), and the multipliers of the kept rows, (k,), of one perturbation."""
+        direction = Direction.single(self.at.program, perturbation)
+        touched = direction.touched_samples(0)
+        df, DJ = touched.gradients(self.at.theta)
+        A = direction.scaled_parts(0)
+        df, DJ = df + A @ self.at.p, DJ + A @ self.at.Dp
+        b = self.weights @ DJ
+        r = (df[1:] - direction.dtau[0])[self.kept]
+        nu, force = self.push((b @ self.V)[None], r[None])
+        omega = -self.solver.solve((b + force[0] @ self.G)[:, None])[:, 0]
+        return omega, nu[0]
+
+    def scores(self, targets: Targets, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """qᵀΔθ for every target and perturbation, (P, T), and the multipliers of the kept rows, (P, k)."""
+        Q = targets.gradients(self.at.theta)
+        k = len(self.kept)
+        columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
+        through = self.G @ columns[:, k:]  # (k, T)
+        scores, multipliers = [], []
+        for some in chunks(perturbations, _CHUNK):
+            direction = Direction(self.at.program, some)
+            bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
+            r = (df[:, 1:] - direction.dtau)[:, self.kept]
+            nu, force = self.push(bV[:, :k], r)
+            scores.append(-bV[:, k:] - force @ through)
+            multipliers.append(nu)
+        return torch.cat(scores), torch.cat(multipliers)
+
+    # Results
+
+    def change(self, perturbation: Perturbation, diagnostics: dict[str, Any]) -> Change:
+        """The Change of one perturbation."""
+        omega, nu = self.respond(perturbation)
+        program = self.at.program
+        return Change(
+            theta=program.parameters.tensors(omega),
+            multipliers=PerConstraint.of(program, self.multiplier_change(nu[None])[0]),
+            flat=omega,
+            diagnostics={**diagnostics, "solver_residual": self.solver.residual},
+        )
+
+    def influence(
+        self, name: str, targets: Targets, scores: Tensor, perturbations: Perturbation, diagnostics: dict[str, Any]
+    ) -> Influence:
+        """The Influence of many."""
+        return Influence(
+            scores.double().cpu(),
+            tuple(perturbations.labels),
+            targets.names,
+            name,
+            {**diagnostics, "solver_residual": self.solver.residual},
+        )
+
+
+def trust(solution: Solution) -> dict[str, Any]:
+    """What every answer carries about the point it rests on."""
+    active = solution.active
+    return {
+        "kkt": {
+            "stationarity": solution.kkt.stationarity,
+            "feasibility": solution.kkt.feasibility,
+            "complementarity": solution.kkt.complementarity,
+        },
+        "binding": [active.names[j] for j in active.binding],
+        "weak": [active.names[j] for j in active.weak],
+        "uncertain": [active.names[j] for j in active.uncertain],
+        "smallest_margin": float(active.margins.abs().min()) if len(active.names) else None,
+        "licq": active.licq,
+        "curvature": active.curvature,
+    }

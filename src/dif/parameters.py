@@ -1,0 +1,143 @@
+"""Flat θ inside, the user's structure at the border."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dif.errors import InvalidInputError
+
+
+class BoundModule(dict[str, Tensor]):
+    """The first argument of a loss when the params are an `nn.Module`.
+
+    Call it like the module (`model(x)`), or read tensors by name (`model["0.weight"]`).
+    """
+
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors)
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module with these tensors in place of its own."""
+        return torch.func.functional_call(self._module, dict(self), args, kwargs)
+
+
+@dataclass(frozen=True, eq=False)
+class Parameters:
+    """The layout of flat θ: names, shapes, order; the user's tensors are read, never written.
+
+    >>> layout, theta = Parameters.of({"w": torch.ones(2), "b": torch.zeros(1)})
+    >>> layout.names, tuple(theta.shape)
+    (('w', 'b'), (3,))
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    dtype: torch.dtype
+    device: torch.device
+    module: nn.Module | None = None
+
+    @classmethod
+    def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
+        """Read the layout and the flat θ of a dict of tensors or of a module's trainable parameters."""
+        if isinstance(params, nn.Module):
+            module, tensors = params, {k: v for k, v in params.named_parameters() if v.requires_grad}
+            _refuse_training_mode(module)
+        elif isinstance(params, Mapping):
+            module, tensors = None, dict(params)
+        else:
+            raise InvalidInputError(
+                "params",
+                measured=type(params).__name__,
+                threshold="a dict of tensors or an nn.Module",
+                meaning="The names of the parameters are needed to hand them to your loss.",
+                cure='Wrap a single tensor as {"theta": tensor}.',
+            )
+        _check_tensors(tensors)
+        first = next(iter(tensors.values()))
+        layout = cls(
+            names=tuple(tensors),
+            shapes=tuple(t.shape for t in tensors.values()),
+            dtype=first.dtype,
+            device=first.device,
+            module=module,
+        )
+        return layout, torch.cat([t.detach().reshape(-1) for t in tensors.values()]).clone()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Number of scalars in each tensor."""
+        return tuple(shape.numel() for shape in self.shapes)
+
+    @property
+    def d(self) -> int:
+        """Length of flat θ."""
+        return sum(self.sizes)
+
+    def tensors(self, theta: Tensor) -> dict[str, Tensor]:
+        """Flat θ → the named tensors."""
+        chunks = torch.split(theta, self.sizes)
+        return {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
+
+    def bind(self, theta: Tensor) -> dict[str, Tensor]:
+        """Flat θ → what a loss gets as its first argument."""
+        tensors = self.tensors(theta)
+        return tensors if self.module is None else BoundModule(self.module, tensors)
+
+
+def _check_tensors(tensors: dict[str, Tensor]) -> None:
+    if not tensors:
+        raise InvalidInputError(
+            "params",
+            measured="no tensor",
+            threshold="at least one",
+            meaning="There is nothing to optimise.",
+            cure="Pass at least one floating-point tensor (of a module: one with requires_grad=True).",
+        )
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor) or not t.is_floating_point():
+            raise InvalidInputError(
+                f"parameter {name!r}",
+                measured=t.dtype if isinstance(t, Tensor) else type(t).__name__,
+                threshold="a floating-point tensor",
+                meaning="Only real-valued parameters can be differentiated.",
+                cure="Convert it with torch.as_tensor(value, dtype=torch.float64).",
+            )
+    for what in ("dtype", "device"):
+        kinds = {name: getattr(t, what) for name, t in tensors.items()}
+        if len(set(kinds.values())) > 1:
+            raise InvalidInputError(
+                f"{what} of the parameters",
+                measured=", ".join(f"{n}: {k}" for n, k in kinds.items()),
+                threshold=f"one {what} for all",
+                meaning="Flat θ is one vector.",
+                cure="Move all parameters with .to(...) first; float64 is best for influence.",
+            )
+    for name, t in tensors.items():
+        if t.device.type != "meta" and not bool(torch.isfinite(t).all()):
+            raise InvalidInputError(
+                f"parameter {name!r}",
+                measured=f"{int((~torch.isfinite(t)).sum())} NaN or infinite of {t.numel()} entries",
+                threshold="0",
+                meaning="A point that is not finite cannot be a solution or a start.",
+                cure="Train again from a finite start, with a smaller step if training diverged.",
+            )
+
+
+def _refuse_training_mode(module: nn.Module) -> None:
+    noisy = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+    found = [name for name, m in module.named_modules() if isinstance(m, noisy) and m.training]
+    if found:
+        raise InvalidInputError(
+            "modules in training mode",
+            measured=", ".join(found),
+            threshold="none of dropout or batch norm",
+            meaning="Their losses are random, or depend on the other samples of the batch, so no sample has an "
+            "influence of its own.",
+            cure="Call model.eval() before handing the model to dif.",
+        )

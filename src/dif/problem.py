@@ -1,0 +1,48 @@
+"""min f₀(θ) subject to constraints: the statement alone, no parameters and no numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dif.constraint import Constraint
+from dif.errors import InvalidInputError
+from dif.term import Expression, Term
+
+
+class Problem:
+    """Minimise an objective subject to constraints (paper: CL).
+
+    >>> import torch
+    >>> from dif.samples import Samples
+    >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]))
+    >>> Problem(train.mean(), [train.mean() <= 9.0])
+    Problem(min mean of samples, 1 constraint)
+    """
+
+    def __init__(self, objective: Expression, constraints: Iterable[Constraint] | Constraint = ()) -> None:
+        listed = (constraints,) if isinstance(constraints, Constraint) else tuple(constraints)
+        wrong = [type(c).__name__ for c in listed if not isinstance(c, Constraint)]
+        if not isinstance(objective, Expression) or wrong:
+            raise InvalidInputError(
+                "Problem(objective, constraints)",
+                measured=f"objective {type(objective).__name__}, constraints {', '.join(wrong) or 'sound'}",
+                threshold="a Term or Function, and a list of Constraints",
+                meaning="Constraints are made by comparing Terms: train.mean() <= 0.3.",
+                cure="Build the objective from Samples.mean() and friends.",
+            )
+        self.objective: Term = objective.as_term()
+        self.constraints: tuple[Constraint, ...] = listed
+        self.names: tuple[str, ...] = tuple(c.name or f"constraint {j}" for j, c in enumerate(listed))
+        again = {name for name in self.names if self.names.count(name) > 1}
+        if again or len({id(c) for c in listed}) < len(listed):
+            raise InvalidInputError(
+                "names of the constraints",
+                measured=f"{', '.join(sorted(again)) or 'one constraint'} more than once",
+                threshold="each once",
+                meaning="Multipliers and reports are looked up by constraint.",
+                cure="Give each constraint a name of its own with .named(...).",
+            )
+
+    def __repr__(self) -> str:
+        many = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"
+        return f"Problem(min {repr(self.objective)[5:-1]}, {many})"

@@ -1,0 +1,207 @@
+"""Terms compiled on a parameter layout: f(θ) = C·p(θ), where every distinct sum and function p is evaluated once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dif.derivatives import batch_loss, hessian_of, pulled_back, sample_losses
+from dif.errors import InvalidInputError
+from dif.parameters import Parameters
+from dif.samples import Samples
+from dif.term import Function, SampleSum, Term
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """The weighted sums over one `Samples`: parts U·ℓ(θ), at consecutive positions of p."""
+
+    samples: Samples
+    sums: tuple[SampleSum, ...]
+    U: Tensor  # (k, n)
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """R rows f = C·p; p stacks the sums of each table, then the outputs of each function.
+
+    All rows that use the same samples share one evaluation of their losses.
+    """
+
+    parameters: Parameters
+    tables: tuple[Table, ...]
+    functions: tuple[Function, ...]
+    C: Tensor  # (R, K)
+
+    @classmethod
+    def compile(cls, terms: Sequence[Term], parameters: Parameters, theta: Tensor) -> tuple[Rows, list[torch.Size]]:
+        """Lay out the rows of these terms; also returns each term's shape, () or (rows,)."""
+        sums = list({id(s): s for term in terms for _, s in term.sums}.values())
+        every_samples = list({id(s.samples): s.samples for s in sums}.values())
+        functions = list({id(f): f for term in terms for _, f in term.functions}.values())
+        tables, position = [], {}
+        for samples in every_samples:
+            mine = tuple(s for s in sums if s.samples is samples)
+            for s in mine:
+                position[id(s)] = len(position)
+            tables.append(Table(samples, mine, torch.stack([s.weights for s in mine]).to(theta)))
+        start, outputs = len(position), {}
+        for f in functions:
+            outputs[id(f)] = (start, function_value(f, parameters, theta).detach())
+            start += outputs[id(f)][1].numel()
+
+        blocks, shapes = [], []
+        for term in terms:
+            shape = _shape(term, [outputs[id(f)][1] for _, f in term.functions])
+            block = theta.new_zeros((shape.numel(), start))
+            for c, s in term.sums:
+                block[:, position[id(s)]] += c
+            for c, f in term.functions:
+                begin, value = outputs[id(f)]
+                if value.numel() == 1:
+                    block[:, begin] += c
+                else:
+                    block[:, begin : begin + value.numel()] += c * torch.eye(value.numel()).to(theta)
+            blocks.append(block)
+            shapes.append(shape)
+        C = torch.cat(blocks) if blocks else theta.new_zeros((0, start))
+        return cls(parameters, tuple(tables), tuple(functions), C), shapes
+
+    def columns(self, table: int) -> slice:
+        """Where the sums of a table stand in p."""
+        begin = sum(len(t.U) for t in self.tables[:table])
+        return slice(begin, begin + len(self.tables[table].U))
+
+    def parts(self, theta: Tensor) -> Tensor:
+        """p(θ), (K,)."""
+        with torch.no_grad():
+            pieces = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
+            pieces += [function_value(f, self.parameters, theta).reshape(-1) for f in self.functions]
+        return torch.cat(pieces)
+
+    def values(self, theta: Tensor) -> Tensor:
+        """f(θ), (R,)."""
+        return self.C @ self.parts(theta)
+
+    def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
+        values, gradients = [], []
+        for table in self.tables:
+            value, gradient = table.U.new_zeros(len(table.U)), theta.new_zeros((len(table.U), theta.numel()))
+            for place, batch in table.samples.batches():
+                loss = batch_loss(table.samples, self.parameters, batch, place.stop - place.start)
+                losses, pulled = pulled_back(loss, theta, table.U[:, place])
+                value = value + table.U[:, place] @ losses.detach()
+                gradient = gradient + pulled.detach()
+            values.append(value)
+            gradients.append(gradient)
+        for f in self.functions:
+            value, gradient = self._function_gradient(f, theta)
+            values.append(value)
+            gradients.append(gradient)
+        return torch.cat(values), torch.cat(gradients)
+
+    def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """f(θ), (R,), and its Jacobian, (R, d)."""
+        p, Dp = self.part_gradients(theta)
+        return self.C @ p, self.C @ Dp
+
+    def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """f(θ) and Σⱼ μⱼ∇fⱼ(θ) for the weights μ = weigh(f(θ)): one forward and one backward sweep."""
+        kept, values = [], []
+        for table in self.tables:
+            place_and_loss = [
+                (place, batch_loss(table.samples, self.parameters, batch, place.stop - place.start))
+                for place, batch in table.samples.batches()
+            ]
+            if len(place_and_loss) == 1:  # keep the graph, so that the backward sweep needs no second forward one
+                losses, pull = torch.func.vjp(place_and_loss[0][1], theta)
+                kept.append([(place_and_loss[0][0], pull)])
+            else:
+                losses = torch.cat([loss(theta).detach() for _, loss in place_and_loss])
+                kept.append([(place, lambda w, f=loss: torch.func.vjp(f, theta)[1](w)) for place, loss in place_and_loss])
+            values.append(table.U @ losses.detach())
+        function_pulls = []
+        for f in self.functions:
+            value, pull = torch.func.vjp(lambda t, f=f: function_value(f, self.parameters, t).reshape(-1), theta)
+            values.append(value.detach())
+            function_pulls.append((pull, value.numel()))
+        f_values = self.C @ torch.cat(values)
+        weights = weigh(f_values) @ self.C
+        gradient = torch.zeros_like(theta)
+        for t, table in enumerate(self.tables):
+            w = weights[self.columns(t)] @ table.U
+            for place, pull in kept[t]:
+                gradient = gradient + pull(w[place])[0]
+        start = sum(len(t.U) for t in self.tables)
+        for pull, size in function_pulls:
+            gradient = gradient + pull(weights[start : start + size])[0]
+            start += size
+        return f_values, gradient.detach()
+
+    def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
+        """Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
+        return self.part_hessian(theta, mu @ self.C)
+
+    def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
+        """Σₖ weightsₖ ∇²pₖ(θ), (d, d)."""
+        H = theta.new_zeros((theta.numel(), theta.numel()))
+        start = sum(len(t.U) for t in self.tables)
+
+        def of_functions(t: Tensor) -> Tensor:
+            outs = [function_value(f, self.parameters, t).reshape(-1) for f in self.functions]
+            return weights[start:] @ torch.cat(outs)
+
+        pending = of_functions if self.functions and bool((weights[start:] != 0).any()) else None
+        for number, table in enumerate(self.tables):
+            w = weights[self.columns(number)] @ table.U
+            if not bool((w != 0).any()):
+                continue
+            for place, batch in table.samples.batches():
+                loss = batch_loss(table.samples, self.parameters, batch, place.stop - place.start)
+
+                def scalar(t: Tensor, f=loss, here=w[place], more=pending) -> Tensor:
+                    return f(t) @ here if more is None else f(t) @ here + more(t)
+
+                H = H + hessian_of(scalar, theta, place.stop - place.start)
+                pending = None
+        if pending is not None:
+            H = H + hessian_of(pending, theta, 1)
+        return H.detach()
+
+    def _function_gradient(self, f: Function, theta: Tensor) -> tuple[Tensor, Tensor]:
+        size = function_value(f, self.parameters, theta).numel()
+        value, gradient = pulled_back(
+            lambda t: function_value(f, self.parameters, t).reshape(-1), theta, torch.eye(size).to(theta)
+        )
+        return value.detach(), gradient.detach()
+
+
+def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
+    """φ(θ), its shape and type checked."""
+    out = f.fn(parameters.bind(theta))
+    if not isinstance(out, Tensor) or out.dim() > 1:
+        raise InvalidInputError(
+            f"what the function {f.name!r} returned",
+            measured=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
+            threshold="a tensor of shape () or (rows,)",
+            meaning="A function of the params gives one number, or one per row.",
+            cure="Return a scalar tensor or a vector of them.",
+        )
+    return out
+
+
+def _shape(term: Term, outputs: list[Tensor]) -> torch.Size:
+    shapes = {out.shape for out in outputs if out.dim()} | ({term.constant.shape} if term.constant.dim() else set())
+    if len(shapes) > 1:
+        raise InvalidInputError(
+            f"rows of {term!r}",
+            measured=" and ".join(str(s[0]) for s in shapes),
+            threshold="one number of rows",
+            meaning="Functions and bounds in one expression must have as many rows as each other, or one.",
+            cure="Check the rows of A against the length of b.",
+        )
+    return shapes.pop() if shapes else torch.Size([])

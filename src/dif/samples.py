@@ -1,0 +1,357 @@
+"""A per-sample loss and the data it is taken over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import InvalidInputError
+from dif.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
+from dif.term import SampleSum, Term
+
+
+class Samples:
+    """n samples and the loss of each: `loss(params, batch)` → (n,), unreduced.
+
+    Args:
+        loss: Gets the params (a dict of tensors; with an `nn.Module`, something to call like it) and a batch of
+            `data`; returns one number per sample.
+        data: A tensor, a tuple or dict of tensors (first dimension: samples), or a torch `Dataset`.
+        name: Shown in labels, errors and reports.
+        batch_size: Samples per pass; None takes all at once. No result depends on it.
+
+    >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
+    >>> train.mean(), len(train)
+    (Term(mean of train), 3)
+    """
+
+    def __init__(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        data: Any,
+        name: str = "samples",
+        batch_size: int | None = None,
+    ) -> None:
+        if not callable(loss):
+            raise InvalidInputError(
+                f"loss of Samples {name!r}",
+                measured=type(loss).__name__,
+                threshold="a callable loss(params, batch)",
+                meaning="Samples(loss, data): the loss comes first.",
+                cure="Pass a function that returns one loss per sample.",
+            )
+        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+            raise InvalidInputError(
+                f"batch_size of Samples {name!r}",
+                measured=batch_size,
+                threshold="an integer ≥ 1, or None",
+                meaning="It is the number of samples per pass.",
+                cure="Leave it out to take all samples at once.",
+            )
+        self.loss = loss
+        self.name = name
+        self.batch_size = batch_size
+        self._data, self._n = _read(data, name)
+
+    def __len__(self) -> int:
+        return self._n
+
+    def __repr__(self) -> str:
+        return f"Samples({self.name!r}, n={self._n})"
+
+    # What objectives and constraints are made of
+
+    def mean(self, where: Any = None) -> Term:
+        """Mean loss over all samples, or over those where the boolean mask is true."""
+        members = self._mask(where)
+        words = f"mean of {self.name}" if where is None else f"mean of {int(members.sum())} of {self.name}"
+        return self._term(members.double() / members.sum(), normalised=True, everyone=where is None, words=words)
+
+    def sum(self, where: Any = None) -> Term:
+        """Summed loss over all samples, or over those where the boolean mask is true; never renormalised."""
+        members = self._mask(where)
+        words = f"sum of {self.name}" if where is None else f"sum of {int(members.sum())} of {self.name}"
+        return self._term(members.double(), normalised=False, everyone=where is None, words=words)
+
+    def weighted(self, w: Any) -> Term:
+        """Σᵢ wᵢ ℓᵢ with weights of your own; never renormalised."""
+        weights = self._vector(w, "weights")
+        return self._term(weights, normalised=False, everyone=False, words=f"weighted {self.name}")
+
+    # What can be done to the data
+
+    def remove(
+        self, indices: int | Iterable[int], *, terms: Sequence[Any] | None = None, renormalise: bool = True
+    ) -> Perturbation:
+        """One perturbation that removes all these samples, from every term or only from `terms`.
+
+        With `renormalise` every mean is taken over the samples left, as retraining does; without, the 1/N of each mean
+        stays (the paper's ε).
+        """
+        entries = Entries.of([self._indices(indices)])
+        return self._perturb(Removal(self, entries, renormalise, _terms(terms)))
+
+    def remove_each(
+        self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
+    ) -> Perturbation:
+        """One perturbation per sample (all of them, or those listed)."""
+        index = torch.arange(self._n) if indices is None else torch.tensor(self._indices(indices))
+        return self._perturb(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
+
+    def remove_groups(
+        self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
+    ) -> Perturbation:
+        """One perturbation per group of samples."""
+        lists = [self._indices(group) for group in groups]
+        if not lists:
+            self._indices([])
+        return self._perturb(Removal(self, Entries.of(lists), renormalise, _terms(terms)))
+
+    def reweight(self, dw: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
+        """Add weight dw[i] to sample i, times the term's coefficient, wherever the sample has weight."""
+        return self._perturb(Reweighting(self, self._vector(dw, "dw"), _terms(terms)))
+
+    def add(
+        self,
+        data: Any,
+        *,
+        like: int | Iterable[int] | None = None,
+        terms: Sequence[Any] | None = None,
+        renormalise: bool = True,
+    ) -> Perturbation:
+        """One perturbation that adds these new samples (same structure as `data`, same loss).
+
+        They join the means and sums over all samples. Whether they belong to a mean with a mask, or what they weigh in
+        a weighted sum, only you know: `like=i` (one index, or one per new sample) gives them the memberships and
+        weights of sample i.
+        """
+        new = Samples(self.loss, data, name=f"new {self.name}", batch_size=self.batch_size)
+        self._check_structure(new)
+        entries = Entries.of([list(range(len(new)))])
+        return self._perturb(Addition(self, new, entries, self._like(like, len(new)), renormalise, _terms(terms)))
+
+    def replace(
+        self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None
+    ) -> Perturbation:
+        """One perturbation that puts new data (a corrected label, say) in the place of these samples."""
+        index = self._indices(indices)
+        new = Samples(self.loss, data, name=f"corrected {self.name}", batch_size=self.batch_size)
+        self._check_structure(new)
+        if len(new) != len(index):
+            raise InvalidInputError(
+                f"replacement for samples of {self.name!r}",
+                measured=f"{len(new)} new for {len(index)} old",
+                threshold="as many new as old",
+                meaning="Each new sample takes the place of one old sample.",
+                cure="Keep the first dimension: data of one sample is data[i:i+1].",
+            )
+        removal = Removal(self, Entries.of([index]), False, _terms(terms))
+        entries = Entries.of([list(range(len(new)))])
+        addition = Addition(self, new, entries, torch.tensor(index), False, _terms(terms))
+        return self._perturb(removal) + self._perturb(addition)
+
+    # How the numbers are reached
+
+    def batches(self, indices: Tensor | None = None) -> Iterator[tuple[slice, Any]]:
+        """Batches of the data in order (of all samples, or of those listed), each with its positions."""
+        total = self._n if indices is None else len(indices)
+        step = self.batch_size or max(total, 1)
+        for begin in range(0, total, step):
+            place = slice(begin, min(begin + step, total))
+            yield place, self._take(place if indices is None else indices[place])
+
+    def take(self, indices: Tensor | None) -> Samples:
+        """The samples listed (None: all of them), as Samples of their own."""
+        if indices is None:
+            return self
+        return Samples(self.loss, self._take(indices), name=self.name, batch_size=self.batch_size)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of the data (of one sample, for a Dataset)."""
+        data = self._data if isinstance(self._data, Tensor | tuple | dict) else self._take(slice(0, 1))
+        return _leaves(data)
+
+    def _take(self, where: slice | Tensor) -> Any:
+        data = self._data
+        if isinstance(data, Tensor):
+            return data[_on(where, data)]
+        if isinstance(data, tuple):
+            return tuple(t[_on(where, t)] for t in data)
+        if isinstance(data, dict):
+            return {k: t[_on(where, t)] for k, t in data.items()}
+        index = range(self._n)[where] if isinstance(where, slice) else where.tolist()
+        return torch.utils.data.default_collate([data[i] for i in index])
+
+    def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
+        return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
+
+    def _perturb(self, piece: Removal | Addition | Reweighting) -> Perturbation:
+        return Perturbation(((1.0, piece),))
+
+    def _mask(self, where: Any) -> Tensor:
+        if where is None:
+            return torch.ones(self._n, dtype=torch.bool)
+        mask = torch.as_tensor(where).detach().cpu()
+        if mask.dtype != torch.bool or mask.shape != (self._n,) or not bool(mask.any()):
+            raise InvalidInputError(
+                f"where= over {self.name!r}",
+                measured=f"{mask.dtype}, shape {tuple(mask.shape)}, {int((mask != 0).sum())} true",
+                threshold=f"torch.bool, shape ({self._n},), at least one true",
+                meaning="The mask says which samples the term is taken over.",
+                cure="Build it by a comparison, such as group == 2.",
+            )
+        return mask
+
+    def _vector(self, values: Any, what: str) -> Tensor:
+        vector = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+        if vector.shape != (self._n,) or not bool(torch.isfinite(vector).all()) or not bool((vector != 0).any()):
+            raise InvalidInputError(
+                f"{what} over {self.name!r}",
+                measured=f"shape {tuple(vector.shape)}, {int((~torch.isfinite(vector)).sum())} not finite, "
+                f"{int((vector != 0).sum())} nonzero",
+                threshold=f"shape ({self._n},), all finite, at least one nonzero",
+                meaning="One weight per sample is needed.",
+                cure="Pass a vector as long as the data.",
+            )
+        return vector.clone()
+
+    def _indices(self, indices: int | Iterable[int]) -> list[int]:
+        if isinstance(indices, Tensor):
+            indices = indices.tolist()
+        if not isinstance(indices, Iterable):
+            indices = [indices]
+        index = list(indices)
+        whole = [i for i in index if not isinstance(i, bool) and hasattr(i, "__index__")]
+        unknown = [i for i in index if i not in whole or not 0 <= i < self._n]
+        if unknown or not index:
+            raise InvalidInputError(
+                f"sample indices of {self.name!r}",
+                measured=_few(unknown) if index else "none",
+                threshold=f"integers 0 … {self._n - 1}, at least one",
+                meaning="No such sample." if index else "Nothing would change.",
+                cure="Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
+            )
+        index = [int(i) for i in index]
+        twice = sorted({i for i in index if index.count(i) > 1}) if len(set(index)) < len(index) else []
+        if twice:
+            raise InvalidInputError(
+                f"sample indices of {self.name!r}",
+                measured=f"{_few(twice)} given more than once",
+                threshold="each at most once",
+                meaning="A sample can be removed only once.",
+                cure="Pass sorted(set(indices)).",
+            )
+        return index
+
+    def _like(self, like: int | Iterable[int] | None, count: int) -> Tensor | None:
+        if like is None:
+            return None
+        index = [like] if isinstance(like, int) else list(like)
+        for i in index:
+            self._indices([i])
+        if len(index) not in (1, count):
+            raise InvalidInputError(
+                "like=",
+                measured=f"{len(index)} indices for {count} new samples",
+                threshold=f"1 or {count}",
+                meaning="Each new sample takes the memberships of one old sample.",
+                cure="Name one old sample, or one per new sample.",
+            )
+        return torch.tensor([int(i) for i in index]).expand(count)
+
+    def _check_structure(self, new: Samples) -> None:
+        old_kind, new_kind = _structure(self._take(slice(0, 1))), _structure(new._take(slice(0, 1)))
+        if old_kind != new_kind:
+            raise InvalidInputError(
+                f"new data for {self.name!r}",
+                measured=new_kind,
+                threshold=old_kind,
+                meaning="New samples go through the same loss as the old ones.",
+                cure="Give them the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
+            )
+
+
+def _read(data: Any, name: str) -> tuple[Any, int]:
+    if isinstance(data, Mapping):
+        data = {k: torch.as_tensor(v) for k, v in data.items()}
+    elif isinstance(data, tuple | list):
+        data = tuple(torch.as_tensor(v) for v in data)
+    elif isinstance(data, Tensor) or hasattr(data, "__array__"):
+        data = torch.as_tensor(data)
+    elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        raise InvalidInputError(
+            f"data of Samples {name!r}",
+            measured=type(data).__name__,
+            threshold="a tensor, a tuple or dict of tensors, or a Dataset with a length",
+            meaning="Samples must be countable and addressable by index.",
+            cure="Load an iterable into tensors first.",
+        )
+    else:
+        return data, _count([len(data)], name)
+    leaves = _leaves(data)
+    n = _count([len(t) if t.dim() else -1 for t in leaves], name)
+    for t in leaves:
+        if t.is_floating_point() and t.device.type != "meta" and not bool(torch.isfinite(t).all()):
+            bad = torch.nonzero((~torch.isfinite(t)).reshape(n, -1).any(1)).reshape(-1)
+            raise InvalidInputError(
+                f"data of Samples {name!r}",
+                measured=f"NaN or infinite in {len(bad)} samples ({_few(bad[:8].tolist())})",
+                threshold="0",
+                meaning="A loss of such a sample is not finite, and neither is its influence.",
+                cure="Drop or impute those samples first.",
+            )
+    return data, n
+
+
+def _count(lengths: list[int], name: str) -> int:
+    if len(set(lengths)) != 1 or lengths[0] < 1:
+        raise InvalidInputError(
+            f"number of samples in {name!r}",
+            measured=", ".join("a scalar" if n < 0 else str(n) for n in lengths) or "no tensor",
+            threshold="one length ≥ 1 for all tensors",
+            meaning="The first dimension of every tensor counts the samples.",
+            cure="Make the first dimensions equal.",
+        )
+    return lengths[0]
+
+
+def _leaves(data: Any) -> list[Tensor]:
+    if isinstance(data, Tensor):
+        return [data]
+    values = data.values() if isinstance(data, Mapping) else data
+    return [leaf for value in values for leaf in _leaves(value)]
+
+
+def _structure(batch: Any) -> str:
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape[1:])}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k}: {_structure(v)}" for k, v in batch.items()) + "}"
+    return "(" + ", ".join(_structure(v) for v in batch) + ")"
+
+
+def _on(where: slice | Tensor, t: Tensor) -> slice | Tensor:
+    return where if isinstance(where, slice) else where.to(t.device)
+
+
+def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    if terms is None:
+        return None
+    listed = tuple(terms) if isinstance(terms, list | tuple) else (terms,)
+    if not listed:
+        raise InvalidInputError(
+            "terms=",
+            measured="an empty list",
+            threshold="problem.objective or constraints",
+            meaning="Nothing would change.",
+            cure="Leave terms out to act on every term.",
+        )
+    return listed
+
+
+def _few(values: list[Any]) -> str:
+    shown = ", ".join(map(str, values[:8]))
+    return shown if len(values) <= 8 else f"{shown}, … ({len(values)} in all)"

@@ -1,0 +1,161 @@
+"""A point (θ̄, λ̄) and its judgement."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import scipy.optimize
+import torch
+from torch import Tensor
+
+from dif.active_set import ActiveSet
+from dif.errors import NotASolutionError
+from dif.kkt import KKT, Scales, residuals
+from dif.parameters import Parameters
+from dif.problem import Problem
+from dif.program import PerConstraint, Program
+
+
+class Solution:
+    """θ̄ and λ̄ of a problem, with how well they solve it.
+
+    Args:
+        problem: The problem it should solve.
+        params: A dict of tensors or an `nn.Module`; copied, never changed.
+        multipliers: Per constraint (a list, a dict by name) or flat; recovered from the params when left out.
+        tol: Largest relative KKT residual that counts as a solution (None: 1e-6 in float64, 1e-3 in float32).
+
+    A solution is judged as it is given: `kkt` and `active` say what was found, and estimators refuse a point that is
+    not a solution unless told `strict=False`.
+    """
+
+    def __init__(self, problem: Problem, params: Any, multipliers: Any = None, *, tol: float | None = None) -> None:
+        parameters, theta = Parameters.of(params)
+        program = Program.of(problem, parameters, theta)
+        lam = None if multipliers is None else program.flat_multipliers(multipliers)
+        self._set(program, theta, lam, tol)
+
+    @classmethod
+    def from_params(cls, problem: Problem, params: Any, *, tol: float | None = None) -> Solution:
+        """From parameters alone: the multipliers that fit them best are recovered."""
+        return cls(problem, params, tol=tol)
+
+    @classmethod
+    def of_program(cls, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None = None) -> Solution:
+        """From a compiled program and flat vectors."""
+        solution = cls.__new__(cls)
+        solution._set(program, theta, lam, tol)
+        return solution
+
+    def _set(self, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None) -> None:
+        self.program = program
+        self.theta = theta.detach()
+        self.p, self.Dp = program.rows.part_gradients(self.theta)  # parts and their gradients
+        self.f, self.J = program.rows.C @ self.p, program.rows.C @ self.Dp  # rows and their gradients
+        self.c, self.G = self.f[1:] - program.tau, self.J[1:]
+        self.lam = recovered_multipliers(self.theta, self.c, self.J, program.equality) if lam is None else lam
+        eps = torch.finfo(self.theta.dtype).eps
+        self.tol = tol if tol is not None else (1e-6 if eps < 1e-12 else 1e-3)
+
+    @property
+    def problem(self) -> Problem:
+        """The problem."""
+        return self.program.problem
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """θ̄ as the params' own structure."""
+        return {name: t.clone() for name, t in self.program.parameters.tensors(self.theta).items()}
+
+    @property
+    def multipliers(self) -> PerConstraint:
+        """λ̄ per constraint: by position, by name or by the Constraint."""
+        return PerConstraint.of(self.program, self.lam)
+
+    @property
+    def objective(self) -> float:
+        """f₀(θ̄)."""
+        return float(self.f[0]) + float(self.problem.objective.constant)
+
+    @cached_property
+    def hessian(self) -> Tensor:
+        """∇²θθ L(θ̄, λ̄), (d, d)."""
+        return self.program.rows.hessian(self.theta, self.program.weights(self.lam))
+
+    @cached_property
+    def scales(self) -> Scales:
+        """The units of rows and multipliers here."""
+        return Scales.of(self.theta, self.G, self.hessian)
+
+    @cached_property
+    def kkt(self) -> KKT:
+        """Residuals of the optimality conditions."""
+        gradient = self.program.weights(self.lam) @ self.J
+        return residuals(self.scales, gradient, self.c, self.lam, self.program.equality)
+
+    @property
+    def converged(self) -> bool:
+        """Whether the KKT residual is within the tolerance."""
+        return self.kkt.residual <= self.tol
+
+    @cached_property
+    def active(self) -> ActiveSet:
+        """Binding, weak and inactive rows, and whether the derivative exists."""
+        eps = torch.finfo(self.theta.dtype).eps
+        tolerance = max(eps**0.447, min(10 * self.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
+        return ActiveSet.read(
+            self.program.names, self.scales, self.c, self.lam, self.program.equality, self.G, self.hessian, tolerance
+        )
+
+    def check(self) -> None:
+        """Raise where this is not a solution."""
+        kkt = self.kkt
+        if not kkt.residual <= self.tol:
+            worst = max(("stationarity", "feasibility", "complementarity"), key=lambda part: getattr(kkt, part))
+            detail = ""
+            if worst != "stationarity" and len(self.c):
+                violation = torch.where(self.program.equality, self.c.abs(), self.c)
+                row = int(violation.argmax()) if worst == "feasibility" else int(self.active.force.abs().argmax())
+                detail = f" (worst at {self.program.names[row]})"
+            raise NotASolutionError(
+                f"KKT residual of the given point: {worst}{detail}",
+                measured=f"{kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})",
+                threshold=f"{self.tol:.1g}",
+                meaning="The point does not solve the problem, so there is no solution whose change could be predicted.",
+                cure="Train on, or polish it: dif.fit(problem, solution.params). strict=False goes on regardless, "
+                "and records the residual.",
+            )
+
+    def __repr__(self) -> str:
+        state = "solution" if self.converged else "NOT a solution"
+        return f"Solution({state}: objective {self.objective:.6g}, {self.kkt})"
+
+
+def recovered_multipliers(theta: Tensor, c: Tensor, J: Tensor, equality: Tensor) -> Tensor:
+    """The multipliers that come nearest to stationarity: least squares over the rows at their bound, λ ≥ 0."""
+    lam = torch.zeros_like(c)
+    norms = torch.linalg.vector_norm(J[1:], dim=1)
+    reach = torch.finfo(theta.dtype).eps ** 0.32 * max(1.0, float(theta.norm()))  # 1e-5 in float64
+    rows = torch.nonzero((equality | (-c <= reach * norms)) & (norms > 0)).reshape(-1)
+    if len(rows) == 0:
+        return lam
+    A = (J[1:][rows] / norms[rows, None]).double().cpu().numpy().T
+    low = np.where(equality[rows].cpu().numpy(), -np.inf, 0.0)
+    goal = -J[0].double().cpu().numpy()
+    found = scipy.optimize.lsq_linear(A, goal, bounds=(low, np.inf), tol=1e-15, max_iter=1000).x
+    found = _refined(A, goal, found, low)
+    lam[rows] = torch.as_tensor(found).to(lam) / norms[rows]
+    return lam
+
+
+def _refined(A: np.ndarray, goal: np.ndarray, found: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """Plain least squares on the rows that carry force, where it keeps their signs."""
+    size = np.abs(found).max(initial=0.0)
+    on = (low == -np.inf) | (found > 1e-9 * size)
+    exact = np.zeros_like(found)
+    if on.any():
+        exact[on] = np.linalg.lstsq(A[:, on], goal, rcond=None)[0]
+    better = np.linalg.norm(A @ exact - goal) <= np.linalg.norm(A @ found - goal) * (1 + 1e-9) + 1e-300
+    return exact if better and bool((exact >= low).all()) else found

@@ -1,0 +1,87 @@
+"""What a score is about: T numbers that depend on θ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.derivatives import sample_gradients, sample_losses
+from dif.errors import InvalidInputError
+from dif.parameters import Parameters
+from dif.perturbation import Perturbation
+from dif.probe import probe
+from dif.progress import progress
+from dif.rows import Rows
+from dif.samples import Samples
+from dif.solution import Solution
+from dif.term import Expression
+
+
+class Targets:
+    """A Term, a list of Terms, or Samples (one target per sample); their weights stay, only θ moves."""
+
+    def __init__(self, target: Any, solution: Solution) -> None:
+        self._parameters: Parameters = solution.program.parameters
+        theta = solution.theta
+        known = {id(table.samples) for table in solution.program.rows.tables}
+        if isinstance(target, Samples):
+            self._samples, self._rows = target, None
+            self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
+            if id(target) not in known:
+                probe([target], [], self._parameters, theta)
+            return
+        listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
+        if not listed or not all(isinstance(t, Expression) for t in listed):
+            raise InvalidInputError(
+                "target",
+                measured=type(target).__name__,
+                threshold="a Term, a list of Terms, or Samples",
+                meaning="A score is the change of a number that depends on the parameters.",
+                cure="For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
+            )
+        terms = [t.as_term() for t in listed]
+        new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
+        functions = {id(f): f for t in terms for _, f in t.functions}
+        probe(list(new.values()), list(functions.values()), self._parameters, theta)
+        self._samples = None
+        self._rows, shapes = Rows.compile(terms, self._parameters, theta)
+        names: list[str] = []
+        for term, shape in zip(terms, shapes, strict=True):
+            words = repr(term)[5:-1]
+            names += [f"{words}[{i}]" for i in range(shape[0])] if shape else [words]
+        self.names = tuple(names)
+
+    def values(self, theta: Tensor) -> Tensor:
+        """The targets at θ, (T,)."""
+        if self._rows is not None:
+            return self._rows.values(theta)
+        assert self._samples is not None
+        return sample_losses(self._samples, self._parameters, theta)
+
+    def gradients(self, theta: Tensor) -> Tensor:
+        """∇ of each target at θ, as columns, (d, T)."""
+        if self._rows is not None:
+            return self._rows.gradients(theta)[1].T
+        assert self._samples is not None
+        return sample_gradients(self._samples, self._parameters, theta).T
+
+
+def actual_scores(
+    solution: Solution,
+    targets: Targets,
+    perturbations: Perturbation,
+    move: Callable[[Perturbation], Tensor],
+    title: str,
+    show_progress: bool,
+) -> Tensor:
+    """The difference of each target between θ̄ and θ̄ + move(perturbation), one perturbation after the other, (P, T)."""
+    before = targets.values(solution.theta)
+    rows = []
+    with progress(title, len(perturbations), show_progress) as report:
+        for number, one in enumerate(perturbations):
+            rows.append(targets.values(solution.theta + move(one)) - before)
+            report(number + 1)
+    return torch.stack(rows).double().cpu()

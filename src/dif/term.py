@@ -1,0 +1,229 @@
+"""Weighted sums of sample losses and smooth functions: what objectives, constraints and targets are made of."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from dif.constraint import Constraint
+from dif.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from dif.samples import Samples
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSum:
+    """Σᵢ wᵢ ℓ(zᵢ, θ) over the samples of one `Samples`; `normalised` marks a mean, which a removal renormalises."""
+
+    samples: Samples
+    weights: Tensor  # (n,) float64, on the CPU
+    normalised: bool
+    everyone: bool  # made over all samples, so an added one belongs to it
+    words: str
+
+
+class Expression(ABC):
+    """The algebra that Terms and Functions share: + − scaling, and comparisons that make Constraints."""
+
+    __array_ufunc__ = None  # numpy arrays on the left hand over to us
+    __hash__ = object.__hash__
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let `tensor + term` and `tensor >= term` reach our reflected operators."""
+        return NotImplemented
+
+    @abstractmethod
+    def as_term(self) -> Term:
+        """This expression as a Term."""
+
+    def __add__(self, other: object) -> Term:
+        right = _as_term(other)
+        return NotImplemented if right is None else _combine(self.as_term(), 1.0, right)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Term:
+        return _combine(Term(), -1.0, self.as_term())
+
+    def __sub__(self, other: object) -> Term:
+        right = _as_term(other)
+        return NotImplemented if right is None else _combine(self.as_term(), -1.0, right)
+
+    def __rsub__(self, other: object) -> Term:
+        left = _as_term(other)
+        return NotImplemented if left is None else _combine(left, -1.0, self.as_term())
+
+    def __mul__(self, factor: object) -> Term:
+        number = _number(factor)
+        if isinstance(factor, Expression) or number is None or number.dim() > 0:
+            raise TypeError(
+                f"a Term scales by one number, not by {type(factor).__name__}: products of Terms are not sums over "
+                "samples. For a smooth function of θ use dif.Function."
+            )
+        return _combine(Term(), float(number), self.as_term())
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, factor: object) -> Term:
+        number = _number(factor)
+        if number is None or number.dim() > 0:
+            return NotImplemented
+        return self * (1.0 / float(number))
+
+    def __le__(self, other: object) -> Constraint:
+        return _constraint(self, other, equality=False, negated=False)
+
+    def __ge__(self, other: object) -> Constraint:
+        return _constraint(self, other, equality=False, negated=True)
+
+    def __eq__(self, other: object) -> Constraint:  # type: ignore[override]
+        return _constraint(self, other, equality=True, negated=False)
+
+    def __lt__(self, other: object) -> Constraint:
+        raise TypeError("strict inequalities have no minimiser on the boundary: write <= (or >=)")
+
+    __gt__ = __lt__
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Term(Expression):
+    """Σ c·(sum over samples) + Σ c·(function of θ) + constant; one row, or several where a Function has several."""
+
+    sums: tuple[tuple[float, SampleSum], ...] = ()
+    functions: tuple[tuple[float, Function], ...] = ()
+    constant: Tensor = torch.zeros((), dtype=torch.float64)
+
+    def as_term(self) -> Term:
+        """Itself."""
+        return self
+
+    def __repr__(self) -> str:
+        spoken = [(c, s.words) for c, s in self.sums] + [(c, f.name) for c, f in self.functions]
+        text = " + ".join(name if c == 1.0 else f"{c:g}·{name}" for c, name in spoken)
+        shown = f"{float(self.constant):g}" if self.constant.dim() == 0 else f"<{self.constant.numel()} constants>"
+        return f"Term({text or shown})"
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Function(Expression):
+    """A smooth function of the parameters alone: `fn(params)` → a scalar, or a vector for several rows."""
+
+    fn: Callable[[Any], Tensor]
+    name: str = "function"
+    regulariser: bool = False  # touches every parameter, so it does not show that the model uses one
+
+    def as_term(self) -> Term:
+        """As a Term of one summand."""
+        return Term(functions=((1.0, self),))
+
+    def __repr__(self) -> str:
+        return f"Function({self.name})"
+
+
+def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
+    """A·θ, one row for each row of A; on flat θ in the params' order, or on the one tensor named `of`.
+
+    >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
+    """
+    matrix = torch.as_tensor(A, dtype=torch.float64).detach()
+    if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):
+        raise InvalidInputError(
+            "A of linear(A)",
+            measured=f"shape {tuple(matrix.shape)}, {int((~torch.isfinite(matrix)).sum())} entries not finite",
+            threshold="finite, (d,) or (rows, d)",
+            meaning="A·θ must be a number or a vector of rows.",
+            cure="Pass one row of coefficients per constraint.",
+        )
+
+    def value(params: Mapping[str, Tensor]) -> Tensor:
+        if of is not None and of not in params:
+            raise InvalidInputError(
+                f"linear(A, of={of!r})",
+                measured=f"no parameter {of!r}",
+                threshold=f"one of {', '.join(params)}",
+                meaning="The tensor that A multiplies is not among the params.",
+                cure="Use one of those names, or of=None for flat θ.",
+            )
+        chosen = list(params.values()) if of is None else [params[of]]
+        sizes = [t.numel() for t in chosen]
+        if sum(sizes) != matrix.shape[-1]:
+            raise InvalidInputError(
+                "columns of A in linear(A)",
+                measured=matrix.shape[-1],
+                threshold=f"{sum(sizes)}, the number of scalars in {of or 'the params'}",
+                meaning="Each column multiplies one entry of θ.",
+                cure="Give A one column per parameter, or name a tensor with of=.",
+            )
+        A_here = matrix.to(chosen[0])
+        pieces = zip(torch.split(A_here, sizes, dim=-1), chosen, strict=True)
+        products = [block @ t.reshape(-1) for block, t in pieces if bool((block != 0).any())]
+        return sum(products[1:], products[0]) if products else A_here @ torch.cat([t.reshape(-1) for t in chosen])
+
+    return Function(value, name=name)
+
+
+def ridge(c: float) -> Function:
+    """½ c ‖θ‖²."""
+    if not c >= 0 or c == float("inf"):
+        raise InvalidInputError(
+            "c of ridge(c)",
+            measured=c,
+            threshold="a finite number ≥ 0",
+            meaning="½c‖θ‖² with c < 0 has no minimum.",
+            cure="Choose c ≥ 0.",
+        )
+    return Function(
+        lambda params: 0.5 * c * sum((t * t).sum() for t in params.values()), name=f"ridge({c:g})", regulariser=True
+    )
+
+
+def _number(value: object) -> Tensor | None:
+    """A finite number or vector as a float64 tensor, None for anything else."""
+    if isinstance(value, Expression | str) or not (isinstance(value, Real | Tensor) or hasattr(value, "__len__")):
+        return None
+    number = torch.as_tensor(value, dtype=torch.float64).detach().cpu()  # type: ignore[arg-type]
+    if number.dim() > 1 or not bool(torch.isfinite(number).all()):
+        raise InvalidInputError(
+            "number in a Term",
+            measured=value if number.numel() < 8 else f"shape {tuple(number.shape)}",
+            threshold="one finite number, or a vector of them",
+            meaning="Bounds and factors must be finite.",
+            cure="Leave a constraint out instead of giving it an infinite bound.",
+        )
+    return number
+
+
+def _as_term(value: object) -> Term | None:
+    if isinstance(value, Expression):
+        return value.as_term()
+    number = _number(value)
+    return None if number is None else Term(constant=number)
+
+
+def _combine(left: Term, sign: float, right: Term) -> Term:
+    """Left + sign · right, equal summands merged."""
+    sums = {id(s): (c, s) for c, s in left.sums}
+    for c, s in right.sums:
+        sums[id(s)] = (sums.get(id(s), (0.0, s))[0] + sign * c, s)
+    functions = {id(f): (c, f) for c, f in left.functions}
+    for c, f in right.functions:
+        functions[id(f)] = (functions.get(id(f), (0.0, f))[0] + sign * c, f)
+    return Term(tuple(sums.values()), tuple(functions.values()), left.constant + sign * right.constant)
+
+
+def _constraint(left: Expression, other: object, *, equality: bool, negated: bool) -> Constraint:
+    right = _as_term(other)
+    if right is None:
+        raise TypeError(f"a Term compares with a Term or a number, not with {type(other).__name__}")
+    difference = left - right
+    if negated:
+        difference = -difference
+    return Constraint(Term(difference.sums, difference.functions), -difference.constant, equality, negated)

@@ -1,0 +1,82 @@
+"""Imports go strictly down, and estimators never import each other."""
+
+import ast
+from pathlib import Path
+
+import dif
+
+ROOT = Path(dif.__file__).parent
+
+# From the bottom up; modules of one line may not import each other.
+LAYERS = [
+    ["errors"],
+    ["parameters", "progress"],
+    ["perturbation"],
+    ["constraint"],
+    ["term"],
+    ["samples", "problem"],
+    ["derivatives"],
+    ["rows"],
+    ["probe"],
+    ["program"],
+    ["direction", "kkt", "linear_solve", "reduced_qp"],
+    ["active_set", "kkt_step"],
+    ["solution"],
+    ["fit", "agreement", "targets"],
+    ["influence"],
+    ["linearisation"],
+    ["estimators.directional", "estimators.classical", "estimators.penalty", "estimators.newton", "estimators.retraining"],
+    ["__init__"],
+    ["plots"],
+    ["studies.toy", "studies.regression"],
+    ["cli"],
+]
+LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
+
+
+def imports_of(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):  # annotations are not imports
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            node.body = []
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dif":
+            inside = node.module.removeprefix("dif").removeprefix(".") or "__init__"
+            names = [f"{inside}.{a.name}" for a in node.names]
+            found |= {n for n in names if n in LEVEL} or {inside}
+        elif isinstance(node, ast.Import):
+            found |= {(a.name.removeprefix("dif").removeprefix(".") or "__init__") for a in node.names if a.name.split(".")[0] == "dif"}
+    return found
+
+
+def modules() -> dict[str, Path]:
+    return {".".join(p.relative_to(ROOT).with_suffix("").parts): p for p in sorted(ROOT.rglob("*.py"))}
+
+
+def test_every_module_has_its_layer():
+    packages = {"estimators.__init__", "studies.__init__", "__main__"}
+    assert set(modules()) - packages == set(LEVEL)
+
+
+def test_imports_go_strictly_down():
+    upward = [
+        f"{module} imports {other}"
+        for module, path in modules().items()
+        if module in LEVEL
+        for other in imports_of(path)
+        if other in LEVEL and LEVEL[other] >= LEVEL[module]
+    ]
+    assert upward == []
+
+
+def test_only_the_bottom_calls_autograd():
+    allowed = {"derivatives", "rows", "probe", "parameters"}
+    calls = ("torch.func", "autograd", "torch.autograd")
+    offenders = [m for m, p in modules().items() if m not in allowed and any(c in p.read_text() for c in calls)]
+    assert offenders == []
+
+
+def test_files_stay_short():
+    long = {m: n for m, p in modules().items() if (n := len(p.read_text().splitlines())) > 420}
+    assert long == {}

@@ -25,7 +25,13 @@ LAYERS = [
     ["fit", "agreement", "targets"],
     ["influence"],
     ["linearisation"],
-    ["estimators.directional", "estimators.classical", "estimators.penalty", "estimators.newton", "estimators.retraining"],
+    [
+        "estimators.directional",
+        "estimators.classical",
+        "estimators.penalty",
+        "estimators.newton",
+        "estimators.retraining",
+    ],
     ["__init__"],
     ["plots"],
     ["studies.toy", "studies.regression"],
@@ -46,7 +52,11 @@ def imports_of(path: Path) -> set[str]:
             names = [f"{inside}.{a.name}" for a in node.names]
             found |= {n for n in names if n in LEVEL} or {inside}
         elif isinstance(node, ast.Import):
-            found |= {(a.name.removeprefix("dif").removeprefix(".") or "__init__") for a in node.names if a.name.split(".")[0] == "dif"}
+            found |= {
+                (a.name.removeprefix("dif").removeprefix(".") or "__init__")
+                for a in node.names
+                if a.name.split(".")[0] == "dif"
+            }
     return found
 
 

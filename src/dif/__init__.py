@@ -1,5 +1,6 @@
 """dif: how each training sample shaped a model that was trained under constraints."""
 
+from dif.active_set import ActiveSet
 from dif.agreement import Agreement
 from dif.constraint import Constraint
 from dif.errors import (
@@ -17,7 +18,6 @@ from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.retraining import Retraining
-from dif.active_set import ActiveSet
 from dif.fit import fit
 from dif.influence import Change, Influence
 from dif.kkt import KKT

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from scipy import stats
 from torch import Tensor
 
 from dif.errors import InvalidInputError
@@ -41,12 +40,11 @@ class Agreement:
                 cure="Score the same perturbations and targets with both estimators.",
             )
         p, a = p.reshape(-1), a.reshape(-1)
-        dp, da = p - p.mean(), a - a.mean()
-        spread = float(dp.norm() * da.norm())
+        da = a - a.mean()
         return cls(
-            pearson=min(1.0, max(-1.0, float(dp @ da) / spread)) if spread > 0 else float("nan"),
-            spearman=float(stats.spearmanr(p.numpy(), a.numpy()).statistic) if spread > 0 else float("nan"),
-            slope=float(dp @ da) / float(da @ da) if float(da @ da) > 0 else float("nan"),
+            pearson=_correlation(p, a),
+            spearman=_correlation(_ranks(p), _ranks(a)),
+            slope=float((p - p.mean()) @ da) / float(da @ da) if float(da @ da) > 0 else float("nan"),
             relative_error=float((p - a).norm()) / float(a.norm()) if float(a.norm()) > 0 else float("nan"),
             sign=float((torch.sign(p) == torch.sign(a)).double().mean()),
             n=p.numel(),
@@ -57,3 +55,15 @@ class Agreement:
             f"r {self.pearson:.6f}, rank r {self.spearman:.6f}, slope {self.slope:.4f}, relative error "
             f"{self.relative_error:.3g}, same sign {self.sign:.1%} (n = {self.n})"
         )
+
+
+def _correlation(x: Tensor, y: Tensor) -> float:
+    dx, dy = x - x.mean(), y - y.mean()
+    spread = float(dx.norm() * dy.norm())
+    return min(1.0, max(-1.0, float(dx @ dy) / spread)) if spread > 0 else float("nan")
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Ranks from 1, ties sharing their mean."""
+    _, place, counts = torch.unique(x, return_inverse=True, return_counts=True)
+    return (torch.cumsum(counts, 0) - (counts - 1) / 2)[place].double()

@@ -50,9 +50,7 @@ def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indic
     return torch.cat(pieces)
 
 
-def sample_gradients(
-    samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
-) -> Tensor:
+def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """∇ℓᵢ(θ) row by row, (n, d)."""
     pieces = [_batch_gradients(samples, parameters, theta, batch) for _, batch in samples.batches(indices)]
     return torch.cat(pieces)
@@ -75,8 +73,8 @@ def sample_slopes(
             pieces.append(_batch_gradients(samples, parameters, theta, batch) @ V)
         elif columns:
             chunk = max(1, _VMAP_ELEMENTS // count)
-            push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,)), in_dims=1, out_dims=1, chunk_size=chunk)
-            value, slope = push(V)
+            push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,))[:2], in_dims=1, out_dims=1, chunk_size=chunk)
+            value, slope = push(V)[:2]
             losses.append(value[:, 0])
             pieces.append(slope)
         else:
@@ -85,13 +83,19 @@ def sample_slopes(
     return torch.cat(losses), torch.cat(pieces)
 
 
-def pulled_back(loss: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Loss(θ), and Jᵀw for each row w of weights (k, n), as (k, d)."""
-    value, pull = vjp(loss, theta)
+def forward(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """fn(θ), and the map w → Jᵀw, which keeps the graph."""
+    value, pull = vjp(fn, theta)[:2]
+    return value, lambda w: pull(w)[0]
+
+
+def pulled_back(fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """fn(θ), and Jᵀw for each row w of weights (k, n), as (k, d)."""
+    value, pull = forward(fn, theta)
     if len(weights) == 0:
         return value, theta.new_zeros((0, theta.numel()))
     chunk = max(1, _VMAP_ELEMENTS // max(value.numel(), 1))
-    return value, vmap(lambda w: pull(w)[0], chunk_size=chunk)(weights)
+    return value, vmap(pull, chunk_size=chunk)(weights)
 
 
 def hessian_of(scalar: Callable[[Tensor], Tensor], theta: Tensor, count: int) -> Tensor:
@@ -105,7 +109,14 @@ def hessian_of(scalar: Callable[[Tensor], Tensor], theta: Tensor, count: int) ->
 
 def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:
     def one(t: Tensor, z: Any) -> Tensor:
-        alone = torch.utils._pytree.tree_map(lambda x: x.unsqueeze(0), z)
-        return batch_loss(samples, parameters, alone, 1)(t)[0]
+        return batch_loss(samples, parameters, _batch_of_one(z), 1)(t)[0]
 
     return vmap(grad(one), in_dims=(None, 0))(theta, batch)
+
+
+def _batch_of_one(z: Any) -> Any:
+    if isinstance(z, Tensor):
+        return z.unsqueeze(0)
+    if isinstance(z, dict):
+        return {key: _batch_of_one(value) for key, value in z.items()}
+    return type(z)(_batch_of_one(value) for value in z)

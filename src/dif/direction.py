@@ -179,7 +179,9 @@ class Direction:
     def carried_out(self, p: int) -> Program:
         """The program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
         rows = self.program.rows
-        tables = [(t.samples, t.U, (rows.C + self.scaled_parts(p))[:, rows.columns(i)]) for i, t in enumerate(rows.tables)]
+        tables = [
+            (t.samples, t.U, (rows.C + self.scaled_parts(p))[:, rows.columns(i)]) for i, t in enumerate(rows.tables)
+        ]
         functions = rows.C[:, sum(len(t.U) for t in rows.tables) :]
         for block in self.blocks:
             mine = slice(None) if block.owner is None else block.owner == p

@@ -59,9 +59,9 @@ def fit(
     solution = Solution.of_program(program, found.theta, found.lam, tol=max(goal, 100 * torch.finfo(theta.dtype).eps))
     if not solution.converged:
         warnings.warn(
-            f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), allowed "
-            f"{goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is not a solution yet. "
-            "Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes.",
+            f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
+            f"allowed {goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is not a "
+            "solution yet. Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes.",
             NotConvergedWarning,
             stacklevel=2,
         )
@@ -123,11 +123,8 @@ def solve(
     _newton(program, best, goal, limits, report)
     rounds = _AugmentedLagrangian(program, best.theta, best.lam, limits, report) if best.residual > goal else None
     while rounds is not None and best.residual > goal and limits.spent() is None:
-        try:
-            rounds.round()
-        except _LimitReached:
-            pass
-        trial = Found(rounds.theta, rounds.multipliers())
+        rounds.round()
+        trial = Found(rounds.theta, rounds.lam)
         _newton(program, trial, goal, limits, report)
         if trial.residual < best.residual:
             best = trial
@@ -182,10 +179,6 @@ def _finite(kkt: KKT) -> bool:
     return kkt.residual < float("inf")  # false for NaN too
 
 
-class _LimitReached(Exception):
-    pass
-
-
 class _AugmentedLagrangian:
     """Rounds of L-BFGS on f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between."""
 
@@ -208,10 +201,6 @@ class _AugmentedLagrangian:
     def exhausted(self) -> bool:
         """Whether more rounds cannot be expected to help."""
         return self.raised > 10 or self.rounds > 60
-
-    def multipliers(self) -> Tensor:
-        """λ, equalities and inequalities alike."""
-        return self.lam
 
     def _shifted(self, f: Tensor) -> Tensor:
         ahead = self.lam + self.penalty / self.row_scale * (f[1:] - self.program.tau)
@@ -263,8 +252,7 @@ class _AugmentedLagrangian:
         first = seen["value"]
         for _ in range(40):
             if self.limits.spent():
-                self.theta = point.detach()
-                raise _LimitReached
+                break
             before = point.clone()
             optimiser.step(closure)
             self.limits.used += 1

@@ -7,7 +7,7 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +30,9 @@ class Change:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
 
-class Ranked(NamedTuple):
-    """One perturbation of a ranking."""
+@dataclass(frozen=True)
+class Ranked:
+    """One perturbation of a ranking: its row, its words, its score."""
 
     index: int
     label: str

@@ -48,7 +48,7 @@ class Step:
 
 
 def kkt_step(g: Tensor, H: Tensor, c: Tensor, G: Tensor, equality: Tensor, binding: Tensor) -> Step:
-    """min gᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; the multipliers are the new λ.
+    """Min gᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; the multipliers are the new λ.
 
     Where H is not convex on the equalities alone, the rows of `binding` are held as equalities too and their signs
     checked afterwards: rows with a negative multiplier are let go, as long as convexity allows it.

@@ -51,7 +51,9 @@ class DenseCholesky:
             return torch.zeros_like(B)
         X = torch.cholesky_solve(B, self._factor)
         X = X + torch.cholesky_solve(B - self.H @ X, self._factor)
-        scale = torch.linalg.vector_norm(B, dim=0) + torch.linalg.matrix_norm(self.H) * torch.linalg.vector_norm(X, dim=0)
+        scale = torch.linalg.vector_norm(B, dim=0) + torch.linalg.matrix_norm(self.H) * torch.linalg.vector_norm(
+            X, dim=0
+        )
         gap = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
         self.residual = max(self.residual, float(gap.max()))
         if not self.residual <= self.tolerance:

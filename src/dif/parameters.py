@@ -46,8 +46,9 @@ class Parameters:
     def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
         """Read the layout and the flat θ of a dict of tensors or of a module's trainable parameters."""
         if isinstance(params, nn.Module):
-            module, tensors = params, {k: v for k, v in params.named_parameters() if v.requires_grad}
-            _refuse_training_mode(module)
+            module: nn.Module | None = params
+            tensors: dict[str, Tensor] = {k: v for k, v in params.named_parameters() if v.requires_grad}
+            _refuse_training_mode(params)
         elif isinstance(params, Mapping):
             module, tensors = None, dict(params)
         else:
@@ -81,7 +82,7 @@ class Parameters:
 
     def tensors(self, theta: Tensor) -> dict[str, Tensor]:
         """Flat θ → the named tensors."""
-        chunks = torch.split(theta, self.sizes)
+        chunks = torch.split(theta, list(self.sizes))
         return {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
 
     def bind(self, theta: Tensor) -> dict[str, Tensor]:

@@ -6,6 +6,8 @@ S = G H_ρ⁻¹ Gᵀ; ω = −H_ρ⁻¹(b + Gᵀν) moves row j to tⱼ.
 
 from __future__ import annotations
 
+from typing import Any
+
 import daqp
 import numpy as np
 import scipy.linalg
@@ -13,7 +15,7 @@ from numpy.typing import NDArray
 
 from dif.errors import DegenerateError
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 
 _RELATIVE = 1e-12  # sign tolerance, of the largest entry of the perturbation's own data
 _SINGULAR = 1e-11  # smallest pivot of the scaled S that counts as independent rows
@@ -119,7 +121,7 @@ def _daqp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
         if N.shape[1] and live.any():
             r = np.ascontiguousarray(rows[live])
             count = r.shape[1]
-            z, _, flag, info = daqp.solve(
+            _, _, flag, info = daqp.solve(
                 np.eye(count),
                 np.zeros(count),
                 r,

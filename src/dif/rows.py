@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.derivatives import batch_loss, hessian_of, pulled_back, sample_losses
+from dif.derivatives import batch_loss, forward, hessian_of, pulled_back, sample_losses
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
 from dif.samples import Samples
@@ -111,35 +111,34 @@ class Rows:
 
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """f(θ) and Σⱼ μⱼ∇fⱼ(θ) for the weights μ = weigh(f(θ)): one forward and one backward sweep."""
-        kept, values = [], []
+        pulls: list[list[tuple[slice, Callable[[Tensor], Tensor]]]] = []
+        values = []
         for table in self.tables:
-            place_and_loss = [
+            losses = [
                 (place, batch_loss(table.samples, self.parameters, batch, place.stop - place.start))
                 for place, batch in table.samples.batches()
             ]
-            if len(place_and_loss) == 1:  # keep the graph, so that the backward sweep needs no second forward one
-                losses, pull = torch.func.vjp(place_and_loss[0][1], theta)
-                kept.append([(place_and_loss[0][0], pull)])
+            if len(losses) == 1:  # keep the graph: the backward sweep needs no second forward one
+                value, pull = forward(losses[0][1], theta)
+                pulls.append([(losses[0][0], pull)])
             else:
-                losses = torch.cat([loss(theta).detach() for _, loss in place_and_loss])
-                kept.append([(place, lambda w, f=loss: torch.func.vjp(f, theta)[1](w)) for place, loss in place_and_loss])
-            values.append(table.U @ losses.detach())
-        function_pulls = []
+                value = torch.cat([loss(theta) for _, loss in losses])
+                pulls.append([(place, lambda w, f=loss: forward(f, theta)[1](w)) for place, loss in losses])
+            values.append(table.U @ value.detach())
         for f in self.functions:
-            value, pull = torch.func.vjp(lambda t, f=f: function_value(f, self.parameters, t).reshape(-1), theta)
+            value, pull = forward(lambda t, f=f: function_value(f, self.parameters, t).reshape(-1), theta)
+            pulls.append([(slice(0, value.numel()), pull)])
             values.append(value.detach())
-            function_pulls.append((pull, value.numel()))
         f_values = self.C @ torch.cat(values)
         weights = weigh(f_values) @ self.C
-        gradient = torch.zeros_like(theta)
-        for t, table in enumerate(self.tables):
-            w = weights[self.columns(t)] @ table.U
-            for place, pull in kept[t]:
-                gradient = gradient + pull(w[place])[0]
-        start = sum(len(t.U) for t in self.tables)
-        for pull, size in function_pulls:
-            gradient = gradient + pull(weights[start : start + size])[0]
-            start += size
+        gradient, start = torch.zeros_like(theta), 0
+        for number, (value, parts) in enumerate(zip(values, pulls, strict=True)):
+            w = weights[start : start + len(value)]
+            if number < len(self.tables):
+                w = w @ self.tables[number].U
+            for place, pull in parts:
+                gradient = gradient + pull(w[place])
+            start += len(value)
         return f_values, gradient.detach()
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:

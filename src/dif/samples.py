@@ -133,9 +133,7 @@ class Samples:
         entries = Entries.of([list(range(len(new)))])
         return self._perturb(Addition(self, new, entries, self._like(like, len(new)), renormalise, _terms(terms)))
 
-    def replace(
-        self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None
-    ) -> Perturbation:
+    def replace(self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """One perturbation that puts new data (a corrected label, say) in the place of these samples."""
         index = self._indices(indices)
         new = Samples(self.loss, data, name=f"corrected {self.name}", batch_size=self.batch_size)

@@ -123,7 +123,7 @@ class Solution:
                 f"KKT residual of the given point: {worst}{detail}",
                 measured=f"{kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})",
                 threshold=f"{self.tol:.1g}",
-                meaning="The point does not solve the problem, so there is no solution whose change could be predicted.",
+                meaning="The point does not solve the problem, so there is no solution to predict a change of.",
                 cure="Train on, or polish it: dif.fit(problem, solution.params). strict=False goes on regardless, "
                 "and records the residual.",
             )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ class Term(Expression):
 
     sums: tuple[tuple[float, SampleSum], ...] = ()
     functions: tuple[tuple[float, Function], ...] = ()
-    constant: Tensor = torch.zeros((), dtype=torch.float64)
+    constant: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     def as_term(self) -> Term:
         """Itself."""
@@ -180,9 +180,11 @@ def ridge(c: float) -> Function:
             meaning="½c‖θ‖² with c < 0 has no minimum.",
             cure="Choose c ≥ 0.",
         )
-    return Function(
-        lambda params: 0.5 * c * sum((t * t).sum() for t in params.values()), name=f"ridge({c:g})", regulariser=True
-    )
+
+    def value(params: Mapping[str, Tensor]) -> Tensor:
+        return 0.5 * c * torch.stack([(t * t).sum() for t in params.values()]).sum()
+
+    return Function(value, name=f"ridge({c:g})", regulariser=True)
 
 
 def _number(value: object) -> Tensor | None:

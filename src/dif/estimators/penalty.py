@@ -87,6 +87,7 @@ class PenaltyInfluence:
         """Newton with halving on the penalised objective, from θ̄."""
         program, theta = self.solution.program, self.solution.theta
         tolerance = 1e-11 if theta.dtype == torch.float64 else 1e-5
+        residual = float("inf")
         for _ in range(200):
             f, J = program.rows.gradients(theta)
             weights, stiffness = self._forces(f[1:] - program.tau)

@@ -72,11 +72,13 @@ def sample_slopes(
             losses.append(loss(theta).detach())
             pieces.append(_batch_gradients(samples, parameters, theta, batch) @ V)
         elif columns:
-            chunk = max(1, _VMAP_ELEMENTS // count)
-            push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,))[:2], in_dims=1, out_dims=1, chunk_size=chunk)
-            value, slope = push(V)[:2]
-            losses.append(value[:, 0])
-            pieces.append(slope)
+            value, slope = jvp(loss, (theta,), (V[:, 0],))[:2]
+            losses.append(value)
+            pieces.append(slope[:, None])
+            if columns > 1:
+                chunk = max(1, _VMAP_ELEMENTS // count)
+                push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk)
+                pieces[-1] = torch.cat([pieces[-1], push(V[:, 1:])], 1)
         else:
             losses.append(loss(theta).detach())
             pieces.append(V.new_zeros((count, 0)))

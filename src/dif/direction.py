@@ -221,7 +221,7 @@ def _removed(piece: Removal, table: Table, live: Tensor):
             cure="Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
         )
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    alpha = torch.where(renormalised, gone / (sizes - gone).clamp(min=1), 0.0).to(U)
+    alpha = torch.where(renormalised, gone.to(U) / (sizes - gone).clamp(min=1), 0.0)
     s = -(1.0 + alpha[owner]) * U.T[index]
     return alpha, s, piece.samples, index, owner
 
@@ -247,7 +247,7 @@ def _added(piece: Addition, table: Table, live: Tensor):
     more = torch.zeros((len(entries), len(U)), dtype=torch.long, device=U.device)
     more.index_add_(0, owner, (unit != 0).long())
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    alpha = torch.where(renormalised, -more / (sizes + more), 0.0).to(U)
+    alpha = torch.where(renormalised, -more.to(U) / (sizes + more), 0.0)
     return alpha, (1.0 + alpha[owner]) * unit, piece.new, index, owner
 
 

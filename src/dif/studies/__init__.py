@@ -1,0 +1,1 @@
+"""The paper's experiments, rerun; each uses the public API only."""

@@ -124,8 +124,8 @@ class Oracle:
             if found is None:
                 continue
             c = self.values(found.theta)[1:] - self.tau
-            feasible = (c[~held] <= 1e-12).all()
-            if feasible and (found.lam[free] >= -1e-12).all() and self.tangent_curvature(found.theta, found.lam, held) > 0:
+            sound = (c[~held] <= 1e-12).all() and (found.lam[free] >= -1e-12).all()
+            if sound and self.tangent_curvature(found.theta, found.lam, held) > 0:
                 return found
         raise AssertionError("no active set solves the problem")
 
@@ -151,7 +151,8 @@ class Slope:
 
 
 def slope(oracle: Oracle, at: Point, removal: Removal, sign: float) -> Slope:
-    """(x(ε) − x̄)/ε at ε, ε/2 and ε/4, extrapolated to ε = 0; ε small enough for one active set to hold throughout."""
+    """(x(ε) − x̄)/ε at ε, ε/2 and ε/4, extrapolated to ε = 0; ε falls until one active set holds and it settles."""
+    found: list[Slope] = []
     for epsilon in (1e-4, 1e-5, 1e-6):
         quotients, held, start = [], [], at
         for step in (epsilon, epsilon / 2, epsilon / 4):
@@ -160,13 +161,15 @@ def slope(oracle: Oracle, at: Point, removal: Removal, sign: float) -> Slope:
             rows = changed.values(start.theta)[1:] - oracle.values(at.theta)[1:]
             quotients.append(np.concatenate([start.theta - at.theta, start.lam - at.lam, rows]) / step)
             held.append(start.held)
-        if (held[0] == held[1]).all() and (held[1] == held[2]).all():
+        if (held[0] != held[1]).any() or (held[1] != held[2]).any():
+            continue
+        first, second = 2 * quotients[1] - quotients[0], 2 * quotients[2] - quotients[1]
+        best = (4 * second - first) / 3
+        theta, lam, rows = np.split(best, [len(at.theta), len(at.theta) + len(at.lam)])
+        doubt = float(np.linalg.norm(best - second) / max(np.linalg.norm(best), 1e-3))
+        found.append(Slope(theta, lam, rows, held[2], doubt))
+        if doubt < 1e-7:
             break
-    else:
+    if not found:
         raise AssertionError("the active set does not settle as ε falls")
-    first, second = 2 * quotients[1] - quotients[0], 2 * quotients[2] - quotients[1]
-    best = (4 * second - first) / 3
-    d, m = len(at.theta), len(at.lam)
-    theta, lam, rows = np.split(best, [d, d + m])
-    size = max(np.linalg.norm(best), 1e-3)
-    return Slope(theta, lam, rows, held[0], float(np.linalg.norm(best - second) / size))
+    return min(found, key=lambda one: one.doubt)

@@ -19,7 +19,8 @@ KINDS = ("linear", "quadratic", "group", "group gap")  # group gap: mean over a 
 LOSSES = ("squared", "logistic")
 MODES = ("objective", "constraint", "both", "everything")
 TOLERANCE = 1e-4
-FLOOR = 1e-5  # changes below it are compared absolutely: removals change θ and λ by about 1/n
+FLOOR = 1e-4  # smaller changes are compared absolutely: typical ones are about 0.05, differences have noise about 1e-10
+CLEAR = 1e-6  # a multiplier or a row that moves by more has taken its branch
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ class Case:
     ridge: float
     Q: np.ndarray | None
     removal: Removal
-    rng: np.random.Generator
 
     def rows(self, *roles: str) -> list[int]:
         return [j for j, role in enumerate(self.structure.roles) if role in roles]
@@ -118,7 +118,8 @@ def drawn(structure: Structure, rng: np.random.Generator) -> Case:
         if kind == "quadratic":
             S = rng.normal(size=(d, d))
             B[j] = S @ S.T / d if structure.convex else 0.3 * (S + S.T)
-    is_in = {role: np.array([r == role for r in structure.roles], dtype=bool) for role in ("equality", "binding", "inactive")}
+    roles = np.array(structure.roles, dtype=object)
+    is_in = {role: roles == role for role in ("equality", "binding", "inactive")}
     W = np.array([weights_of(row, n) for row in means])
     oracle = Oracle(structure.loss, X, y, tuple(means), W, B, A, np.zeros(m), is_in["equality"])
 
@@ -145,18 +146,26 @@ def drawn(structure: Structure, rng: np.random.Generator) -> Case:
     gone = np.isin(np.arange(n), rng.choice(np.flatnonzero(pool), size=structure.removed, replace=False))
     removal = Removal(gone, rows[structure.mode], structure.renormalise)
     at = Point(theta, lam, is_in["equality"] | is_in["binding"])
-    return Case(structure, oracle, at, ridge, Q, removal, rng)
+    return Case(structure, oracle, at, ridge, Q, removal)
 
 
 def well_conditioned(case: Case) -> bool:
-    G = case.oracle.gradients(case.at.theta)[1:][case.rows("equality", "binding", "weak")]
+    """Independent active gradients, curved along the binding rows, and a removal that is felt."""
+    oracle, theta, lam = case.oracle, case.at.theta, case.at.lam
+    active = case.rows("equality", "binding", "weak")
+    G = oracle.gradients(theta)[1:][active]
     norms = np.linalg.norm(G, axis=1)
-    independent = len(G) == 0 or (norms.min() > 0.2 and np.linalg.svd(G / norms[:, None])[1][-1] > 0.15)
-    return bool(independent) and case.oracle.tangent_curvature(case.at.theta, case.at.lam, case.at.held) > 0.15
+    if len(G) and (norms.min() < 0.2 or np.linalg.svd(G / norms[:, None])[1][-1] < 0.15):
+        return False
+    after = oracle.moved(case.removal, 1.0)
+    pull = after.lagrangian(theta, lam)[0]
+    lift = (after.values(theta) - oracle.values(theta))[1:][active]
+    felt = np.linalg.norm(np.concatenate([pull, lift])) > 5e-3
+    return bool(felt) and oracle.tangent_curvature(theta, lam, case.at.held) > 0.15
 
 
 def is_indefinite(case: Case) -> bool:
-    return np.linalg.eigvalsh(case.oracle.lagrangian(case.at.theta, case.at.lam)[1])[0] < -0.5
+    return bool(np.linalg.eigvalsh(case.oracle.lagrangian(case.at.theta, case.at.lam)[1])[0] < -0.5)
 
 
 # The same problem in the library's words
@@ -240,8 +249,8 @@ def solution_of(case: Case, problem: dif.Problem) -> dif.Solution:
     return dif.Solution(problem, {"theta": torch.tensor(case.at.theta)}, torch.tensor(case.at.lam))
 
 
-def error(found: np.ndarray, true: np.ndarray) -> float:
-    return float(np.linalg.norm(found - true) / max(np.linalg.norm(true), FLOOR))
+def error(found: np.ndarray, true: np.ndarray, unit: float = 1.0) -> float:
+    return float(np.linalg.norm(found - true) / max(np.linalg.norm(true), FLOOR * unit))
 
 
 @pytest.fixture(autouse=True)
@@ -279,59 +288,77 @@ class Ledger:
         ])  # fmt: skip
 
 
+def same_rows(solution: dif.Solution, case: Case) -> bool:
+    active = solution.active
+    return [list(active.binding), list(active.weak), list(active.inactive)] == [
+        case.rows("equality", "binding"), case.rows("weak"), case.rows("inactive"),
+    ]  # fmt: skip
+
+
 def check(case: Case, ledger: Ledger) -> None:
     ledger.enter(case)
     here = stated(case)
     solution = solution_of(case, here.problem)
-    weak, held = case.rows("weak"), case.rows("equality", "binding")
-    assert list(solution.active.binding) == held
-    assert list(solution.active.weak) == weak
-    assert list(solution.active.inactive) == case.rows("inactive")
-
+    assert same_rows(solution, case), str(solution.active)
     influence = dif.DirectionalInfluence(solution)
     removal = removal_of(case, here)
-    slopes_of_losses = case.oracle.losses(case.at.theta)[1][:, None] * case.oracle.X  # ∇ℓᵢ, the targets' gradients
-    switched_on = let_go = False
+    Q = case.oracle.losses(case.at.theta)[1][:, None] * case.oracle.X  # gradients of the losses, which are the targets
+    switched_on = let_go = 0
     for sign in (1.0, -1.0):
         true = slope(case.oracle, case.at, case.removal, sign)
-        assert true.doubt < 0.1 * TOLERANCE
+        assert true.doubt < 0.01 * TOLERANCE  # the truth itself is known well enough
+        assert true.held[case.at.held].all()
+        assert not true.held[case.rows("inactive")].any()
         change = influence.change(sign * removal)
-        theta, lam = change.flat.numpy(), change.multipliers.flat.numpy()
+        lam = change.multipliers.flat.numpy()
         scores = influence.scores(here.train, sign * removal).values[0].numpy()
-        errors = [error(theta, true.theta), error(lam, true.lam), error(scores, slopes_of_losses @ true.theta)]
-        assert max(errors) <= TOLERANCE, (sign, errors)
-        ledger.worst = max(ledger.worst, *errors)
+        errors = {
+            "theta": error(change.flat.numpy(), true.theta),
+            "multipliers": error(lam, true.lam),
+            "scores": error(scores, Q @ true.theta, unit=np.linalg.norm(Q)),
+        }
+        assert max(errors.values()) <= TOLERANCE, (sign, errors)
+        ledger.worst = max(ledger.worst, *errors.values())
+        for j in case.rows("weak"):
+            if true.lam[j] > CLEAR:
+                assert true.held[j]
+                assert lam[j] > 0
+                switched_on += 1
+            elif true.rows[j] < -CLEAR:
+                assert not true.held[j]
+                assert lam[j] == 0
+                let_go += 1
+    if case.rows("weak"):  # no direction can hold all weak rows, or let all go, both ways
+        assert switched_on > 0
+        assert let_go > 0
+    ledger.seen.update({"switched on": switched_on, "let go": let_go})
 
-        assert all(true.held[held])
-        assert not any(true.held[case.rows("inactive")])
-        for j in weak:  # each on one branch, and on the same as re-solving
-            assert (lam[j] > 0) == true.held[j]
-            switched_on |= true.lam[j] > 1e-6
-            let_go |= true.rows[j] < -1e-6
-            ledger.seen["switched on"] += int(true.lam[j] > 1e-6)
-            ledger.seen["let go"] += int(true.rows[j] < -1e-6)
-    assert (switched_on and let_go) or not weak  # the two directions take some weak row along either branch
+
+def examples(count: int) -> settings:
+    return settings(
+        max_examples=count, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+    )  # fmt: skip
 
 
 def test_directional_influence_is_the_derivative_of_resolving():
     ledger = Ledger()
 
-    @settings(max_examples=250, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @examples(300)
     @given(structures())
     def problems(structure: Structure) -> None:
         check(case_of(structure), ledger)
 
     problems()
     seen = ledger.seen
-    print(f"{len(ledger.problems)} problems, worst relative error {ledger.worst:.1e}, {dict(seen)}")
+    print(f"{len(ledger.problems)} problems, worst relative error {ledger.worst:.1e}, covered: {dict(seen)}")
     assert len(ledger.problems) >= 200
     assert min(seen["switched on"], seen["let go"]) >= 100
     assert seen["indefinite", True] >= 0.2 * len(ledger.problems)
     for count in range(4):
-        assert min(seen["binding", count], seen["weak", count]) >= 10
-    assert min(seen["loss", loss] for loss in LOSSES) >= 50
+        assert min(seen["binding", count], seen["weak", count]) >= 20
+    assert min(seen["loss", loss] for loss in LOSSES) >= 40
     assert min(seen["mode", mode] for mode in MODES) >= 20
-    assert min(seen["renormalise", flag] for flag in (False, True)) >= 50
+    assert min(seen["renormalise", flag] for flag in (False, True)) >= 40
     roles = ("equality", "binding", "weak", "inactive")
     assert min(seen["kind", kind, role] for kind in KINDS for role in roles) >= 5
 
@@ -339,19 +366,81 @@ def test_directional_influence_is_the_derivative_of_resolving():
 def test_fit_finds_the_constructed_solution():
     ledger = Ledger()
 
-    @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+    @examples(50)
     @given(structures(convex=True))
     def problems(structure: Structure) -> None:
         case = case_of(structure)
-        ledger.enter(case)
         start = {"theta": torch.zeros(structure.d, dtype=torch.float64)}
         solution = dif.fit(stated(case).problem, start, show_progress=False)
         assert solution.converged
-        assert np.abs(solution.theta.numpy() - case.at.theta).max() < 1e-7
-        assert np.abs(solution.lam.numpy() - case.at.lam).max(initial=0.0) < 1e-7
-        assert list(solution.active.binding) == case.rows("equality", "binding")
-        assert list(solution.active.weak) == case.rows("weak")
-        assert list(solution.active.inactive) == case.rows("inactive")
+        assert np.abs(solution.theta.numpy() - case.at.theta).max() <= 1e-7
+        assert np.abs(solution.lam.numpy() - case.at.lam).max(initial=0.0) <= 1e-7
+        assert same_rows(solution, case), str(solution.active)
+        ledger.enter(case)
 
     problems()
+    seen = ledger.seen
+    print(f"{len(ledger.problems)} problems, covered: {dict(seen)}")
     assert len(ledger.problems) >= 20
+    assert min(seen["kind", kind, role] for kind in KINDS[:3] for role in ("binding", "weak", "inactive")) >= 1
+    assert min(seen["weak", count] for count in range(4)) >= 1
+    assert min(seen["loss", loss] for loss in LOSSES) >= 5
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e6])
+def test_renormalised_removal_keeps_double_precision(offset):
+    """A constant in every loss drops out of a mean over the samples left: f goes from 9/4 to 1/3, slope −1."""
+    z = torch.tensor([1.0, 2.0, 6.0, 3.0], dtype=torch.float64)
+    train = dif.Samples(lambda params, z: 0.5 * (z - params["m"]) ** 2 + offset, z)
+    problem = dif.Problem(dif.Function(lambda params: params["m"] ** 2), [train.mean() <= 2.25 + offset])
+    solution = dif.Solution(problem, {"m": torch.tensor(2.0, dtype=torch.float64)}, [4.0])
+    change = dif.DirectionalInfluence(solution).change(train.remove([2]))
+    assert float(change.flat) == pytest.approx(1 / 3 - 2.25, abs=1e-8)
+
+
+# The oracle itself
+
+
+def test_oracle_agrees_with_scipy():
+    """SLSQP on the function values alone, a third of the removal carried out."""
+    solved = []
+
+    @examples(30)
+    @given(structures(convex=True))
+    def problems(structure: Structure) -> None:
+        case = case_of(structure)
+        after = case.oracle.moved(case.removal, 1 / 3)
+        found = after.minimum(case.at)
+
+        def margin(theta: np.ndarray) -> np.ndarray:
+            return after.tau - after.values(theta)[1:]
+
+        equality, rules = after.equality, []
+        if equality.any():
+            rules.append({"type": "eq", "fun": lambda theta: margin(theta)[equality]})
+        if not equality.all():
+            rules.append({"type": "ineq", "fun": lambda theta: margin(theta)[~equality]})
+        other = scipy.optimize.minimize(
+            lambda theta: after.values(theta)[0], np.zeros(structure.d), method="SLSQP", jac="3-point",
+            constraints=rules, options={"ftol": 1e-14, "maxiter": 500},
+        )  # fmt: skip
+        assert np.abs(margin(other.x)[equality]).max(initial=0.0) < 1e-6
+        assert margin(other.x)[~equality].min(initial=0.0) > -1e-6
+        assert np.abs(found.theta - other.x).max() < 1e-5
+        solved.append(structure)
+
+    problems()
+    assert len(solved) >= 20
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_oracle_derivatives(loss):
+    structure = Structure(loss, 4, 20, ("binding",) * 4, KINDS, "everything", None, 1, True, True, False, False, seed=7)
+    oracle = drawn(structure, np.random.default_rng(7)).oracle
+    theta, mu, step = np.linspace(-0.4, 0.5, 4), np.array([1.0, 0.3, 0.7, 1.1, 0.2]), 1e-5
+    for k, e in enumerate(np.eye(4)):
+        up, down = theta + step * e, theta - step * e
+        by_difference = (oracle.values(up) - oracle.values(down)) / (2 * step)
+        assert np.abs(oracle.gradients(theta)[:, k] - by_difference).max() < 1e-8
+        by_difference = mu @ (oracle.gradients(up) - oracle.gradients(down)) / (2 * step)
+        assert np.abs(oracle.hessian(theta, mu)[k] - by_difference).max() < 1e-8

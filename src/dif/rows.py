@@ -88,7 +88,7 @@ class Rows:
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
-        values, gradients = [], []
+        values, gradients = [theta.new_zeros(0)], [theta.new_zeros((0, theta.numel()))]
         for table in self.tables:
             value, gradient = table.U.new_zeros(len(table.U)), theta.new_zeros((len(table.U), theta.numel()))
             for place, batch in table.samples.batches():

@@ -1,0 +1,132 @@
+"""Nearly weak constraints: removals that make a constraint let go or begin to bind within the step."""
+
+import numpy as np
+import pytest
+import torch
+from problems import bound_regression, fair_logistic, logistic, solved, squared
+
+import dif
+
+N, D = 80, 4
+
+
+def nearly_weak(seed):
+    """A problem with a known solution, one constraint of which is nearly weak on the scale of a single removal.
+
+    θ̄ and λ̄ are drawn first; a linear term in the objective makes them the solution.
+    """
+    rng = np.random.default_rng(seed)
+    X, theta = torch.as_tensor(rng.standard_normal((N, D))), torch.as_tensor(rng.standard_normal(D))
+    if seed % 2:
+        truth = theta + torch.as_tensor(rng.standard_normal(D))
+        loss, y = squared, X @ truth + torch.as_tensor(0.5 * rng.standard_normal(N))
+    else:
+        loss, y = logistic, torch.as_tensor(np.sign(rng.standard_normal(N)))
+    train = dif.Samples(loss, (X, y), name="train")
+    group = X[:, 0] + torch.as_tensor(0.5 * rng.standard_normal(N)) > 0  # groups that differ, as groups do
+    base = train.mean() + dif.ridge(0.2)
+    rows = [train.mean(where=group), dif.linear(rng.standard_normal(D)).as_term()]
+    if seed % 3 == 0:
+        rows.reverse()  # which of the two is nearly weak
+
+    def state(lam, slack):
+        """The problem whose solution is θ̄ with these multipliers and slacks."""
+        at = dif.Solution(dif.Problem(base, [r <= 0.0 for r in rows]), {"theta": theta}, lam)
+        pull = dif.linear(-(at.J[0] + at.lam @ at.G))
+        constraints = [r <= float(f) + s for r, f, s in zip(rows, at.f[1:], slack, strict=True)]
+        problem = dif.Problem(base + pull, constraints)
+        return dif.Solution(problem, {"theta": theta}, lam)
+
+    # the second constraint binds with a force far beyond that of a single sample
+    firm = 0.5 / float(dif.Solution(dif.Problem(base, [r <= 0.0 for r in rows]), {"theta": theta}).scales.norms[1])
+    probe = state([0.2, firm], [0.0, 0.0])  # the first constraint binds: how much does one removal move λ₁?
+    moves = torch.stack([dif.DirectionalInfluence(probe).change(r).multipliers.flat[0] for r in train.remove_each(range(8))])
+    share = rng.uniform(0.2, 1.0)
+    if seed % 4 < 2:
+        solution = state([share * float(moves.abs().median()), firm], [0.0, 0.0])
+    else:
+        loose = state([0.0, firm], [1.0, 0.0])
+        steps = [float(loose.G[0] @ dif.DirectionalInfluence(loose).change(r).flat) for r in train.remove_each(range(8))]
+        solution = state([0.0, firm], [share * float(np.median(np.abs(steps))), 0.0])
+    assert solution.kkt.residual < 1e-12
+    return train, solution
+
+
+def holding(multipliers, solution):
+    """Which constraints carry force, on the scale of the problem."""
+    return tuple((solution.scales.multiplier(multipliers) > 1e-9).tolist())
+
+
+def test_switching_predicts_the_active_set():
+    rng = np.random.default_rng(7)
+    right, flips, no_worse, plain_errors, switching_errors = [], 0, [], [], []
+    for seed in range(100):
+        train, solution = nearly_weak(seed)
+        plain = dif.DirectionalInfluence(solution)
+        switching = dif.DirectionalInfluence(solution, switching=True)
+        retrained = dif.Retraining(solution)
+        for i in rng.choice(N, 9, replace=False).tolist():
+            removal = train.remove([i])
+            actual, first, second = retrained.change(removal), plain.change(removal), switching.change(removal)
+            truth = holding(solution.lam + actual.multipliers.flat, solution)
+            flips += truth != holding(solution.lam, solution)
+            right.append(holding(solution.lam + second.multipliers.flat, solution) == truth)
+            size = float(actual.flat.norm())
+            errors = [float((c.flat - actual.flat).norm()) / size for c in (first, second)]
+            plain_errors.append(errors[0])
+            switching_errors.append(errors[1])
+            no_worse.append(errors[1] <= errors[0] + 0.01)
+    print(f"{len(right)} removals, {flips} flips, set right {np.mean(right):.1%}, no worse {np.mean(no_worse):.1%}, ")
+    print(f"mean relative error {np.mean(plain_errors):.3f} -> {np.mean(switching_errors):.3f}")
+    assert flips >= 200
+    assert np.mean(right) >= 0.97
+    assert np.mean(no_worse) >= 0.99
+    assert np.mean(switching_errors) < 0.5 * np.mean(plain_errors)
+
+
+@pytest.mark.parametrize("make", [bound_regression, fair_logistic])
+def test_with_wide_margins_it_is_plain(make):
+    train, problem, *_ = make()
+    solution = solved(problem)
+    removals = 1e-3 * train.remove_each()  # no constraint is that near to letting go
+    plain = dif.DirectionalInfluence(solution).scores(train, removals)
+    switching = dif.DirectionalInfluence(solution, switching=True).scores(train, removals)
+    assert switching.diagnostics["switched"] == 0
+    scale = float(plain.values.abs().max())
+    assert float((switching.values - plain.values).abs().max()) <= 1e-10 * scale
+
+
+def test_counts_the_samples_on_which_they_differ():
+    train, solution = nearly_weak(1)
+    removals = train.remove_each()
+    coordinates = dif.linear(torch.eye(D))
+    plain = dif.DirectionalInfluence(solution).scores(coordinates, removals)
+    switching = dif.DirectionalInfluence(solution, switching=True).scores(coordinates, removals)
+    gap = (plain.values - switching.values).abs().max(1).values
+    differ = int((gap > 1e-9 * float(plain.values.abs().max())).sum())
+    assert 0 < differ < N
+    assert switching.diagnostics["switched"] == differ
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_newton_is_exact_when_rows_switch(seed):
+    """Quadratic objective, linear constraints: one step solves the changed problem, whatever lets go or begins."""
+    rng = np.random.default_rng(seed)
+    X, theta = torch.as_tensor(rng.standard_normal((20, 3))), torch.as_tensor(rng.standard_normal(3))
+    train = dif.Samples(squared, (X, X @ theta + torch.as_tensor(rng.standard_normal(20))), name="train")
+    free = dif.fit(dif.Problem(train.mean()), {"theta": torch.zeros(3).double()}, show_progress=False).theta
+    limits = free + torch.tensor([-0.02, 0.02, 0.01])  # barely binding, barely slack, barely slack
+    problem = dif.Problem(train.mean(), [(dif.linear(torch.eye(3)) <= limits).named("box")])
+    solution = dif.fit(problem, {"theta": torch.zeros(3).double()}, show_progress=False)
+    assert solution.active.binding == (0,)
+    newton, retrained = dif.NewtonInfluence(solution), dif.Retraining(solution)
+    let_go = begun = 0
+    for removal in train.remove_each():
+        predicted, actual = newton.change(removal), retrained.change(removal)
+        after = solution.lam + actual.multipliers.flat
+        let_go += float(after[0]) <= 1e-12
+        begun += float(after[1:].max()) > 1e-12
+        assert float((predicted.flat - actual.flat).norm()) <= 1e-7 * float(actual.flat.norm())
+        assert float((predicted.multipliers.flat - actual.multipliers.flat).norm()) <= 1e-7
+    assert let_go > 0
+    assert begun > 0

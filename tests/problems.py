@@ -68,7 +68,9 @@ def fair_logistic(seed=0, batch_size=None, tau=-0.02):
     train = dif.Samples(logistic, data, name="train", batch_size=batch_size)
     group = torch.arange(60) % 3
     risk = train.mean()
-    constraints = [(train.mean(where=group == g) <= risk + (tau if g == 1 else 0.3)).named(f"group {g}") for g in (1, 2)]
+    constraints = [
+        (train.mean(where=group == g) <= risk + (tau if g == 1 else 0.3)).named(f"group {g}") for g in (1, 2)
+    ]
     return train, dif.Problem(risk + dif.ridge(0.05), constraints), group
 
 

@@ -61,7 +61,9 @@ def test_independent_of_rho(make):
     solution = solved(problem)
     chosen = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
     for rho in (0.01, 1.0, 100.0):
-        close(dif.DirectionalInfluence(solution, rho=rho).scores(train, train.remove_each()).values, chosen.values, 1e-9)
+        close(
+            dif.DirectionalInfluence(solution, rho=rho).scores(train, train.remove_each()).values, chosen.values, 1e-9
+        )
 
 
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
@@ -145,7 +147,9 @@ def test_solves_the_auxiliary_variational_inequality(make, renormalise):
         change = influence.change(train.remove([i], renormalise=renormalise))
         omega, dlam = change.flat, change.multipliers.flat
         dw = [moved(t, i) for t in terms]
-        b = dw[0] @ DL + sum((float(l) * (d @ DL) for l, d in zip(lam, dw[1:], strict=True)), torch.zeros(len(theta)))
+        b = dw[0] @ DL + sum(
+            (float(weight) * (d @ DL) for weight, d in zip(lam, dw[1:], strict=True)), torch.zeros(len(theta))
+        )
         r = torch.stack([d @ L for d in dw[1:]])
         assert float((b + solution.hessian @ omega + solution.G.T @ dlam).abs().max()) <= 1e-10
         rows = solution.G @ omega + r
@@ -228,7 +232,9 @@ def test_batch_size_changes_nothing(make):
                 influence.scores(dif.linear([1.0, 2.0, -1.0, 3.0]), removals).values,
                 influence.scores(train, removals).values,
                 influence.change(removals[3]).flat,
-                dif.ClassicalInfluence(solution).scores(train.mean(where=torch.arange(len(train)) < 9), removals).values,
+                dif.ClassicalInfluence(solution)
+                .scores(train.mean(where=torch.arange(len(train)) < 9), removals)
+                .values,
                 dif.NewtonInfluence(solution).change(removals[3]).flat,
             ]
         )

@@ -81,12 +81,17 @@ def test_removal_from_some_terms_only(base):
     total = again.sum(where=GROUP == 2) <= 18.0
     check(solution, train.remove([1], terms=[problem.objective]), dif.Problem(fewer + dif.ridge(0.05), [gap, total]))
     gap = again.mean(where=(GROUP == 1) & left) <= fewer - 0.02
-    check(solution, train.remove([1], terms=[problem.constraints[0]]), dif.Problem(risk + dif.ridge(0.05), [gap, total]))
+    check(
+        solution, train.remove([1], terms=[problem.constraints[0]]), dif.Problem(risk + dif.ridge(0.05), [gap, total])
+    )
 
 
 def test_added_samples(base):
     train, _, solution = base
-    new = (torch.tensor([[0.3, -1.0, 0.5, 2.0], [1.0, 1.0, -0.4, 0.0]], dtype=torch.float64), torch.tensor([1.0, -1.0]).double())
+    new = (
+        torch.tensor([[0.3, -1.0, 0.5, 2.0], [1.0, 1.0, -0.4, 0.0]], dtype=torch.float64),
+        torch.tensor([1.0, -1.0]).double(),
+    )
     more = torch.cat([GROUP, GROUP[[1, 2]]])
     rebuilt = state(torch.cat([X, new[0]]), torch.cat([Y, new[1]]), more)[1]
     check(solution, train.add(new, like=[1, 2]), rebuilt)

@@ -46,7 +46,9 @@ def test_toy_as_one_row():
     np.testing.assert_allclose(back.flat, [-1 / 4, 0], atol=1e-9)
 
 
-@pytest.mark.parametrize(("seed", "bounds", "held"), [(0, "paper", 1), (3, "paper", 2), (4, "paper", 2), (1, "binding", 3)])
+@pytest.mark.parametrize(
+    ("seed", "bounds", "held"), [(0, "paper", 1), (3, "paper", 2), (4, "paper", 2), (1, "binding", 3)]
+)
 def test_regression(seed, bounds, held):
     result = regression.run(seed, 100, bounds)
     assert len(result["binding"]) == held

@@ -40,13 +40,17 @@ def nearly_weak(seed):
     # the second constraint binds with a force far beyond that of a single sample
     firm = 0.5 / float(dif.Solution(dif.Problem(base, [r <= 0.0 for r in rows]), {"theta": theta}).scales.norms[1])
     probe = state([0.2, firm], [0.0, 0.0])  # the first constraint binds: how much does one removal move λ₁?
-    moves = torch.stack([dif.DirectionalInfluence(probe).change(r).multipliers.flat[0] for r in train.remove_each(range(8))])
+    moves = torch.stack(
+        [dif.DirectionalInfluence(probe).change(r).multipliers.flat[0] for r in train.remove_each(range(8))]
+    )
     share = rng.uniform(0.2, 1.0)
     if seed % 4 < 2:
         solution = state([share * float(moves.abs().median()), firm], [0.0, 0.0])
     else:
         loose = state([0.0, firm], [1.0, 0.0])
-        steps = [float(loose.G[0] @ dif.DirectionalInfluence(loose).change(r).flat) for r in train.remove_each(range(8))]
+        steps = [
+            float(loose.G[0] @ dif.DirectionalInfluence(loose).change(r).flat) for r in train.remove_each(range(8))
+        ]
         solution = state([0.0, firm], [share * float(np.median(np.abs(steps))), 0.0])
     assert solution.kkt.residual < 1e-12
     return train, solution

@@ -18,7 +18,9 @@ app = typer.Typer(
     add_completion=True,
     pretty_exceptions_show_locals=False,
 )
-reproduce = typer.Typer(help="Rerun the paper's experiments: figures as PNG, every number as JSON.", no_args_is_help=True)
+reproduce = typer.Typer(
+    help="Rerun the paper's experiments: figures as PNG, every number as JSON.", no_args_is_help=True
+)
 app.add_typer(reproduce, name="reproduce")
 
 Out = Annotated[Path, typer.Option(help="Folder for the figures and the JSON files; made if missing.")]
@@ -68,7 +70,9 @@ def reproduce_toy(out: Out = Path("results")) -> None:
 def reproduce_regression(
     seed: Annotated[int, typer.Option(help="Seed of the data and of the choice of removals.", min=0)] = 0,
     removals: Annotated[int, typer.Option(help="How many samples are removed, one at a time.", min=2, max=1000)] = 100,
-    bounds: Annotated[Bounds, typer.Option(help="The paper's, or chosen so that both inequalities bind.")] = Bounds.paper,
+    bounds: Annotated[
+        Bounds, typer.Option(help="The paper's, or chosen so that both inequalities bind.")
+    ] = Bounds.paper,
     out: Out = Path("results"),
 ) -> None:
     """Constrained linear regression, leave-one-out: every estimator against CVXPY's retraining (paper, figure 3).
@@ -103,7 +107,9 @@ def _toy(out: Path) -> None:
         table.add_column(heading)
     paper, renormalised = result["changes"]["paper"], result["changes"]["renormalised"]
     for name in paper["removal"]:
-        table.add_row(name, *(_pair(part[name]) for part in (paper["removal"], paper["opposite"], renormalised["removal"])))
+        table.add_row(
+            name, *(_pair(part[name]) for part in (paper["removal"], paper["opposite"], renormalised["removal"]))
+        )
     Console().print(table)
 
 

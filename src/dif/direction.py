@@ -214,7 +214,7 @@ def _removed(piece: Removal, table: Table, live: Tensor):
         p, k = (int(i) for i in torch.nonzero(empty)[0])
         words = table.sums[k].words
         raise InvalidInputError(
-            f"samples left in {words!r} after perturbation {p} ({piece.label(p)})",
+            f"samples left in {words!r} after perturbation {p} ({piece.labels()[p]})",
             measured=0,
             threshold="at least 1",
             meaning="A term without samples is not defined, so there is nothing to retrain.",

@@ -6,6 +6,7 @@ import json
 import os
 import tempfile
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from dif.agreement import Agreement
 from dif.errors import InvalidInputError
+from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 
 _FORMAT = "dif influence 1"
@@ -47,13 +49,18 @@ class Influence:
     """
 
     values: Tensor  # (P, T), on the CPU
-    perturbations: tuple[str, ...]
+    carried_out: Perturbation | tuple[str, ...]  # what was done, or its labels where it was read from a file
     targets: tuple[str, ...]
     estimator: str
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @cached_property
+    def perturbations(self) -> tuple[str, ...]:
+        """Each perturbation in words."""
+        return tuple(self.carried_out.labels) if isinstance(self.carried_out, Perturbation) else self.carried_out
 
     def top(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """The k perturbations that change a target most, in absolute value, largest first."""

@@ -115,7 +115,7 @@ class Linearisation:
         """The Influence of many."""
         return Influence(
             scores.double().cpu(),
-            tuple(perturbations.labels),
+            perturbations,
             targets.names,
             name,
             {**diagnostics, "solver_residual": self.solver.residual},

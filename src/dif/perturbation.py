@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,9 +48,10 @@ class Entries:
         start = self.start[begin : end + 1]
         return Entries(start - start[0], self.index[int(start[0]) : int(start[-1])])
 
-    def row(self, p: int) -> list[int]:
-        """The samples of perturbation p."""
-        return self.index[int(self.start[p]) : int(self.start[p + 1])].tolist()
+    def words(self) -> list[str]:
+        """The samples of each perturbation, the first few of them."""
+        start, index = self.start.tolist(), self.index.tolist()
+        return [_few(index[begin:end]) for begin, end in pairwise(start)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +70,9 @@ class Removal:
         """The perturbations begin … end − 1."""
         return replace(self, entries=self.entries.slice(begin, end))
 
-    def label(self, p: int) -> str:
-        """Perturbation p in words."""
-        return f"remove {self.samples.name}[{_few(self.entries.row(p))}]"
+    def labels(self) -> list[str]:
+        """Each perturbation in words."""
+        return [f"remove {self.samples.name}[{words}]" for words in self.entries.words()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,9 +93,9 @@ class Addition:
         """The perturbations begin … end − 1."""
         return replace(self, entries=self.entries.slice(begin, end))
 
-    def label(self, p: int) -> str:
-        """Perturbation p in words."""
-        return f"add {self.new.name}[{_few(self.entries.row(p))}]"
+    def labels(self) -> list[str]:
+        """Each perturbation in words."""
+        return [f"add {self.new.name}[{words}]" for words in self.entries.words()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,9 +113,9 @@ class Reweighting:
         """Itself: it is one perturbation."""
         return self
 
-    def label(self, p: int) -> str:
+    def labels(self) -> list[str]:
         """In words."""
-        return f"reweight {int((self.dw != 0).sum())} of {self.samples.name}"
+        return [f"reweight {int((self.dw != 0).sum())} of {self.samples.name}"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +133,9 @@ class Shift:
         """Itself: it is one perturbation."""
         return self
 
-    def label(self, p: int) -> str:
+    def labels(self) -> list[str]:
         """In words."""
-        return f"shift {self.constraint.name or 'a constraint'} by {self.written}"
+        return [f"shift {self.constraint.name or 'a constraint'} by {self.written}"]
 
 
 Piece = Removal | Addition | Reweighting | Shift
@@ -211,15 +213,11 @@ class Perturbation:
     @property
     def labels(self) -> list[str]:
         """Each perturbation in words."""
-
-        def words(p: int) -> str:
-            spoken = []
-            for c, piece in self.pieces:
-                text = piece.label(p if len(piece) > 1 else 0)
-                spoken.append(text if c == 1.0 else f"{c:g} × {text}")
-            return " + ".join(spoken)
-
-        return [words(p) for p in range(len(self))]
+        P, spoken = len(self), []
+        for c, piece in self.pieces:
+            labels = [text if c == 1.0 else f"{c:g} × {text}" for text in piece.labels()]
+            spoken.append(labels if len(labels) == P else labels * P)
+        return spoken[0] if len(spoken) == 1 else [" + ".join(row) for row in zip(*spoken, strict=True)]
 
     def __repr__(self) -> str:
         labels = self[: min(3, len(self))].labels

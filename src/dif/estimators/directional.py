@@ -10,7 +10,6 @@ from torch import Tensor
 from dif.errors import DegenerateError
 from dif.influence import Change, Influence
 from dif.kkt_step import shifted
-from dif.linear_solve import DenseCholesky
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.solution import Solution
@@ -69,11 +68,6 @@ class DirectionalInfluence:
         return Linearisation(
             at, at.program.weights(at.lam), solver, kept, free, _spread(R_free, free), c0=at.c, lam0=at.lam
         )
-
-    @property
-    def solver(self) -> DenseCholesky:
-        """The prepared solver for H_ρ."""
-        return self.linearisation.solver  # type: ignore[return-value]
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, carried out in full."""

@@ -59,7 +59,7 @@ class NewtonInfluence:
         values = actual_scores(
             self.solution, targets, perturbations, lambda one: self._step(one).omega, self.name, self.show_progress
         )
-        return Influence(values, tuple(perturbations.labels), targets.names, self.name, dict(self._diagnostics))
+        return Influence(values, perturbations, targets.names, self.name, dict(self._diagnostics))
 
     def _step(self, perturbation: Perturbation) -> Step:
         at = self.solution

@@ -86,4 +86,4 @@ class Retraining:
 
         values = actual_scores(self.solution, targets, perturbations, move, self.name, self.show_progress)
         diagnostics = {"residuals": residuals, "failed": failed, "tol": self.tol}
-        return Influence(values, tuple(perturbations.labels), targets.names, self.name, diagnostics)
+        return Influence(values, perturbations, targets.names, self.name, diagnostics)

@@ -12,7 +12,9 @@ def conditions(S, a, free, nu):
     """How far ν is from solving it, relative to the size of a, worst over the rows."""
     t = a - nu @ S
     size = np.abs(a).max(1, keepdims=True)
-    wrong = np.where(free, np.abs(t), np.maximum(np.maximum(t, -nu * np.diag(S)), np.minimum(np.abs(t), np.abs(nu) * np.diag(S))))
+    wrong = np.where(
+        free, np.abs(t), np.maximum(np.maximum(t, -nu * np.diag(S)), np.minimum(np.abs(t), np.abs(nu) * np.diag(S)))
+    )
     return float((wrong / size).max())
 
 

@@ -62,27 +62,27 @@ def sample_slopes(
     """ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep.
 
     One forward-mode pass costs about two evaluations per column; a gradient per sample about three, whatever the
-    number of columns. So few columns go forward, many go by gradients, as long as a batch of those fits.
+    number of columns. So one column goes forward, more go by gradients, as long as a fair batch of those fits.
     """
-    columns, pieces, losses = V.shape[1], [], []
-    for place, batch in samples.batches(indices):
+    d, columns = V.shape
+    fits = max(1, _GRADIENT_ELEMENTS // d)
+    by_gradients = columns > 1 and fits >= 32
+    losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
+    for place, batch in samples.batches(indices, at_most=fits if by_gradients else None):
         count = place.stop - place.start
         loss = batch_loss(samples, parameters, batch, count)
-        if columns >= 2 and count * theta.numel() <= _GRADIENT_ELEMENTS:
+        if by_gradients or columns == 0:
             losses.append(loss(theta).detach())
-            pieces.append(_batch_gradients(samples, parameters, theta, batch) @ V)
-        elif columns:
-            value, slope = jvp(loss, (theta,), (V[:, 0],))[:2]
-            losses.append(value)
-            pieces.append(slope[:, None])
-            if columns > 1:
-                chunk = max(1, _VMAP_ELEMENTS // count)
-                push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk)
-                pieces[-1] = torch.cat([pieces[-1], push(V[:, 1:])], 1)
+            slopes.append(
+                _batch_gradients(samples, parameters, theta, batch) @ V if columns else V.new_zeros((count, 0))
+            )
         else:
-            losses.append(loss(theta).detach())
-            pieces.append(V.new_zeros((count, 0)))
-    return torch.cat(losses), torch.cat(pieces)
+            value, first = jvp(loss, (theta,), (V[:, 0],))[:2]
+            chunk = max(1, _VMAP_ELEMENTS // count)
+            push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk)
+            losses.append(value)
+            slopes.append(torch.cat([first[:, None], push(V[:, 1:])], 1) if columns > 1 else first[:, None])
+    return torch.cat(losses), torch.cat(slopes)
 
 
 def forward(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

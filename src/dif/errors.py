@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 
@@ -56,3 +57,9 @@ class NotConvergedError(DifError):
 
 class NotConvergedWarning(UserWarning):
     """`fit` stopped at a limit; the returned solution says so too."""
+
+
+def few(values: Sequence[object]) -> str:
+    """The first of them, and how many there are."""
+    shown = ", ".join(map(str, values[:6]))
+    return shown if len(values) <= 6 else f"{shown}, … {len(values)} in all"

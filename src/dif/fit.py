@@ -19,6 +19,7 @@ from dif.program import Program
 from dif.progress import Reporter, progress
 from dif.solution import Solution
 
+_PATIENCE = 8  # rounds that may pass without the residual halving
 _FAR = 1e9  # ‖θ‖ relative to the start: beyond it a problem counts as unbounded
 
 
@@ -39,12 +40,13 @@ def fit(
         params: Start: a dict of tensors or an `nn.Module`.
         multipliers: Start of λ (per constraint or flat); zero when left out.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
-        max_iter: Limit on inner iterations, all phases together.
+        max_iter: Limit on iterations, all phases together: sweeps of L-BFGS over the data, and Newton steps.
         max_seconds: Limit on time.
         show_progress: Show a line with the residual on a terminal.
 
     Returns:
-        The solution. Where a limit came first a `NotConvergedWarning` says so, and so does `solution.converged`.
+        The solution. Where a limit came first a `NotConvergedWarning` says so; `solution.converged` says whether the
+        point still passes as a solution.
 
     Raises:
         InfeasibleError: No point satisfies the constraints.
@@ -56,8 +58,8 @@ def fit(
     with progress("fit", None, show_progress) as report:
         found = solve(program, theta, lam, tol=tol, max_iter=max_iter, max_seconds=max_seconds, report=report)
     goal = default_tolerance(theta) if tol is None else tol
-    solution = Solution.of_program(program, found.theta, found.lam, tol=max(goal, 100 * torch.finfo(theta.dtype).eps))
-    if not solution.converged:
+    solution = Solution.of_program(program, found.theta, found.lam)
+    if found.residual > goal:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
             f"allowed {goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is not a "
@@ -122,13 +124,16 @@ def solve(
     best = Found(theta, lam)
     _newton(program, best, goal, limits, report)
     rounds = _AugmentedLagrangian(program, best.theta, best.lam, limits, report) if best.residual > goal else None
+    waited = 0
     while rounds is not None and best.residual > goal and limits.spent() is None:
-        rounds.round()
+        if not rounds.round():
+            continue  # ran away; the next round has a stiffer penalty
         trial = Found(rounds.theta, rounds.lam)
         _newton(program, trial, goal, limits, report)
+        waited = 0 if trial.residual < 0.5 * best.residual else waited + 1
         if trial.residual < best.residual:
             best = trial
-        if rounds.exhausted and best.residual > goal:
+        if best.residual > goal and (waited > _PATIENCE or rounds.raised > _PATIENCE + 2):
             rounds.judge(goal)
             best.stopped_by = "no further progress"
             best.iterations = limits.used
@@ -197,11 +202,6 @@ class _AugmentedLagrangian:
         self.raised = 0
         self.rounds = 0
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether more rounds cannot be expected to help."""
-        return self.raised > 10 or self.rounds > 60
-
     def _shifted(self, f: Tensor) -> Tensor:
         ahead = self.lam + self.penalty / self.row_scale * (f[1:] - self.program.tau)
         return torch.where(self.program.equality, ahead, ahead.clamp(min=0))
@@ -210,16 +210,16 @@ class _AugmentedLagrangian:
         force = self._shifted(f)
         return f[0] + ((force**2 - self.lam**2) * self.row_scale).sum() / (2 * self.penalty)
 
-    def round(self) -> None:
-        """Minimise over θ, then move λ, then ρ where the violation did not fall."""
+    def round(self) -> bool:
+        """Minimise over θ, then move λ, then ρ where the violation did not fall; False if θ ran away."""
         self.rounds += 1
         outcome = self._minimise()
         if outcome is None:  # ran away: a stiffer penalty may hold it
-            if len(self.lam) == 0 or self.raised > 8:
+            if len(self.lam) == 0 or self.raised > _PATIENCE:
                 self._unbounded()
             self.penalty *= 10.0
             self.raised += 1
-            return
+            return False
         self.theta = outcome
         f = self.program.rows.values(self.theta)
         c = f[1:] - self.program.tau
@@ -232,6 +232,7 @@ class _AugmentedLagrangian:
             self.raised += 1
         self.violation = min(violation, self.violation)
         self.accuracy = max(self.accuracy * 0.1, 1e-12)
+        return True
 
     def _minimise(self) -> Tensor | None:
         """L-BFGS on the augmented Lagrangian from θ; None if it runs away."""
@@ -243,6 +244,7 @@ class _AugmentedLagrangian:
         seen: dict[str, Any] = {}
 
         def closure() -> Tensor:
+            self.limits.used += 1
             f, gradient = self.program.rows.pullback(point, lambda f: self.program.weights(self._shifted(f)))
             point.grad = gradient
             seen["gradient"], seen["value"] = gradient, self._value(f)
@@ -255,7 +257,6 @@ class _AugmentedLagrangian:
                 break
             before = point.clone()
             optimiser.step(closure)
-            self.limits.used += 1
             closure()
             size = float(point.norm())
             step = float(seen["gradient"].norm()) / (self.h * max(1.0, size))

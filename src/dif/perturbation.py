@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, few
 
 if TYPE_CHECKING:
     from dif.constraint import Constraint
@@ -51,7 +51,7 @@ class Entries:
     def words(self) -> list[str]:
         """The samples of each perturbation, the first few of them."""
         start, index = self.start.tolist(), self.index.tolist()
-        return [_few(index[begin:end]) for begin, end in pairwise(start)]
+        return [few(index[begin:end]) for begin, end in pairwise(start)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,8 +222,3 @@ class Perturbation:
     def __repr__(self) -> str:
         labels = self[: min(3, len(self))].labels
         return f"Perturbation({len(self)}: {'; '.join(labels)}{'; …' if len(self) > 3 else ''})"
-
-
-def _few(index: list[int]) -> str:
-    shown = ", ".join(map(str, index[:6]))
-    return shown if len(index) <= 6 else f"{shown}, … {len(index)} in all"

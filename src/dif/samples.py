@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, few
 from dif.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
 from dif.term import SampleSum, Term
 
@@ -153,10 +154,10 @@ class Samples:
 
     # How the numbers are reached
 
-    def batches(self, indices: Tensor | None = None) -> Iterator[tuple[slice, Any]]:
+    def batches(self, indices: Tensor | None = None, at_most: int | None = None) -> Iterator[tuple[slice, Any]]:
         """Batches of the data in order (of all samples, or of those listed), each with its positions."""
         total = self._n if indices is None else len(indices)
-        step = self.batch_size or max(total, 1)
+        step = min(size for size in (self.batch_size, at_most, max(total, 1)) if size is not None)
         for begin in range(0, total, step):
             place = slice(begin, min(begin + step, total))
             yield place, self._take(place if indices is None else indices[place])
@@ -222,22 +223,21 @@ class Samples:
         if not isinstance(indices, Iterable):
             indices = [indices]
         index = list(indices)
-        whole = [i for i in index if not isinstance(i, bool) and hasattr(i, "__index__")]
-        unknown = [i for i in index if i not in whole or not 0 <= i < self._n]
+        unknown = [i for i in index if isinstance(i, bool) or not hasattr(i, "__index__") or not 0 <= i < self._n]
         if unknown or not index:
             raise InvalidInputError(
                 f"sample indices of {self.name!r}",
-                measured=_few(unknown) if index else "none",
+                measured=few(unknown) if index else "none",
                 threshold=f"integers 0 … {self._n - 1}, at least one",
                 meaning="No such sample." if index else "Nothing would change.",
                 cure="Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
             )
         index = [int(i) for i in index]
-        twice = sorted({i for i in index if index.count(i) > 1}) if len(set(index)) < len(index) else []
-        if twice:
+        if len(set(index)) < len(index):
+            twice = sorted(i for i, times in Counter(index).items() if times > 1)
             raise InvalidInputError(
                 f"sample indices of {self.name!r}",
-                measured=f"{_few(twice)} given more than once",
+                measured=f"{few(twice)} given more than once",
                 threshold="each at most once",
                 meaning="A sample can be removed only once.",
                 cure="Pass sorted(set(indices)).",
@@ -296,7 +296,7 @@ def _read(data: Any, name: str) -> tuple[Any, int]:
             bad = torch.nonzero((~torch.isfinite(t)).reshape(n, -1).any(1)).reshape(-1)
             raise InvalidInputError(
                 f"data of Samples {name!r}",
-                measured=f"NaN or infinite in {len(bad)} samples ({_few(bad[:8].tolist())})",
+                measured=f"NaN or infinite in {len(bad)} samples ({few(bad[:8].tolist())})",
                 threshold="0",
                 meaning="A loss of such a sample is not finite, and neither is its influence.",
                 cure="Drop or impute those samples first.",
@@ -348,8 +348,3 @@ def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:
             cure="Leave terms out to act on every term.",
         )
     return listed
-
-
-def _few(values: list[Any]) -> str:
-    shown = ", ".join(map(str, values[:8]))
-    return shown if len(values) <= 8 else f"{shown}, … ({len(values)} in all)"

@@ -82,6 +82,7 @@ def _cvxpy_solution(X: np.ndarray, y: np.ndarray, limits: np.ndarray) -> np.ndar
     constraints = [np.array(A_EQ) @ theta == B_EQ, np.array(A_INEQ) @ theta <= limits]
     tight = {"eps_abs": 1e-10, "eps_rel": 1e-10, "polishing": True, "max_iter": 100_000}
     cp.Problem(cp.Minimize(loss), constraints).solve(solver=cp.OSQP, **tight)
+    assert theta.value is not None
     return theta.value
 
 

@@ -9,34 +9,8 @@ import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError
-from dif.linear_solve import DenseCholesky
+from dif.linear_solve import DenseCholesky, shifted
 from dif.reduced_qp import solve_reduced_qp
-
-
-def shifted(H: Tensor, G: Tensor, rho: float | None = None, damping: float = 0.0) -> tuple[DenseCholesky, Tensor]:
-    """H_ρ = H + GᵀRG (+ δI), factorised, for rows G that hold as equalities; and the diagonal of R.
-
-    With R chosen (rho=None) each row adds curvature of the size of H, and more while H_ρ is not positive definite:
-    on {Gω = −r} that changes nothing, so any R that works gives the same answer.
-    """
-    d = len(H)
-    damped = H if damping == 0 else H + damping * torch.eye(d, dtype=H.dtype, device=H.device)
-    if len(G) == 0:
-        return DenseCholesky(damped), H.new_zeros(0)
-    if rho is not None:
-        R = torch.full_like(G[:, 0], rho)
-        return DenseCholesky(damped + G.T @ (R[:, None] * G)), R
-    h = float(H.diagonal().abs().mean()) or 1.0
-    unit = h / (G * G).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
-    failure = None
-    for power in range(7):
-        R = unit * 10.0**power
-        try:
-            return DenseCholesky(damped + G.T @ (R[:, None] * G)), R
-        except DegenerateError as error:
-            failure = error
-    assert failure is not None
-    raise failure
 
 
 @dataclass(frozen=True, eq=False)

@@ -110,16 +110,13 @@ class Linearisation:
         )
 
     def influence(
-        self, name: str, targets: Targets, scores: Tensor, perturbations: Perturbation, diagnostics: dict[str, Any]
-    ) -> Influence:
-        """The Influence of many."""
-        return Influence(
-            scores.double().cpu(),
-            perturbations,
-            targets.names,
-            name,
-            {**diagnostics, "solver_residual": self.solver.residual},
-        )
+        self, name: str, target: Any, perturbations: Perturbation, diagnostics: dict[str, Any]
+    ) -> tuple[Influence, Tensor]:
+        """The Influence of many on a target, and the multipliers of the kept rows, (P, k)."""
+        targets = Targets(target, self.at)
+        scores, nu = self.scores(targets, perturbations)
+        trusted = {**diagnostics, "solver_residual": self.solver.residual}
+        return Influence(scores.double().cpu(), perturbations, targets.names, name, trusted), nu
 
 
 def trust(solution: Solution) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import Any
 import torch
 
 from dif.influence import Change, Influence
-from dif.kkt_step import shifted
+from dif.linear_solve import shifted
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.solution import Solution
-from dif.targets import Targets
 
 
 class ClassicalInfluence:
@@ -45,6 +44,4 @@ class ClassicalInfluence:
 
     def scores(self, target: Any, perturbations: Perturbation) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ."""
-        targets = Targets(target, self.solution)
-        scores, _ = self.linearisation.scores(targets, perturbations)
-        return self.linearisation.influence(self.name, targets, scores, perturbations, self._diagnostics)
+        return self.linearisation.influence(self.name, target, perturbations, self._diagnostics)[0]

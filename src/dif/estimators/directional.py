@@ -9,11 +9,10 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.influence import Change, Influence
-from dif.kkt_step import shifted
+from dif.linear_solve import shifted
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.solution import Solution
-from dif.targets import Targets
 
 
 class DirectionalInfluence:
@@ -78,13 +77,11 @@ class DirectionalInfluence:
 
     def scores(self, target: Any, perturbations: Perturbation) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ."""
-        targets = Targets(target, self.solution)
-        scores, nu = self.linearisation.scores(targets, perturbations)
-        diagnostics = dict(self._diagnostics)
-        if self.switching:
-            diagnostics["switched"] = int(self._switched(nu).sum())
         name = self.name + (" (switching)" if self.switching else "")
-        return self.linearisation.influence(name, targets, scores, perturbations, diagnostics)
+        influence, nu = self.linearisation.influence(name, target, perturbations, self._diagnostics)
+        if self.switching:
+            influence.diagnostics["switched"] = int(self._switched(nu).sum())
+        return influence
 
     def _switched(self, nu: Tensor) -> Tensor:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""

@@ -15,7 +15,6 @@ from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.program import Program
 from dif.solution import Solution
-from dif.targets import Targets
 
 
 class PenaltyInfluence:
@@ -72,9 +71,7 @@ class PenaltyInfluence:
 
     def scores(self, target: Any, perturbations: Perturbation) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ."""
-        targets = Targets(target, self.solution)
-        scores, _ = self.linearisation.scores(targets, perturbations)
-        return self.linearisation.influence(self.name, targets, scores, perturbations, self._diagnostics)
+        return self.linearisation.influence(self.name, target, perturbations, self._diagnostics)[0]
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """First derivative of the penalties (behind a 1 for f₀), (1 + m,), and the second, (m,)."""

@@ -10,7 +10,7 @@ ROOT = Path(dif.__file__).parent
 # From the bottom up; modules of one line may not import each other.
 LAYERS = [
     ["errors"],
-    ["parameters", "progress"],
+    ["parameters", "progress", "reading"],
     ["perturbation"],
     ["constraint"],
     ["term"],

@@ -38,7 +38,7 @@ def test_pivoting_and_daqp_agree():
         S, free = G @ G.T, np.arange(m) < 2
         a = rng.standard_normal((20, m))
         batched = solve_reduced_qp(S, a, free)
-        single = np.stack([_daqp(S, row, free) for row in a])
+        single = np.stack([_daqp(S, row, free, np.ones(m)) for row in a])
         np.testing.assert_allclose(batched, single, rtol=1e-7, atol=1e-8)
 
 

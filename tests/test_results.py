@@ -112,7 +112,7 @@ def test_the_sign_of_a_score():
 
 def test_import_needs_no_extras():
     """Importing dif must not pull in matplotlib, cvxpy, pandas or the like."""
-    code = "import sys, dif; print(sorted({m.split('.')[0] for m in sys.modules} & {'matplotlib','cvxpy','pandas','statsmodels','sklearn'}))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
-    )
+    extras = "{'matplotlib', 'cvxpy', 'pandas', 'statsmodels', 'sklearn'}"
+    code = f"import sys, dif; print(sorted({{m.split('.')[0] for m in sys.modules}} & {extras}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

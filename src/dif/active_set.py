@@ -85,8 +85,8 @@ class ActiveSet:
         """Whether the directional derivative exists: LICQ and positive tangent curvature (paper, Theorem 5)."""
         return self.licq > self.licq_floor and self.curvature > self.curvature_floor
 
-    def check(self) -> None:
-        """Raise where the derivative does not exist."""
+    def check(self, *, damped: bool = False) -> None:
+        """Raise where the derivative does not exist; damping makes up for curvature, not for independence."""
         if not self.licq > self.licq_floor:
             shown = ", ".join(self.names[j] for j in self.active)
             raise DegenerateError(
@@ -96,7 +96,7 @@ class ActiveSet:
                 meaning="One active gradient depends on the others (LICQ fails), so the multipliers are not unique.",
                 cure="Drop a redundant constraint, or state equal ones once; strict=False goes on with one choice.",
             )
-        if not self.curvature > self.curvature_floor:
+        if not damped and not self.curvature > self.curvature_floor:
             raise DegenerateError(
                 "curvature of the Lagrangian along the binding constraints",
                 measured=f"smallest eigenvalue {self.curvature:.3g}",

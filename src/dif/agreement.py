@@ -14,9 +14,8 @@ from dif.errors import InvalidInputError
 class Agreement:
     """Predicted against actual changes, pooled over all entries.
 
-    >>> agreement = Agreement.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0]))
-    >>> agreement.pearson, agreement.slope, agreement.relative_error
-    (1.0, 1.0, 0.0)
+    >>> print(Agreement.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0])))
+    r 1.000000, rank r 1.000000, slope 1.0000, relative error 0, same sign 100.0% (n = 3)
     """
 
     pearson: float

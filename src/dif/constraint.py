@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.perturbation import Perturbation, Shift
+from dif.reading import as_numbers
 
 if TYPE_CHECKING:
     from dif.term import Term
@@ -34,7 +35,7 @@ class Constraint:
 
     def shift(self, dtau: float | Tensor) -> Perturbation:
         """Move the bound as it was written by dtau (one number, or one per row)."""
-        moved = torch.as_tensor(dtau, dtype=torch.float64).detach().cpu()
+        moved = as_numbers(dtau, "shift of a bound").clone()
         if not bool(torch.isfinite(moved).all()) or moved.dim() > 1:
             raise InvalidInputError(
                 "shift of a bound",

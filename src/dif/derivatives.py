@@ -22,7 +22,7 @@ def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int)
 
     def losses(theta: Tensor) -> Tensor:
         try:
-            out = samples.loss(parameters.bind(theta), batch)
+            out = samples.loss(parameters.bind(parameters.tensors(theta)), batch)
         except Exception as error:
             error.add_note(f"raised by the loss of Samples {samples.name!r} on a batch of {count}")
             raise
@@ -79,7 +79,9 @@ def sample_slopes(
         else:
             value, first = jvp(loss, (theta,), (V[:, 0],))[:2]
             chunk = max(1, _VMAP_ELEMENTS // count)
-            push = vmap(lambda v, f=loss: jvp(f, (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk)
+            push = vmap(
+                lambda v, f=loss: jvp(f, (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk, randomness="same"
+            )
             losses.append(value)
             slopes.append(torch.cat([first[:, None], push(V[:, 1:])], 1) if columns > 1 else first[:, None])
     return torch.cat(losses), torch.cat(slopes)
@@ -97,14 +99,14 @@ def pulled_back(fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) 
     if len(weights) == 0:
         return value, theta.new_zeros((0, theta.numel()))
     chunk = max(1, _VMAP_ELEMENTS // max(value.numel(), 1))
-    return value, vmap(pull, chunk_size=chunk)(weights)
+    return value, vmap(pull, chunk_size=chunk, randomness="same")(weights)
 
 
 def hessian_of(scalar: Callable[[Tensor], Tensor], theta: Tensor, count: int) -> Tensor:
     """∇² of a scalar function, (d, d), forward over reverse; `count` samples are evaluated inside it."""
     d = theta.numel()
     chunk = max(1, min(d, _VMAP_ELEMENTS // max(count, 1)))
-    product = vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], chunk_size=chunk)
+    product = vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], chunk_size=chunk, randomness="same")
     H = product(torch.eye(d, dtype=theta.dtype, device=theta.device))
     return 0.5 * (H + H.T)
 
@@ -113,7 +115,7 @@ def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, ba
     def one(t: Tensor, z: Any) -> Tensor:
         return batch_loss(samples, parameters, _batch_of_one(z), 1)(t)[0]
 
-    return vmap(grad(one), in_dims=(None, 0))(theta, batch)
+    return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
 
 
 def _batch_of_one(z: Any) -> Any:
@@ -121,4 +123,5 @@ def _batch_of_one(z: Any) -> Any:
         return z.unsqueeze(0)
     if isinstance(z, dict):
         return {key: _batch_of_one(value) for key, value in z.items()}
-    return type(z)(_batch_of_one(value) for value in z)
+    parts = [_batch_of_one(value) for value in z]
+    return type(z)(*parts) if hasattr(z, "_fields") else type(z)(parts)

@@ -12,6 +12,7 @@ from torch import Tensor
 from dif.derivatives import sample_slopes
 from dif.errors import InvalidInputError
 from dif.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
+from dif.probe import check_tensors
 from dif.program import Program
 from dif.rows import Rows, Table
 from dif.samples import Samples
@@ -34,15 +35,8 @@ class Direction:
     """P directions (δw, δτ) on the rows of a program."""
 
     def __init__(self, program: Program, perturbation: Perturbation) -> None:
-        if not isinstance(perturbation, Perturbation):
-            raise InvalidInputError(
-                "perturbation",
-                measured=type(perturbation).__name__,
-                threshold="a Perturbation",
-                meaning="What is done to the data must be said by train.remove(...), .reweight(...), .add(...), "
-                "constraint.shift(...), or sums of these.",
-                cure="For one sample write train.remove([i]).",
-            )
+        _check_kind(perturbation)
+        program.parameters.check_mode()
         self.program = program
         self.perturbation = perturbation
         self.P = len(perturbation)
@@ -77,7 +71,7 @@ class Direction:
             raise InvalidInputError(
                 f"shift of {self.program.names[rows.start]}",
                 measured=f"{piece.dtau.numel()} values",
-                threshold=f"1, or {shape.numel()}",
+                threshold="1" if shape.numel() == 1 else f"1, or {shape.numel()}",
                 meaning="A shift moves every row alike, or each by its own amount.",
                 cure="Pass one number, or one per row.",
             )
@@ -97,6 +91,8 @@ class Direction:
         table, columns = rows.tables[found[0]], rows.columns(found[0])
         touch = rows.C[:, columns] * self._touched(piece.terms)[:, None]
         live = (touch != 0).any(0)  # (k,) the sums that the touched rows use
+        if isinstance(piece, Addition):
+            check_tensors(piece.new, self.program.parameters)
         resolve = {Removal: _removed, Addition: _added, Reweighting: _reweighted}[type(piece)]
         alpha, s, samples, index, owner = resolve(piece, table, live)  # type: ignore[operator]
         self.blocks.append(
@@ -154,6 +150,14 @@ class Direction:
         return bV, df
 
     # One perturbation carried out
+
+    def first_order(self, p: int, theta: Tensor, parts: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
+        """δf, (1 + m,), and δ∇f, (1 + m, d), of perturbation p at θ, where the parts and their gradients are these."""
+        df, DJ = self.touched_samples(p).gradients(theta)
+        if not bool(torch.isfinite(df).all() and torch.isfinite(DJ).all()):
+            raise _not_finite(", ".join(sorted({block.samples.name for block in self.blocks})), "some")
+        A = self.scaled_parts(p)
+        return df + A @ parts, DJ + A @ Dp
 
     def scaled_parts(self, p: int) -> Tensor:
         """A (1 + m, K): the α-part of perturbation p, δf = A·p(θ) + (touched samples)."""
@@ -277,15 +281,32 @@ def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
 def _check_finite(losses: Tensor, slopes: Tensor, samples: Samples) -> None:
     bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
     if bool(bad.any()):
+        raise _not_finite(samples.name, f"{int(bad.sum())} of {len(bad)}")
+
+
+def _not_finite(name: str, count: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"losses or gradients of the perturbed samples of {name!r}",
+        measured=f"{count} not finite",
+        threshold="0",
+        meaning="The influence of such a sample is not defined.",
+        cure="Look at those samples, and at the loss where its derivative blows up (sqrt or log at 0).",
+    )
+
+
+def _check_kind(perturbation: object) -> None:
+    if not isinstance(perturbation, Perturbation):
         raise InvalidInputError(
-            f"losses or gradients of the perturbed samples of {samples.name!r}",
-            measured=f"{int(bad.sum())} of {len(bad)} not finite",
-            threshold="0",
-            meaning="The influence of such a sample is not defined.",
-            cure="Look at those samples, and at the loss where its derivative blows up (sqrt or log at 0).",
+            "perturbation",
+            measured=type(perturbation).__name__,
+            threshold="a Perturbation",
+            meaning="What is done to the data must be said by train.remove(...), .reweight(...), .add(...), "
+            "constraint.shift(...), or sums of these.",
+            cure="For one sample write train.remove([i]).",
         )
 
 
-def chunks(perturbation: Perturbation, size: int) -> Sequence[Perturbation]:
+def chunks(perturbation: Perturbation, size: int = 2**16) -> Sequence[Perturbation]:
     """The perturbations in pieces of at most `size`."""
+    _check_kind(perturbation)
     return [perturbation[begin : min(begin + size, len(perturbation))] for begin in range(0, len(perturbation), size)]

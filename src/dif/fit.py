@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from dif.parameters import Parameters
 from dif.problem import Problem
 from dif.program import Program
 from dif.progress import Reporter, progress
-from dif.solution import Solution
+from dif.solution import Solution, check_gradients, checked_tolerance
 
 _PATIENCE = 8  # rounds that may pass without the residual halving
 _FAR = 1e9  # ‖θ‖ relative to the start: beyond it a problem counts as unbounded
@@ -59,7 +59,7 @@ def fit(
         found = solve(program, theta, lam, tol=tol, max_iter=max_iter, max_seconds=max_seconds, report=report)
     goal = default_tolerance(theta) if tol is None else tol
     solution = Solution.of_program(program, found.theta, found.lam)
-    if found.residual > goal:
+    if not found.residual <= goal:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
             f"allowed {goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is not a "
@@ -119,7 +119,8 @@ def solve(
             meaning="Nothing could be done within them.",
             cure="Leave them out for the defaults.",
         )
-    goal = default_tolerance(theta) if tol is None else tol
+    goal = default_tolerance(theta) if tol is None else checked_tolerance(tol)
+    check_gradients(program, program.rows.gradients(theta)[1])
     limits = _Limits(max_iter, max_seconds)
     best = Found(theta, lam)
     _newton(program, best, goal, limits, report)
@@ -148,6 +149,8 @@ def _point(program: Program, theta: Tensor, lam: Tensor) -> tuple[KKT, tuple[Ten
     c, G = f[1:] - program.tau, J[1:]
     H = program.rows.hessian(theta, program.weights(lam))
     kkt = residuals(Scales.of(theta, G, H), program.weights(lam) @ J, c, lam, program.equality)
+    if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may well be finite
+        kkt = replace(kkt, stationarity=float("nan"))
     return kkt, (J[0], H, c, G)
 
 
@@ -200,6 +203,7 @@ class _AugmentedLagrangian:
         self.violation = float("inf")
         self.start_size = 1.0 + float(theta.norm())
         self.raised = 0
+        self.ran = ""  # where θ ran to, if it ran away
         self.rounds = 0
 
     def _shifted(self, f: Tensor) -> Tensor:
@@ -246,12 +250,16 @@ class _AugmentedLagrangian:
         def closure() -> Tensor:
             self.limits.used += 1
             f, gradient = self.program.rows.pullback(point, lambda f: self.program.weights(self._shifted(f)))
+            value = self._value(f)
+            if not (bool(torch.isfinite(value)) and bool(torch.isfinite(gradient).all())) and seen:
+                # outside the domain of the objective: a wall, so that the line search turns back
+                return seen["first"] + 1e10 * (1 + seen["first"].abs())
             point.grad = gradient
-            seen["gradient"], seen["value"] = gradient, self._value(f)
-            return seen["value"]
+            seen["gradient"], seen["value"] = gradient, value
+            seen.setdefault("first", value)
+            return value
 
         closure()
-        first = seen["value"]
         for _ in range(40):
             if self.limits.spent():
                 break
@@ -261,8 +269,11 @@ class _AugmentedLagrangian:
             size = float(point.norm())
             step = float(seen["gradient"].norm()) / (self.h * max(1.0, size))
             self.report(self.limits.used, f"(augmented Lagrangian {self.rounds}, gradient {step:.1e})")
-            fell = bool(torch.isfinite(seen["value"])) and float(seen["value"]) > -1e15 * (1 + abs(float(first)))
-            if not fell or not size < _FAR * self.start_size:
+            if float(seen["value"]) < -1e15 * (1 + abs(float(seen["first"]))):
+                self.ran = f"still falling at a value of {float(seen['value']):.3g}"
+                return None
+            if not size < _FAR * self.start_size:
+                self.ran = f"still falling at ‖θ‖ > {_FAR:.0e} times the start"
                 return None
             if step <= self.accuracy or torch.equal(before, point):
                 break
@@ -271,7 +282,7 @@ class _AugmentedLagrangian:
     def _unbounded(self) -> None:
         raise UnboundedError(
             "objective of the problem",
-            measured=f"still falling at ‖θ‖ > {_FAR:.0e} times the start, penalty raised {self.raised} times",
+            measured=f"{self.ran}, penalty raised {self.raised} times",
             threshold="a minimum at finite θ",
             meaning="The objective falls without end inside the constraints (or on its way to them).",
             cure="Add a ridge, or constraints that hold the free directions; check the sign of the objective.",

@@ -18,6 +18,7 @@ from dif.agreement import Agreement
 from dif.errors import InvalidInputError
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
+from dif.reading import as_index
 
 _FORMAT = "dif influence 1"
 
@@ -66,7 +67,8 @@ class Influence:
         """The k perturbations that change a target most, in absolute value, largest first."""
         if isinstance(target, str) and target in self.targets:
             target = self.targets.index(target)
-        if isinstance(target, str) or not -len(self.targets) <= target < len(self.targets) or k < 1:
+        number, place, T = as_index(k), as_index(target), len(self.targets)
+        if number is None or number < 1 or place is None or not -T <= place < T:
             raise InvalidInputError(
                 "top(k, target)",
                 measured=f"k = {k}, target {target!r}",
@@ -74,18 +76,19 @@ class Influence:
                 meaning="There is no such ranking.",
                 cure=f"The targets are {', '.join(self.targets[:5])}{', …' if len(self.targets) > 5 else ''}.",
             )
-        column = self.values[:, target]
-        order = torch.argsort(column.abs(), descending=True, stable=True)[:k].tolist()
+        column = self.values[:, place]
+        order = torch.argsort(column.abs(), descending=True, stable=True)[:number].tolist()
         return [Ranked(i, self.perturbations[i], float(column[i])) for i in order]
 
     def compare(self, other: Influence) -> Agreement:
         """How these predictions agree with another estimator's (retraining, say) on the same perturbations."""
-        same = self.perturbations == other.perturbations and self.targets == other.targets
-        if not same:
+        same = isinstance(other, Influence) and self.targets == other.targets
+        if not same or self.perturbations != other.perturbations:
+            known = isinstance(other, Influence)
+            found = f"{len(other)} × {len(other.targets)} entries, labels differ" if known else type(other).__name__
             raise InvalidInputError(
                 "influences to compare",
-                measured=f"{len(self)} × {len(self.targets)} and {len(other)} × {len(other.targets)} entries, labels "
-                "differ",
+                measured=f"{len(self)} × {len(self.targets)} and {found}",
                 threshold="the same perturbations and targets in the same order",
                 meaning="Agreement is taken entry by entry.",
                 cure="Score the same perturbations and targets with both estimators.",
@@ -126,12 +129,13 @@ class Influence:
         try:
             with np.load(path, allow_pickle=False) as file:
                 values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
-            found = about["format"]
+            found, shape = about["format"], (len(about["perturbations"]), len(about["targets"]))
+            about = {key: about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")}
         except FileNotFoundError:
             raise
         except Exception as error:
             raise _unreadable(path, f"{type(error).__name__}: {error}") from error
-        if found != _FORMAT or values.shape != (len(about["perturbations"]), len(about["targets"])):
+        if found != _FORMAT or values.shape != shape:
             raise _unreadable(path, f"format {found!r}, values of shape {tuple(values.shape)}")
         return cls(
             values, tuple(about["perturbations"]), tuple(about["targets"]), about["estimator"], about["diagnostics"]

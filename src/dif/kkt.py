@@ -25,8 +25,9 @@ class KKT:
 
     @property
     def residual(self) -> float:
-        """The largest of the three."""
-        return max(self.stationarity, self.feasibility, self.complementarity)
+        """The largest of the three; NaN if one of them is."""
+        parts = (self.stationarity, self.feasibility, self.complementarity)
+        return float("nan") if any(part != part for part in parts) else max(parts)
 
     def __str__(self) -> str:
         return (
@@ -62,17 +63,24 @@ class Scales:
         return float(g.norm()) / (_safe_number(self.h) * self.size)
 
 
+def violations(scales: Scales, c: Tensor, equality: Tensor) -> Tensor:
+    """How far each row is from being met, scaled, (m,)."""
+    slack = scales.slack(c)
+    return torch.where(equality, slack.abs(), (-slack).clamp(min=0))
+
+
+def products(scales: Scales, c: Tensor, lam: Tensor, equality: Tensor) -> Tensor:
+    """How far each row is from complementarity, scaled, (m,): min(slack, λ), a negative λ in full."""
+    slack, force = scales.slack(c).clamp(min=0), scales.multiplier(lam)
+    return torch.where(equality, torch.zeros_like(slack), torch.where(force < 0, -force, torch.minimum(slack, force)))
+
+
 def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, equality: Tensor) -> KKT:
     """The residuals at a point with ∇L = gradient, c = f − τ and multipliers λ."""
-    slack, force = scales.slack(c), scales.multiplier(lam)
-    violation = torch.where(equality, slack.abs(), (-slack).clamp(min=0))
-    products = torch.where(equality, torch.zeros_like(slack), torch.minimum(slack.clamp(min=0), force).abs())
-    # a negative multiplier is wrong whatever the slack
-    products = torch.where(~equality & (force < 0), force.abs(), products)
     return KKT(
         stationarity=scales.gradient(gradient),
-        feasibility=float(violation.max()) if len(c) else 0.0,
-        complementarity=float(products.max()) if len(c) else 0.0,
+        feasibility=float(violations(scales, c, equality).max()) if len(c) else 0.0,
+        complementarity=float(products(scales, c, lam, equality).max()) if len(c) else 0.0,
         gradient_norm=float(gradient.norm()),
     )
 

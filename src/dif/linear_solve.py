@@ -55,7 +55,8 @@ class DenseCholesky:
             X, dim=0
         )
         gap = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
-        self.residual = max(self.residual, float(gap.max()))
+        worst = float(gap.max())
+        self.residual = worst if not worst <= self.residual else self.residual
         if not self.residual <= self.tolerance:
             raise NotConvergedError(
                 "relative residual of the linear solve",

@@ -12,11 +12,10 @@ from dif.influence import Change, Influence
 from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
+from dif.reading import check_number
 from dif.reduced_qp import solve_reduced_qp
 from dif.solution import Solution
 from dif.targets import Targets
-
-_CHUNK = 2**16  # perturbations resolved at once
 
 
 class Linearisation:
@@ -70,10 +69,7 @@ class Linearisation:
     def respond(self, perturbation: Perturbation) -> tuple[Tensor, Tensor]:
         """Δθ, (d,), and the multipliers of the kept rows, (k,), of one perturbation."""
         direction = Direction.single(self.at.program, perturbation)
-        touched = direction.touched_samples(0)
-        df, DJ = touched.gradients(self.at.theta)
-        A = direction.scaled_parts(0)
-        df, DJ = df + A @ self.at.p, DJ + A @ self.at.Dp
+        df, DJ = direction.first_order(0, self.at.theta, self.at.p, self.at.Dp)
         b = self.weights @ DJ
         r = (df[1:] - direction.dtau[0])[self.kept]
         nu, force = self.push((b @ self.V)[None], r[None])
@@ -87,7 +83,7 @@ class Linearisation:
         columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
         through = self.G @ columns[:, k:]  # (k, T)
         scores, multipliers = [], []
-        for some in chunks(perturbations, _CHUNK):
+        for some in chunks(perturbations):
             direction = Direction(self.at.program, some)
             bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
             r = (df[:, 1:] - direction.dtau)[:, self.kept]
@@ -117,6 +113,17 @@ class Linearisation:
         scores, nu = self.scores(targets, perturbations)
         trusted = {**diagnostics, "solver_residual": self.solver.residual}
         return Influence(scores.double().cpu(), perturbations, targets.names, name, trusted), nu
+
+
+def checked_damping(damping: float) -> float:
+    """δ ≥ 0."""
+    return check_number(
+        damping,
+        "damping",
+        zero=True,
+        meaning="Damping, δ in H + δI, makes up for missing curvature, at the price of another answer.",
+        cure="Use 0 for the exact answer.",
+    )
 
 
 def trust(solution: Solution) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ class BoundModule(dict[str, Tensor]):
     Call it like the module (`model(x)`), or read tensors by name (`model["0.weight"]`).
     """
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
         super().__init__(tensors)
-        self._module = module
+        self.module, self.buffers = module, buffers
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with these tensors in place of its own."""
-        return torch.func.functional_call(self._module, dict(self), args, kwargs)
+        """Run the module with these tensors, and copies of its buffers, in place of its own."""
+        copies = {name: t.clone() for name, t in self.buffers.items()}
+        return torch.func.functional_call(self.module, {**self, **copies}, args, kwargs)
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +42,19 @@ class Parameters:
     dtype: torch.dtype
     device: torch.device
     module: nn.Module | None = None
+    buffers: dict[str, Tensor] = field(default_factory=dict)  # the module's, copied
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
         """Read the layout and the flat θ of a dict of tensors or of a module's trainable parameters."""
+        module: nn.Module | None = None
         if isinstance(params, nn.Module):
-            module: nn.Module | None = params
+            module = params
             tensors: dict[str, Tensor] = {k: v for k, v in params.named_parameters() if v.requires_grad}
-            _refuse_training_mode(params)
+        elif isinstance(params, BoundModule):  # what Solution.params of a module is
+            module, tensors = params.module, dict(params)
         elif isinstance(params, Mapping):
-            module, tensors = None, dict(params)
+            tensors = dict(params)
         else:
             raise InvalidInputError(
                 "params",
@@ -60,6 +64,8 @@ class Parameters:
                 cure='Wrap a single tensor as {"theta": tensor}.',
             )
         _check_tensors(tensors)
+        if module is not None:
+            _refuse_training_mode(module)
         first = next(iter(tensors.values()))
         layout = cls(
             names=tuple(tensors),
@@ -67,6 +73,7 @@ class Parameters:
             dtype=first.dtype,
             device=first.device,
             module=module,
+            buffers={} if module is None else {k: t.detach().clone() for k, t in module.named_buffers()},
         )
         return layout, torch.cat([t.detach().reshape(-1) for t in tensors.values()]).clone()
 
@@ -85,10 +92,14 @@ class Parameters:
         chunks = torch.split(theta, list(self.sizes))
         return {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
 
-    def bind(self, theta: Tensor) -> dict[str, Tensor]:
-        """Flat θ → what a loss gets as its first argument."""
-        tensors = self.tensors(theta)
-        return tensors if self.module is None else BoundModule(self.module, tensors)
+    def bind(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The named tensors → what a loss gets as its first argument."""
+        return tensors if self.module is None else BoundModule(self.module, tensors, self.buffers)
+
+    def check_mode(self) -> None:
+        """Refuse a module that was put into training mode since."""
+        if self.module is not None:
+            _refuse_training_mode(self.module)
 
 
 def _check_tensors(tensors: dict[str, Tensor]) -> None:
@@ -120,7 +131,15 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
                 cure="Move all parameters with .to(...) first; float64 is best for influence.",
             )
     for name, t in tensors.items():
-        if t.device.type != "meta" and not bool(torch.isfinite(t).all()):
+        if t.dtype not in (torch.float32, torch.float64) or t.device.type == "meta":
+            raise InvalidInputError(
+                f"parameter {name!r}",
+                measured=f"{t.dtype} on {t.device}",
+                threshold="float64 or float32, with values",
+                meaning="Fewer digits do not carry a second derivative, and the meta device has no values.",
+                cure="Convert it with .to(torch.float64).",
+            )
+        if not bool(torch.isfinite(t).all()):
             raise InvalidInputError(
                 f"parameter {name!r}",
                 measured=f"{int((~torch.isfinite(t)).sum())} NaN or infinite of {t.numel()} entries",
@@ -132,12 +151,16 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
 
 def _refuse_training_mode(module: nn.Module) -> None:
     noisy = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    found = [name for name, m in module.named_modules() if isinstance(m, noisy) and m.training]
+    found = [
+        f"{name or 'the module itself'} ({type(m).__name__})"
+        for name, m in module.named_modules()
+        if m.training and (isinstance(m, noisy) or getattr(m, "track_running_stats", False))
+    ]
     if found:
         raise InvalidInputError(
             "modules in training mode",
             measured=", ".join(found),
-            threshold="none of dropout or batch norm",
+            threshold="none of dropout, batch norm or running statistics",
             meaning="Their losses are random, or depend on the other samples of the batch, so no sample has an "
             "influence of its own.",
             cure="Call model.eval() before handing the model to dif.",

@@ -200,6 +200,14 @@ class Perturbation:
             scale = float(factor)  # type: ignore[arg-type]
         except (TypeError, ValueError):
             return NotImplemented
+        if not abs(scale) < float("inf"):
+            raise InvalidInputError(
+                "factor of a perturbation",
+                measured=scale,
+                threshold="finite",
+                meaning="It says how much of the perturbation is carried out.",
+                cure="Use 1 for all of it, 0.01 for a hundredth, -1 for the opposite.",
+            )
         return Perturbation(tuple((scale * c, piece) for c, piece in self.pieces))
 
     __rmul__ = __mul__

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif import Solution
+from dif import InvalidInputError, Solution
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"
 
@@ -31,7 +31,13 @@ def landscape(solution: Solution, ax: Any, span: float = 0.6, levels: int = 18) 
     """Objective and feasible region around a solution with two parameters."""
     program, centre = solution.program, solution.theta
     if len(centre) != 2:
-        raise ValueError(f"a landscape needs 2 parameters, there are {len(centre)}")
+        raise InvalidInputError(
+            "parameters of a landscape",
+            measured=len(centre),
+            threshold="2",
+            meaning="It is drawn in the plane.",
+            cure="Plot two of the parameters of a smaller problem.",
+        )
     axis = torch.linspace(-span, span, 81).to(centre)
     values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
     size = (len(axis), len(axis))

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from dif.derivatives import batch_loss, sample_losses
+from dif.derivatives import sample_losses
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
-from dif.rows import function_value
+from dif.rows import checked_value, function_value
 from dif.samples import Samples
 from dif.term import Function
 
-_FEW = 16  # samples in a probe
+_FEW = 64  # samples that are asked twice
 
 
 def probe(
     every_samples: Sequence[Samples], functions: Sequence[Function], parameters: Parameters, theta: Tensor
 ) -> None:
-    """Refuse losses and functions whose numbers cannot be trusted at θ."""
-    for samples in every_samples:
-        _check_tensors(samples, parameters)
-        _check_deterministic(samples, parameters, theta)
-        _check_alone(samples, parameters, theta)
-        _check_finite(samples, parameters, theta)
-    for f in functions:
-        value = function_value(f, parameters, theta)
-        if not bool(torch.isfinite(value).all()):
-            raise InvalidInputError(
-                f"value of the function {f.name!r}",
-                measured=value.reshape(-1)[:4].tolist(),
-                threshold="finite",
-                meaning="It cannot be part of an objective or a constraint here.",
-                cure="Start where the function is finite.",
-            )
+    """Refuse losses and functions whose numbers cannot be trusted at θ; the random state stays as it was."""
+    devices = [parameters.device] if parameters.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        for samples in every_samples:
+            check_tensors(samples, parameters)
+            _check_type(samples, parameters, theta)
+            _check_deterministic(samples, parameters, theta)
+            _check_alone(samples, parameters, theta)
+            _check_finite(samples, parameters, theta)
+        for f in functions:
+            _check_function(f, parameters, theta)
+
+
+def _nearby(theta: Tensor) -> Tensor:
+    """A point beside θ: at θ = 0 much is hidden."""
+    signs = 1 - 2 * (torch.arange(len(theta), device=theta.device) % 2)
+    return theta + 1e-3 * (1 + theta.abs()) * signs
+
+
+def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
+    value = function_value(f, parameters, theta)
+    if not bool(torch.isfinite(value).all()):
+        raise InvalidInputError(
+            f"value of the function {f.name!r}",
+            measured=value.reshape(-1)[:4].tolist(),
+            threshold="finite",
+            meaning="It cannot be part of an objective or a constraint here.",
+            cure="Start where the function is finite.",
+        )
+    for at in (theta, _nearby(theta)):
+        _check_same(f"function {f.name!r}", *(function_value(f, parameters, at) for _ in range(2)))
+
+
+def _check_same(what: str, first: Tensor, second: Tensor) -> None:
+    if not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)):
+        raise InvalidInputError(
+            f"two calls of the {what}",
+            measured=f"values that differ by up to {float((first - second).abs().max()):.3g}",
+            threshold="0",
+            meaning="It is random (dropout, augmentation, sampling), so there is no solution to differentiate.",
+            cure="Switch the randomness off: model.eval(), no augmentation, no sampling.",
+        )
 
 
 def check_used(
@@ -44,12 +70,11 @@ def check_used(
     """Refuse parameters that no loss and no function (a ridge apart) depends on."""
     used = dict.fromkeys(parameters.names, False)
     for samples in every_samples:
-        place, batch = next(samples.batches(torch.arange(min(_FEW, len(samples)))))
-        loss = batch_loss(samples, parameters, batch, place.stop)
-        _mark(used, parameters, theta, loss)
+        _, batch = next(samples.batches(torch.arange(min(_FEW, len(samples)))))
+        _mark(used, parameters, theta, lambda params, s=samples, b=batch: s.loss(params, b))
     for f in functions:
         if not f.regulariser:
-            _mark(used, parameters, theta, lambda t, f=f: function_value(f, parameters, t))
+            _mark(used, parameters, theta, lambda params, f=f: checked_value(f, params, theta.dtype))
     unused = [name for name, yes in used.items() if not yes]
     if unused:
         raise InvalidInputError(
@@ -63,11 +88,12 @@ def check_used(
         )
 
 
-def _mark(used: dict[str, bool], parameters: Parameters, theta: Tensor, fn) -> None:
+def _mark(
+    used: dict[str, bool], parameters: Parameters, theta: Tensor, fn: Callable[[dict[str, Tensor]], Tensor]
+) -> None:
     with torch.enable_grad():
-        leaf = theta.detach().clone()
-        pieces = {n: t.detach().requires_grad_() for n, t in parameters.tensors(leaf).items()}
-        out = fn(torch.cat([t.reshape(-1) for t in pieces.values()])).sum()
+        pieces = {n: t.detach().clone().requires_grad_() for n, t in parameters.tensors(theta).items()}
+        out = fn(parameters.bind(pieces)).sum()
         if not out.requires_grad:
             return
         gradients = torch.autograd.grad(out, list(pieces.values()), allow_unused=True)
@@ -75,7 +101,8 @@ def _mark(used: dict[str, bool], parameters: Parameters, theta: Tensor, fn) -> N
         used[name] |= g is not None
 
 
-def _check_tensors(samples: Samples, parameters: Parameters) -> None:
+def check_tensors(samples: Samples, parameters: Parameters) -> None:
+    """Refuse data of another type or on another device than the parameters."""
     for t in samples.tensors():
         wrong_type = t.is_floating_point() and t.dtype != parameters.dtype
         if wrong_type or t.device != parameters.device:
@@ -88,26 +115,28 @@ def _check_tensors(samples: Samples, parameters: Parameters) -> None:
             )
 
 
-def _losses_twice(samples: Samples, parameters: Parameters, theta: Tensor) -> tuple[Tensor, Tensor]:
-    few = torch.arange(min(_FEW, len(samples)))
-    devices = [parameters.device] if parameters.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
-        return (
-            sample_losses(samples, parameters, theta, few),
-            sample_losses(samples, parameters, theta, few),
+def _check_type(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
+    dtype = sample_losses(samples, parameters, theta, _spread(samples)).dtype
+    if dtype != parameters.dtype:
+        raise InvalidInputError(
+            f"what the loss of Samples {samples.name!r} returned",
+            measured=dtype,
+            threshold=f"{parameters.dtype}, as the parameters",
+            meaning="Counts and booleans have no derivative, and other types lose digits silently.",
+            cure="Return a differentiable loss, computed in the parameters' type.",
         )
+
+
+def _spread(samples: Samples) -> Tensor:
+    """A few samples from all over the data."""
+    return torch.linspace(0, len(samples) - 1, min(_FEW, len(samples))).round().long()
 
 
 def _check_deterministic(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
-    first, second = _losses_twice(samples, parameters, theta)
-    if not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)):
-        raise InvalidInputError(
-            f"two calls of the loss of Samples {samples.name!r}",
-            measured=f"values that differ by up to {float((first - second).abs().max()):.3g}",
-            threshold="0",
-            meaning="The loss is random (dropout, augmentation, sampling), so it has no solution to differentiate.",
-            cure="Switch the randomness off: model.eval(), fixed augmentations, fixed seeds inside the loss.",
-        )
+    spread = _spread(samples)
+    for at in (theta, _nearby(theta)):
+        twice = (sample_losses(samples, parameters, at, spread) for _ in range(2))
+        _check_same(f"loss of Samples {samples.name!r}", *twice)
 
 
 def _check_alone(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
@@ -129,14 +158,6 @@ def _check_alone(samples: Samples, parameters: Parameters, theta: Tensor) -> Non
 
 def _check_finite(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     losses = sample_losses(samples, parameters, theta)
-    if not losses.is_floating_point():
-        raise InvalidInputError(
-            f"what the loss of Samples {samples.name!r} returned",
-            measured=losses.dtype,
-            threshold="floating point",
-            meaning="Counts and booleans have no derivative.",
-            cure="Return a differentiable loss.",
-        )
     bad = torch.nonzero(~torch.isfinite(losses)).reshape(-1)
     if len(bad):
         raise InvalidInputError(

@@ -20,7 +20,8 @@ class Problem:
     """
 
     def __init__(self, objective: Expression, constraints: Iterable[Constraint] | Constraint = ()) -> None:
-        listed = (constraints,) if isinstance(constraints, Constraint) else tuple(constraints)
+        several = isinstance(constraints, Iterable)
+        listed = tuple(constraints) if several else (constraints,)  # type: ignore[arg-type]
         wrong = [type(c).__name__ for c in listed if not isinstance(c, Constraint)]
         if not isinstance(objective, Expression) or wrong:
             raise InvalidInputError(

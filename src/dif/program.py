@@ -14,6 +14,7 @@ from dif.errors import InvalidInputError
 from dif.parameters import Parameters
 from dif.probe import check_used, probe
 from dif.problem import Problem
+from dif.reading import as_numbers, as_tensor
 from dif.rows import Rows
 from dif.term import Term
 
@@ -33,6 +34,14 @@ class Program:
     @classmethod
     def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
         """Compile, after asking the losses what `probe` asks."""
+        if not isinstance(problem, Problem):
+            raise InvalidInputError(
+                "problem",
+                measured=type(problem).__name__,
+                threshold="a Problem",
+                meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
+                cure="Wrap a Term as dif.Problem(term).",
+            )
         objective = problem.objective
         terms = [objective, *(Term(c.term.sums, c.term.functions, c.tau) for c in problem.constraints)]
         every_samples = list({id(s.samples): s.samples for t in terms for _, s in t.sums}.values())
@@ -40,11 +49,11 @@ class Program:
         probe(every_samples, functions, parameters, theta)
         check_used(every_samples, functions, parameters, theta)
         rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
-        if first.numel() != 1 or first:
+        if first:
             raise InvalidInputError(
                 "rows of the objective",
-                measured=first.numel(),
-                threshold="1",
+                measured=f"a vector of {first.numel()}",
+                threshold="a single number",
                 meaning="Only a single number can be minimised.",
                 cure="Add the rows up inside the function, or make them constraints.",
             )
@@ -90,7 +99,7 @@ class Program:
     def flat_multipliers(self, multipliers: Any) -> Tensor:
         """Multipliers as given (per constraint: a list, a dict by name; or flat) → (m,)."""
         if isinstance(multipliers, PerConstraint):
-            return multipliers.flat.to(self.tau)
+            multipliers = multipliers.flat
         if isinstance(multipliers, Mapping):
             unknown = [name for name in multipliers if name not in self.problem.names]
             missing = [name for name in self.problem.names if name not in multipliers]
@@ -104,10 +113,10 @@ class Program:
                 )
             multipliers = [multipliers[name] for name in self.problem.names]
         if isinstance(multipliers, Tensor) or hasattr(multipliers, "__array__"):
-            flat = torch.as_tensor(multipliers).detach().reshape(-1)
+            flat = as_tensor(multipliers, "multipliers").reshape(-1)
         else:
             given = multipliers if isinstance(multipliers, Sequence) else [multipliers]
-            pieces = [torch.as_tensor(v, dtype=torch.float64).detach().reshape(-1) for v in given]
+            pieces = [as_numbers(v, "multipliers").reshape(-1) for v in given]
             flat = torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
         if flat.numel() != self.m or not bool(torch.isfinite(flat).all()):
             raise InvalidInputError(

@@ -37,7 +37,7 @@ def solve_reduced_qp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
     f, w = np.flatnonzero(free), np.flatnonzero(~free)
     factor = _cholesky(S[np.ix_(f, f)])
     if factor is None:
-        return np.stack([_daqp(S, row, free) for row in a]) * scale
+        return np.stack([_daqp(S, row, free, scale) for row in a]) * scale
     nu = np.zeros((P, m))
     if len(w) == 0:
         nu[:, f] = _solve(factor, a[:, f].T).T
@@ -48,7 +48,7 @@ def solve_reduced_qp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
     nu[:, w], settled = _block_pivoting(M, c)
     nu[:, f] = _solve(factor, (a[:, f] - nu[:, w] @ S_fw.T).T).T
     for p in np.flatnonzero(~settled):
-        nu[p] = _daqp(S, a[p], free)
+        nu[p] = _daqp(S, a[p], free, scale)
     return nu * scale
 
 
@@ -99,8 +99,11 @@ def _block_pivoting(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
     return nu, settled
 
 
-def _daqp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
-    """One right-hand side by DAQP, S singular or not: min ½‖y‖² s.t. B y ≥ a (= on free rows), S = B Bᵀ, y = Bᵀν."""
+def _daqp(S: Array, a: Array, free: NDArray[np.bool_], scale: Array) -> Array:
+    """One right-hand side by DAQP, S singular or not: min ½‖y‖² s.t. B y ≥ a (= on free rows), S = B Bᵀ, y = Bᵀν.
+
+    S and a come with their rows scaled by `scale`.
+    """
     eigenvalues, Q = np.linalg.eigh(S)
     kept = eigenvalues > 1e-13 * max(eigenvalues[-1], np.finfo(float).tiny)
     B = Q[:, kept] * np.sqrt(eigenvalues[kept])
@@ -108,16 +111,16 @@ def _daqp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
     goal = a / size
     f, w = np.flatnonzero(free), np.flatnonzero(~free)
     y0 = np.linalg.pinv(B[f], rcond=1e-10) @ goal[f] if len(f) else np.zeros(B.shape[1])
-    gap = np.abs(B[f] @ y0 - goal[f]).max(initial=0.0)
-    if gap > 1e-8:
-        raise _no_direction(gap)
+    gap = goal[f] - B[f] @ y0
+    if np.abs(gap).max(initial=0.0) > 1e-8:  # gap is a combination of rows that is always 0: how far it would move
+        raise _no_direction(f"equalities moved apart by {size * (gap @ gap) / np.linalg.norm(scale[f] * gap):.3g}")
     N = scipy.linalg.null_space(B[f], rcond=1e-10) if len(f) else np.eye(B.shape[1])
     lam = np.zeros(len(a))
     if len(w):
         rows, low = np.ascontiguousarray(B[w] @ N), goal[w] - B[w] @ y0
         live = np.abs(rows).max(1, initial=0.0) > 1e-12
         if np.any(low[~live] > 1e-8):
-            raise _no_direction(float(low[~live].max()))
+            raise _no_direction("an inequality that depends on the equalities moved past them")
         if N.shape[1] and live.any():
             r = np.ascontiguousarray(rows[live])
             count = r.shape[1]
@@ -131,7 +134,7 @@ def _daqp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
                 primal_tol=1e-11,
             )
             if flag != 1:
-                raise _no_direction(float(np.max(low[live])))
+                raise _no_direction("inequalities moved apart, none of the ω meets them all")
             multipliers = np.abs(np.asarray(info["lam"]))
             lam[w[live]] = _polish(r, low[live], multipliers)
     y = y0 + N @ (N.T @ (B[w].T @ lam[w]))
@@ -169,11 +172,11 @@ def _solve(L: Array, B: Array) -> Array:
     return scipy.linalg.cho_solve((L, True), B)
 
 
-def _no_direction(gap: float) -> DegenerateError:
+def _no_direction(found: str) -> DegenerateError:
     return DegenerateError(
         "feasibility of the linearised constraints",
-        measured=f"violated by at least {gap:.3g} of the perturbation's size",
-        threshold="1e-08",
+        measured=found,
+        threshold="one ω that meets all rows",
         meaning="The active constraints depend on each other and the perturbation moves them apart, so no change of θ "
         "follows it to first order.",
         cure="Drop the redundant constraints, or perturb dependent bounds consistently.",

@@ -181,7 +181,16 @@ class Rows:
 
 def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
     """φ(θ), its shape and type checked."""
-    out = f.fn(parameters.bind(theta))
+    return checked_value(f, parameters.bind(parameters.tensors(theta)), theta.dtype)
+
+
+def checked_value(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """What the function makes of the params, its shape and type checked."""
+    try:
+        out = f.fn(params)
+    except Exception as error:
+        error.add_note(f"raised by the function {f.name!r}")
+        raise
     if not isinstance(out, Tensor) or out.dim() > 1:
         raise InvalidInputError(
             f"what the function {f.name!r} returned",
@@ -189,6 +198,14 @@ def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor
             threshold="a tensor of shape () or (rows,)",
             meaning="A function of the params gives one number, or one per row.",
             cure="Return a scalar tensor or a vector of them.",
+        )
+    if out.dtype != dtype:
+        raise InvalidInputError(
+            f"what the function {f.name!r} returned",
+            measured=out.dtype,
+            threshold=f"{dtype}, as the parameters",
+            meaning="Other types have no derivative, or lose digits silently.",
+            cure="Compute it in the parameters' type, without casts.",
         )
     return out
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, few
 from dif.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
+from dif.reading import as_index, as_numbers, as_tensor
 from dif.term import SampleSum, Term
 
 
@@ -44,7 +45,7 @@ class Samples:
                 meaning="Samples(loss, data): the loss comes first.",
                 cure="Pass a function that returns one loss per sample.",
             )
-        if batch_size is not None and (not isinstance(batch_size, int) or batch_size < 1):
+        if batch_size is not None and (as_index(batch_size) or 0) < 1:
             raise InvalidInputError(
                 f"batch_size of Samples {name!r}",
                 measured=batch_size,
@@ -54,7 +55,7 @@ class Samples:
             )
         self.loss = loss
         self.name = name
-        self.batch_size = batch_size
+        self.batch_size = None if batch_size is None else as_index(batch_size)
         self._data, self._n = _read(data, name)
 
     def __len__(self) -> int:
@@ -106,9 +107,15 @@ class Samples:
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """One perturbation per group of samples."""
-        lists = [self._indices(group) for group in groups]
+        lists = [self._indices(group) for group in groups] if isinstance(groups, Iterable) else []
         if not lists:
-            self._indices([])
+            raise InvalidInputError(
+                f"groups of samples of {self.name!r}",
+                measured="none" if isinstance(groups, Iterable) else type(groups).__name__,
+                threshold="a list of lists of indices, at least one",
+                meaning="Each group is one perturbation.",
+                cure="Write remove_groups([[1, 2], [5]]), or remove([1, 2]) for a single group.",
+            )
         return self._perturb(Removal(self, Entries.of(lists), renormalise, _terms(terms)))
 
     def reweight(self, dw: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
@@ -193,7 +200,7 @@ class Samples:
     def _mask(self, where: Any) -> Tensor:
         if where is None:
             return torch.ones(self._n, dtype=torch.bool)
-        mask = torch.as_tensor(where).detach().cpu()
+        mask = as_tensor(where, f"where= over {self.name!r}").cpu()
         if mask.dtype != torch.bool or mask.shape != (self._n,) or not bool(mask.any()):
             raise InvalidInputError(
                 f"where= over {self.name!r}",
@@ -205,7 +212,7 @@ class Samples:
         return mask
 
     def _vector(self, values: Any, what: str) -> Tensor:
-        vector = torch.as_tensor(values, dtype=torch.float64).detach().cpu()
+        vector = as_numbers(values, f"{what} over {self.name!r}")
         if vector.shape != (self._n,) or not bool(torch.isfinite(vector).all()) or not bool((vector != 0).any()):
             raise InvalidInputError(
                 f"{what} over {self.name!r}",
@@ -218,12 +225,11 @@ class Samples:
         return vector.clone()
 
     def _indices(self, indices: int | Iterable[int]) -> list[int]:
-        if isinstance(indices, Tensor):
-            indices = indices.tolist()
-        if not isinstance(indices, Iterable):
-            indices = [indices]
-        index = list(indices)
-        unknown = [i for i in index if isinstance(i, bool) or not hasattr(i, "__index__") or not 0 <= i < self._n]
+        if hasattr(indices, "tolist"):  # tensors and arrays, also without dimension
+            indices = indices.tolist()  # type: ignore[union-attr]
+        given = list(indices) if isinstance(indices, Iterable) else [indices]
+        index = [as_index(i) for i in given]
+        unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < self._n]
         if unknown or not index:
             raise InvalidInputError(
                 f"sample indices of {self.name!r}",
@@ -232,9 +238,9 @@ class Samples:
                 meaning="No such sample." if index else "Nothing would change.",
                 cure="Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
             )
-        index = [int(i) for i in index]
-        if len(set(index)) < len(index):
-            twice = sorted(i for i, times in Counter(index).items() if times > 1)
+        known = [i for i in index if i is not None]
+        if len(set(known)) < len(known):
+            twice = sorted(i for i, times in Counter(known).items() if times > 1)
             raise InvalidInputError(
                 f"sample indices of {self.name!r}",
                 measured=f"{few(twice)} given more than once",
@@ -242,14 +248,14 @@ class Samples:
                 meaning="A sample can be removed only once.",
                 cure="Pass sorted(set(indices)).",
             )
-        return index
+        return known
 
     def _like(self, like: int | Iterable[int] | None, count: int) -> Tensor | None:
         if like is None:
             return None
-        index = [like] if isinstance(like, int) else list(like)
-        for i in index:
-            self._indices([i])
+        if hasattr(like, "tolist"):
+            like = like.tolist()  # type: ignore[union-attr]
+        index = [i for one in (like if isinstance(like, Iterable) else [like]) for i in self._indices([one])]  # type: ignore[list-item]
         if len(index) not in (1, count):
             raise InvalidInputError(
                 "like=",
@@ -258,7 +264,7 @@ class Samples:
                 meaning="Each new sample takes the memberships of one old sample.",
                 cure="Name one old sample, or one per new sample.",
             )
-        return torch.tensor([int(i) for i in index]).expand(count)
+        return torch.tensor(index).expand(count)
 
     def _check_structure(self, new: Samples) -> None:
         old_kind, new_kind = _structure(self._take(slice(0, 1))), _structure(new._take(slice(0, 1)))
@@ -273,15 +279,16 @@ class Samples:
 
 
 def _read(data: Any, name: str) -> tuple[Any, int]:
+    what = f"data of Samples {name!r}"
     if isinstance(data, Mapping):
-        data = {k: torch.as_tensor(v) for k, v in data.items()}
+        data = {k: as_tensor(v, what) for k, v in data.items()}
     elif isinstance(data, tuple | list):
-        data = tuple(torch.as_tensor(v) for v in data)
+        data = tuple(as_tensor(v, what) for v in data)
     elif isinstance(data, Tensor) or hasattr(data, "__array__"):
-        data = torch.as_tensor(data)
-    elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+        data = as_tensor(data, what)
+    elif isinstance(data, str | bytes) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         raise InvalidInputError(
-            f"data of Samples {name!r}",
+            what,
             measured=type(data).__name__,
             threshold="a tensor, a tuple or dict of tensors, or a Dataset with a length",
             meaning="Samples must be countable and addressable by index.",

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from dif.active_set import ActiveSet
-from dif.errors import NotASolutionError
-from dif.kkt import KKT, Scales, residuals
+from dif.errors import InvalidInputError, NotASolutionError, few
+from dif.kkt import KKT, Scales, products, residuals, violations
 from dif.parameters import Parameters
 from dif.problem import Problem
 from dif.program import PerConstraint, Program
+from dif.reading import check_number
 
 
 class Solution:
@@ -54,10 +55,11 @@ class Solution:
         self.theta = theta.detach()
         self.p, self.Dp = program.rows.part_gradients(self.theta)  # parts and their gradients
         self.f, self.J = program.rows.C @ self.p, program.rows.C @ self.Dp  # rows and their gradients
+        check_gradients(program, self.J)
         self.c, self.G = self.f[1:] - program.tau, self.J[1:]
         self.lam = recovered_multipliers(self.theta, self.c, self.J, program.equality) if lam is None else lam
         eps = torch.finfo(self.theta.dtype).eps
-        self.tol = tol if tol is not None else (1e-6 if eps < 1e-12 else 1e-3)
+        self.tol = (1e-6 if eps < 1e-12 else 1e-3) if tol is None else checked_tolerance(tol)
 
     @property
     def problem(self) -> Problem:
@@ -67,7 +69,8 @@ class Solution:
     @property
     def params(self) -> dict[str, Tensor]:
         """θ̄ as the params' own structure."""
-        return {name: t.clone() for name, t in self.program.parameters.tensors(self.theta).items()}
+        parameters = self.program.parameters
+        return parameters.bind({name: t.clone() for name, t in parameters.tensors(self.theta).items()})
 
     @property
     def multipliers(self) -> PerConstraint:
@@ -115,9 +118,11 @@ class Solution:
         if not kkt.residual <= self.tol:
             worst = max(("stationarity", "feasibility", "complementarity"), key=lambda part: getattr(kkt, part))
             detail = ""
-            if worst != "stationarity" and len(self.c):
-                violation = torch.where(self.program.equality, self.c.abs(), self.c)
-                row = int(violation.argmax()) if worst == "feasibility" else int(self.active.force.abs().argmax())
+            if worst == "feasibility":
+                row = int(violations(self.scales, self.c, self.program.equality).argmax())
+                detail = f" (worst at {self.program.names[row]})"
+            elif worst == "complementarity":
+                row = int(products(self.scales, self.c, self.lam, self.program.equality).argmax())
                 detail = f" (worst at {self.program.names[row]})"
             raise NotASolutionError(
                 f"KKT residual of the given point: {worst}{detail}",
@@ -131,6 +136,45 @@ class Solution:
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"
         return f"Solution({state}: objective {self.objective:.6g}, {self.kkt})"
+
+
+def expect_solution(thing: object) -> Solution:
+    """What estimators are built from."""
+    if not isinstance(thing, Solution):
+        raise InvalidInputError(
+            "what an estimator is built from",
+            measured=type(thing).__name__,
+            threshold="a Solution",
+            meaning="Influence is taken at a solution of a problem.",
+            cure="Solve it with dif.fit(problem, params), or hand in your own as dif.Solution(problem, params).",
+        )
+    thing.program.parameters.check_mode()
+    return thing
+
+
+def checked_tolerance(tol: float) -> float:
+    """A tolerance that can be reached or missed."""
+    return check_number(
+        tol,
+        "tol",
+        zero=False,
+        meaning="It is the relative KKT residual that counts as solved.",
+        cure="Leave it out for the default.",
+    )
+
+
+def check_gradients(program: Program, J: Tensor) -> None:
+    """Refuse a point where a row has no derivative."""
+    bad = torch.nonzero(~torch.isfinite(J).all(1)).reshape(-1).tolist()
+    if bad:
+        names = ["the objective", *program.names]
+        raise InvalidInputError(
+            "gradients at the given parameters",
+            measured=f"NaN or infinite for {few([names[j] for j in bad])}",
+            threshold="all finite",
+            meaning="The point has no derivative there (sqrt or log at 0, a norm at its kink), so it cannot be judged.",
+            cure="Start elsewhere, or smooth the loss.",
+        )
 
 
 def recovered_multipliers(theta: Tensor, c: Tensor, J: Tensor, equality: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dif.derivatives import sample_gradients, sample_losses
-from dif.errors import InvalidInputError
+from dif.direction import Direction, chunks
+from dif.errors import InvalidInputError, few
 from dif.parameters import Parameters
 from dif.perturbation import Perturbation
 from dif.probe import probe
@@ -25,6 +26,7 @@ class Targets:
 
     def __init__(self, target: Any, solution: Solution) -> None:
         self._parameters: Parameters = solution.program.parameters
+        self._parameters.check_mode()
         theta = solution.theta
         known = {id(table.samples) for table in solution.program.rows.tables}
         if isinstance(target, Samples):
@@ -43,6 +45,15 @@ class Targets:
                 cure="For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
             )
         terms = [t.as_term() for t in listed]
+        constant = [repr(t) for t in terms if not t.sums and not t.functions]
+        if constant:
+            raise InvalidInputError(
+                "target",
+                measured=few(constant),
+                threshold="a Term with samples or functions in it",
+                meaning="A constant does not change with the parameters.",
+                cure="Build the target from Samples.mean() or a Function.",
+            )
         new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
         functions = {id(f): f for t in terms for _, f in t.functions}
         probe(list(new.values()), list(functions.values()), self._parameters, theta)
@@ -64,9 +75,20 @@ class Targets:
     def gradients(self, theta: Tensor) -> Tensor:
         """∇ of each target at θ, as columns, (d, T)."""
         if self._rows is not None:
-            return self._rows.gradients(theta)[1].T
-        assert self._samples is not None
-        return sample_gradients(self._samples, self._parameters, theta).T
+            Q = self._rows.gradients(theta)[1]
+        else:
+            assert self._samples is not None
+            Q = sample_gradients(self._samples, self._parameters, theta).detach()
+        bad = torch.nonzero(~torch.isfinite(Q).all(1)).reshape(-1).tolist()
+        if bad:
+            raise InvalidInputError(
+                "gradients of the targets",
+                measured=f"not finite for {few([self.names[t] for t in bad])}",
+                threshold="all finite",
+                meaning="The target has no derivative at the solution, so no first-order change.",
+                cure="Leave it out, or use Newton or Retraining, which evaluate the target instead.",
+            )
+        return Q.T
 
 
 def actual_scores(
@@ -78,6 +100,8 @@ def actual_scores(
     show_progress: bool,
 ) -> Tensor:
     """The difference of each target between θ̄ and θ̄ + move(perturbation), one perturbation after the other, (P, T)."""
+    for some in chunks(perturbations):  # malformed ones are refused before the work begins
+        Direction(solution.program, some)
     before = targets.values(solution.theta)
     rows = []
     with progress(title, len(perturbations), show_progress) as report:

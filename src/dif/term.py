@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dif.constraint import Constraint
 from dif.errors import InvalidInputError
+from dif.reading import as_numbers, as_tensor, check_number
 
 if TYPE_CHECKING:
     from dif.samples import Samples
@@ -120,6 +121,16 @@ class Function(Expression):
     name: str = "function"
     regulariser: bool = False  # touches every parameter, so it does not show that the model uses one
 
+    def __post_init__(self) -> None:
+        if not callable(self.fn):
+            raise InvalidInputError(
+                f"fn of Function {self.name!r}",
+                measured=type(self.fn).__name__,
+                threshold="a callable fn(params)",
+                meaning="A Function is evaluated at many parameters.",
+                cure="Pass a function of the params; numbers can be added to Terms as they are.",
+            )
+
     def as_term(self) -> Term:
         """As a Term of one summand."""
         return Term(functions=((1.0, self),))
@@ -133,7 +144,7 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
 
     >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
     """
-    matrix = torch.as_tensor(A, dtype=torch.float64).detach()
+    matrix = as_tensor(A, "A of linear(A)", torch.float64).clone()
     if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):
         raise InvalidInputError(
             "A of linear(A)",
@@ -172,14 +183,7 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
 
 def ridge(c: float) -> Function:
     """½ c ‖θ‖²."""
-    if not c >= 0 or c == float("inf"):
-        raise InvalidInputError(
-            "c of ridge(c)",
-            measured=c,
-            threshold="a finite number ≥ 0",
-            meaning="½c‖θ‖² with c < 0 has no minimum.",
-            cure="Choose c ≥ 0.",
-        )
+    c = check_number(c, "c of ridge(c)", zero=True, meaning="½c‖θ‖² with c < 0 has no minimum.", cure="Choose c ≥ 0.")
 
     def value(params: Mapping[str, Tensor]) -> Tensor:
         return 0.5 * c * torch.stack([(t * t).sum() for t in params.values()]).sum()
@@ -191,11 +195,11 @@ def _number(value: object) -> Tensor | None:
     """A finite number or vector as a float64 tensor, None for anything else."""
     if isinstance(value, Expression | str) or not (isinstance(value, Real | Tensor) or hasattr(value, "__len__")):
         return None
-    number = torch.as_tensor(value, dtype=torch.float64).detach().cpu()  # type: ignore[arg-type]
+    number = as_numbers(value, "number in a Term").clone()
     if number.dim() > 1 or not bool(torch.isfinite(number).all()):
         raise InvalidInputError(
             "number in a Term",
-            measured=value if number.numel() < 8 else f"shape {tuple(number.shape)}",
+            measured=number.tolist() if number.numel() < 8 else f"shape {tuple(number.shape)}",
             threshold="one finite number, or a vector of them",
             meaning="Bounds and factors must be finite.",
             cure="Leave a constraint out instead of giving it an infinite bound.",

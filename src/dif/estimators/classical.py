@@ -8,9 +8,9 @@ import torch
 
 from dif.influence import Change, Influence
 from dif.linear_solve import shifted
-from dif.linearisation import Linearisation, trust
+from dif.linearisation import Linearisation, checked_damping, trust
 from dif.perturbation import Perturbation
-from dif.solution import Solution
+from dif.solution import Solution, expect_solution
 
 
 class ClassicalInfluence:
@@ -28,7 +28,8 @@ class ClassicalInfluence:
     name = "classical IF"
 
     def __init__(self, solution: Solution, *, damping: float = 0.0, strict: bool = True) -> None:
-        self.solution = solution
+        self.solution = expect_solution(solution)
+        damping = checked_damping(damping)
         if strict:
             solution.check()
         weights = solution.program.weights(torch.zeros_like(solution.lam))

@@ -10,9 +10,10 @@ from torch import Tensor
 from dif.errors import DegenerateError
 from dif.influence import Change, Influence
 from dif.linear_solve import shifted
-from dif.linearisation import Linearisation, trust
+from dif.linearisation import Linearisation, checked_damping, trust
 from dif.perturbation import Perturbation
-from dif.solution import Solution
+from dif.reading import check_number
+from dif.solution import Solution, expect_solution
 
 
 class DirectionalInfluence:
@@ -39,12 +40,16 @@ class DirectionalInfluence:
         damping: float = 0.0,
         strict: bool = True,
     ) -> None:
-        self.solution = solution
+        self.solution = expect_solution(solution)
         self.switching = switching
+        damping = checked_damping(damping)
+        if rho is not None:
+            rho = check_number(
+                rho, "rho", zero=True, meaning="It weighs GᵀG in H_ρ.", cure="Leave it out: it is chosen."
+            )
         if strict:
             solution.check()
-            if damping == 0:
-                solution.active.check()
+            solution.active.check(damped=damping > 0)
         self._diagnostics = {**trust(solution), "damping": damping, "switching": switching, "strict": strict}
         self.linearisation = self._switching(rho, damping) if switching else self._local(rho, damping)
 

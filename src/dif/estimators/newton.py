@@ -13,7 +13,7 @@ from dif.kkt_step import Step, kkt_step
 from dif.linearisation import trust
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
-from dif.solution import Solution
+from dif.solution import Solution, expect_solution
 from dif.targets import Targets, actual_scores
 
 
@@ -32,7 +32,7 @@ class NewtonInfluence:
     name = "Newton"
 
     def __init__(self, solution: Solution, *, strict: bool = True, show_progress: bool = True) -> None:
-        self.solution = solution
+        self.solution = expect_solution(solution)
         self.show_progress = show_progress
         if strict:
             solution.check()
@@ -65,11 +65,10 @@ class NewtonInfluence:
         at = self.solution
         direction = Direction.single(at.program, perturbation)
         weights = at.program.weights(at.lam)
-        A, touched = direction.scaled_parts(0), direction.touched_samples(0)
-        df, DJ = touched.gradients(at.theta)
-        f, J = at.f + df + A @ at.p, at.J + DJ + A @ at.Dp
-        H = at.hessian + touched.hessian(at.theta, weights) + self._scaled_hessian(weights @ A)
-        c = f[1:] - at.program.tau - direction.dtau[0]
+        df, DJ = direction.first_order(0, at.theta, at.p, at.Dp)
+        touched = direction.touched_samples(0).hessian(at.theta, weights)
+        H = at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))
+        J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         return kkt_step(J[0], H, c, J[1:], at.program.equality, self._binding)
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:

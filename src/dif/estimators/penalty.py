@@ -14,7 +14,7 @@ from dif.linear_solve import DenseCholesky
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.program import Program
-from dif.solution import Solution
+from dif.solution import Solution, expect_solution
 
 
 class PenaltyInfluence:
@@ -51,7 +51,7 @@ class PenaltyInfluence:
                 meaning="A penalty of weight 0 is no penalty.",
                 cure="Use ClassicalInfluence for no penalty at all.",
             )
-        self.solution = solution
+        self.solution = expect_solution(solution)
         self.rho, self.k = float(rho), float(k)
         if strict:
             solution.check()

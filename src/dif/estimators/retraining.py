@@ -10,9 +10,10 @@ from dif.direction import Direction
 from dif.errors import DifError, NotConvergedError
 from dif.fit import default_tolerance, solve
 from dif.influence import Change, Influence
+from dif.linearisation import trust
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
-from dif.solution import Solution
+from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 
 
@@ -38,32 +39,48 @@ class Retraining:
         strict: bool = True,
         show_progress: bool = True,
     ) -> None:
-        self.solution = solution
-        self.tol = default_tolerance(solution.theta) if tol is None else tol
+        self.solution = expect_solution(solution)
+        self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
         self.max_iter = max_iter
         self.strict = strict
         self.show_progress = show_progress
         if strict:
             solution.check()
+        self._diagnostics = {"kkt": trust(solution)["kkt"], "tol": self.tol, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, by solving the changed problem."""
         at = self.solution
         direction = Direction.single(at.program, perturbation)
-        found = solve(direction.carried_out(0), at.theta, at.lam, tol=self.tol, max_iter=self.max_iter)
-        if found.residual > self.tol:
-            raise NotConvergedError(
-                f"KKT residual after retraining ({perturbation.labels[0]})",
-                measured=f"{found.residual:.3g}",
-                threshold=f"{self.tol:.1g}",
-                meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
-                cure="Raise max_iter, add a ridge, or perturb less.",
-            )
+        direction.first_order(0, at.theta, at.p, at.Dp)  # refuses samples without a derivative
+        try:
+            found = solve(direction.carried_out(0), at.theta, at.lam, tol=self.tol, max_iter=self.max_iter)
+            failure = None if found.residual <= self.tol else self._not_solved(perturbation, found.residual)
+        except DifError as error:
+            found, failure = None, error
+        if failure is not None and self.strict:
+            raise failure
+        moved = torch.full_like(at.theta, float("nan")) if failure or found is None else found.theta - at.theta
+        priced = torch.full_like(at.lam, float("nan")) if failure or found is None else found.lam - at.lam
         return Change(
-            theta=at.program.parameters.tensors(found.theta - at.theta),
-            multipliers=PerConstraint.of(at.program, found.lam - at.lam),
-            flat=found.theta - at.theta,
-            diagnostics={"residual": found.residual, "iterations": found.iterations},
+            theta=at.program.parameters.tensors(moved),
+            multipliers=PerConstraint.of(at.program, priced),
+            flat=moved,
+            diagnostics={
+                **self._diagnostics,
+                "residual": float("nan") if found is None else found.residual,
+                "iterations": None if found is None else found.iterations,
+                "failed": None if failure is None else str(failure),
+            },
+        )
+
+    def _not_solved(self, perturbation: Perturbation, residual: float) -> NotConvergedError:
+        return NotConvergedError(
+            f"KKT residual after retraining ({perturbation.labels[0]})",
+            measured=f"{residual:.3g}",
+            threshold=f"{self.tol:.1g}",
+            meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
+            cure="Raise max_iter, add a ridge, or perturb less.",
         )
 
     def scores(self, target: Any, perturbations: Perturbation) -> Influence:
@@ -73,17 +90,12 @@ class Retraining:
         failed: list[str] = []
 
         def move(one: Perturbation) -> torch.Tensor:
-            try:
-                change = self.change(one)
-            except DifError as error:
-                if self.strict:
-                    raise
-                failed.append(f"{one.labels[0]}: {error}")
-                residuals.append(float("nan"))
-                return torch.full_like(self.solution.theta, float("nan"))
+            change = self.change(one)
             residuals.append(change.diagnostics["residual"])
+            if change.diagnostics["failed"]:
+                failed.append(f"{one.labels[0]}: {change.diagnostics['failed']}")
             return change.flat
 
         values = actual_scores(self.solution, targets, perturbations, move, self.name, self.show_progress)
-        diagnostics = {"residuals": residuals, "failed": failed, "tol": self.tol}
+        diagnostics = {**self._diagnostics, "residuals": residuals, "failed": failed}
         return Influence(values, perturbations, targets.names, self.name, diagnostics)

@@ -25,6 +25,49 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
+class Smooth:
+    """A function of the parameters alone, on flat θ; linear ones by their matrix, without autograd."""
+
+    function: Function
+    parameters: Parameters
+    matrix: Tensor | None  # (rows, d)
+
+    @classmethod
+    def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> Smooth:
+        """Compile it on a layout."""
+        if f.matrix is None:
+            return cls(f, parameters, None)
+        matrix = torch.atleast_2d(f.matrix).to(theta)
+        if f.of is not None:
+            wide = theta.new_zeros((len(matrix), parameters.d))
+            where = parameters.names.index(f.of)
+            begin = sum(parameters.sizes[:where])
+            wide[:, begin : begin + parameters.sizes[where]] = matrix
+            matrix = wide
+        return cls(f, parameters, matrix)
+
+    def value(self, theta: Tensor) -> Tensor:
+        """φ(θ), (rows,)."""
+        if self.matrix is not None:
+            return self.matrix @ theta
+        return function_value(self.function, self.parameters, theta).reshape(-1)
+
+    def forward(self, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """φ(θ), and the map w → Jᵀw."""
+        if (matrix := self.matrix) is not None:
+            return matrix @ theta, lambda w: w @ matrix
+        return forward(self.value, theta)
+
+    def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """φ(θ), (rows,), and its Jacobian, (rows, d)."""
+        if self.matrix is not None:
+            return self.matrix @ theta, self.matrix
+        size = self.value(theta).numel()
+        value, gradient = pulled_back(self.value, theta, torch.eye(size).to(theta))
+        return value.detach(), gradient.detach()
+
+
+@dataclass(frozen=True, eq=False)
 class Rows:
     """R rows f = C·p; p stacks the sums of each table, then the outputs of each function.
 
@@ -33,7 +76,7 @@ class Rows:
 
     parameters: Parameters
     tables: tuple[Table, ...]
-    functions: tuple[Function, ...]
+    functions: tuple[Smooth, ...]
     C: Tensor  # (R, K)
 
     @classmethod
@@ -68,7 +111,7 @@ class Rows:
             blocks.append(block)
             shapes.append(shape)
         C = torch.cat(blocks) if blocks else theta.new_zeros((0, start))
-        return cls(parameters, tuple(tables), tuple(functions), C), shapes
+        return cls(parameters, tuple(tables), tuple(Smooth.of(f, parameters, theta) for f in functions), C), shapes
 
     def columns(self, table: int) -> slice:
         """Where the sums of a table stand in p."""
@@ -79,7 +122,7 @@ class Rows:
         """p(θ), (K,)."""
         with torch.no_grad():
             pieces = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
-            pieces += [function_value(f, self.parameters, theta).reshape(-1) for f in self.functions]
+            pieces += [f.value(theta) for f in self.functions]
         return torch.cat(pieces)
 
     def values(self, theta: Tensor) -> Tensor:
@@ -99,7 +142,7 @@ class Rows:
             values.append(value)
             gradients.append(gradient)
         for f in self.functions:
-            value, gradient = self._function_gradient(f, theta)
+            value, gradient = f.gradient(theta)
             values.append(value)
             gradients.append(gradient)
         return torch.cat(values), torch.cat(gradients)
@@ -126,7 +169,7 @@ class Rows:
                 pulls.append([(place, lambda w, f=loss: forward(f, theta)[1](w)) for place, loss in losses])
             values.append(table.U @ value.detach())
         for f in self.functions:
-            value, pull = forward(lambda t, f=f: function_value(f, self.parameters, t).reshape(-1), theta)
+            value, pull = f.forward(theta)
             pulls.append([(slice(0, value.numel()), pull)])
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
@@ -148,13 +191,17 @@ class Rows:
     def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
         """Σₖ weightsₖ ∇²pₖ(θ), (d, d)."""
         H = theta.new_zeros((theta.numel(), theta.numel()))
-        start = sum(len(t.U) for t in self.tables)
+        curved, start = [], sum(len(t.U) for t in self.tables)
+        for f in self.functions:
+            size = f.value(theta).numel() if f.matrix is None else len(f.matrix)
+            if f.matrix is None and bool((weights[start : start + size] != 0).any()):
+                curved.append((weights[start : start + size], f.value))
+            start += size
 
         def of_functions(t: Tensor) -> Tensor:
-            outs = [function_value(f, self.parameters, t).reshape(-1) for f in self.functions]
-            return weights[start:] @ torch.cat(outs)
+            return torch.stack([w @ value(t) for w, value in curved]).sum()
 
-        pending = of_functions if self.functions and bool((weights[start:] != 0).any()) else None
+        pending = of_functions if curved else None
         for number, table in enumerate(self.tables):
             w = weights[self.columns(number)] @ table.U
             if not bool((w != 0).any()):
@@ -170,13 +217,6 @@ class Rows:
         if pending is not None:
             H = H + hessian_of(pending, theta, 1)
         return H.detach()
-
-    def _function_gradient(self, f: Function, theta: Tensor) -> tuple[Tensor, Tensor]:
-        size = function_value(f, self.parameters, theta).numel()
-        value, gradient = pulled_back(
-            lambda t: function_value(f, self.parameters, t).reshape(-1), theta, torch.eye(size).to(theta)
-        )
-        return value.detach(), gradient.detach()
 
 
 def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:

@@ -120,6 +120,8 @@ class Function(Expression):
     fn: Callable[[Any], Tensor]
     name: str = "function"
     regulariser: bool = False  # touches every parameter, so it does not show that the model uses one
+    matrix: Tensor | None = None  # of a linear function: its derivative, known in closed form
+    of: str | None = None  # the tensor that the matrix multiplies; None: flat θ
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
@@ -178,7 +180,7 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
         products = [block @ t.reshape(-1) for block, t in pieces if bool((block != 0).any())]
         return sum(products[1:], products[0]) if products else A_here @ torch.cat([t.reshape(-1) for t in chosen])
 
-    return Function(value, name=name)
+    return Function(value, name=name, matrix=matrix, of=of)
 
 
 def ridge(c: float) -> Function:

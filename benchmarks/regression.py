@@ -2,8 +2,8 @@
 
 Run with `make bench`. "dif, all included" computes gradients, Hessian, active set and solves before it scores; "scores,
 prepared" is the scoring alone, which is what a QP per sample does too, given H, G and b. Ratios are times of the others
-divided by dif's, on the same machine in the same minute, one thread each. The last column is how far each answer is from
-dif's, of its size; 1e-3 or more fails the run (CVXPY's default solver stops at an absolute 1e-5).
+divided by dif's, on the same machine in the same minute, one thread each. The last column is how far each answer is
+from dif's, of its size; 1e-3 or more fails the run (CVXPY's default solver stops at an absolute 1e-5).
 """
 
 from __future__ import annotations

@@ -445,7 +445,7 @@ OPERATORS = {
     "not equal": (lambda: TRAIN.mean() != 1.0, "a Constraint has no truth value"),
     "less": (lambda: TRAIN.mean() < 1, "strict inequalities have no minimiser", "write <= (or >=)"),
     "greater": (lambda: TRAIN.mean() > 1, "strict inequalities have no minimiser"),
-    "less from the left": (lambda: 0 < TRAIN.mean(), "strict inequalities have no"),  # noqa: SIM300
+    "less from the left": (lambda: 0 < TRAIN.mean(), "strict inequalities have no"),
     "product": (lambda: TRAIN.mean() * TRAIN.mean(), "a Term scales by one number, not by Term", "dif.Function"),
     "times a vector": (lambda: TRAIN.mean() * [1.0, 2.0], "a Term scales by one number, not by list"),
     "times text": (lambda: TRAIN.mean() * "a", "a Term scales by one number, not by str"),

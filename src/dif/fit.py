@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedWarning, UnboundedError
-from dif.kkt import KKT, Scales, residuals
+from dif.kkt import KKT, Scales, mean_curvature, residuals
 from dif.kkt_step import kkt_step
 from dif.parameters import Parameters
 from dif.problem import Problem
@@ -144,14 +144,14 @@ def solve(
     return best
 
 
-def _point(program: Program, theta: Tensor, lam: Tensor) -> tuple[KKT, tuple[Tensor, ...]]:
+def _judge(program: Program, theta: Tensor, lam: Tensor, h: float) -> tuple[KKT, Tensor, Tensor]:
+    """The residuals at (θ, λ), f and its gradients; h is the size of the Hessian."""
     f, J = program.rows.gradients(theta)
-    c, G = f[1:] - program.tau, J[1:]
-    H = program.rows.hessian(theta, program.weights(lam))
-    kkt = residuals(Scales.of(theta, G, H), program.weights(lam) @ J, c, lam, program.equality)
+    scales = Scales.of(theta, J[1:], h)
+    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.equality)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may well be finite
         kkt = replace(kkt, stationarity=float("nan"))
-    return kkt, (J[0], H, c, G)
+    return kkt, f, J
 
 
 def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: Reporter) -> None:
@@ -160,27 +160,28 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
     After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
     nearly weak ones.
     """
-    kkt, (g, H, c, G) = _point(program, at.theta, at.lam)
+    H = program.rows.hessian(at.theta, program.weights(at.lam))
+    kkt, f, J = _judge(program, at.theta, at.lam, mean_curvature(H))
     at.residual = kkt.residual
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
         try:
-            step = kkt_step(g, H, c, G, program.equality, at.lam > 0)
+            step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0)
         except DegenerateError:
             return
-        shorter = 1.0
+        length, h = 1.0, mean_curvature(H)
         while True:
-            theta = at.theta + shorter * step.omega
-            lam = at.lam + shorter * (step.lam - at.lam)
-            kkt, trial = _point(program, theta, lam)
-            if _finite(kkt) and kkt.residual < (1 - 0.1 * shorter) * at.residual:
+            theta = at.theta + length * step.omega
+            lam = at.lam + length * (step.lam - at.lam)
+            kkt, f, J = _judge(program, theta, lam, h)
+            if _finite(kkt) and kkt.residual < (1 - 0.1 * length) * at.residual:
                 break
-            shorter *= 0.5
-            if shorter < 1e-3 or at.residual <= goal or limits.spent():
+            length *= 0.5
+            if length < 1e-3 or at.residual <= goal or limits.spent():
                 return
         at.theta, at.lam, at.residual = theta, lam, kkt.residual
-        g, H, c, G = trial
+        H = program.rows.hessian(theta, program.weights(lam))
 
 
 def _finite(kkt: KKT) -> bool:
@@ -197,7 +198,7 @@ class _AugmentedLagrangian:
         norms = torch.linalg.vector_norm(J[1:], dim=1)
         self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
         H0 = program.rows.hessian(theta, program.weights(torch.zeros_like(lam)))
-        self.h = float(H0.diagonal().abs().mean()) or max(float(J[0].norm()), 1.0)
+        self.h = mean_curvature(H0) or max(float(J[0].norm()), 1.0)
         self.penalty = 10.0 * self.h  # ρⱼ = penalty / ‖∇fⱼ‖²
         self.accuracy = 1e-3
         self.violation = float("inf")

@@ -45,10 +45,9 @@ class Scales:
     norms: Tensor  # (m,) ‖∇fⱼ‖
 
     @classmethod
-    def of(cls, theta: Tensor, G: Tensor, H: Tensor) -> Scales:
-        """At θ, with the constraint gradients G (m, d) and the Hessian of the Lagrangian."""
-        diagonal = float(H.diagonal().abs().mean())
-        return cls(diagonal, max(1.0, float(theta.norm())), torch.linalg.vector_norm(G, dim=1))
+    def of(cls, theta: Tensor, G: Tensor, h: float) -> Scales:
+        """At θ, with the constraint gradients G (m, d) and the size of the Hessian of the Lagrangian."""
+        return cls(h, max(1.0, float(theta.norm())), torch.linalg.vector_norm(G, dim=1))
 
     def slack(self, c: Tensor) -> Tensor:
         """−c in units of θ, relative to its size; c = f − τ."""
@@ -61,6 +60,11 @@ class Scales:
     def gradient(self, g: Tensor) -> float:
         """‖g‖ as the step that it would make."""
         return float(g.norm()) / (_safe_number(self.h) * self.size)
+
+
+def mean_curvature(H: Tensor) -> float:
+    """Mean absolute diagonal: the size of a Hessian."""
+    return float(H.diagonal().abs().mean())
 
 
 def violations(scales: Scales, c: Tensor, equality: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dif.active_set import ActiveSet
 from dif.errors import InvalidInputError, NotASolutionError, few
-from dif.kkt import KKT, Scales, products, residuals, violations
+from dif.kkt import KKT, Scales, mean_curvature, products, residuals, violations
 from dif.parameters import Parameters
 from dif.problem import Problem
 from dif.program import PerConstraint, Program
@@ -90,7 +90,7 @@ class Solution:
     @cached_property
     def scales(self) -> Scales:
         """The units of rows and multipliers here."""
-        return Scales.of(self.theta, self.G, self.hessian)
+        return Scales.of(self.theta, self.G, mean_curvature(self.hessian))
 
     @cached_property
     def kkt(self) -> KKT:

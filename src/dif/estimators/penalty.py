@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, NotConvergedError
 from dif.influence import Change, Influence
-from dif.kkt import Scales
+from dif.kkt import Scales, mean_curvature
 from dif.linear_solve import DenseCholesky
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
@@ -90,7 +90,7 @@ class PenaltyInfluence:
             weights, stiffness = self._forces(f[1:] - program.tau)
             gradient = weights @ J
             H = program.rows.hessian(theta, weights) + J[1:].T @ (stiffness[:, None] * J[1:])
-            residual = Scales.of(theta, J[1:], H).gradient(gradient)
+            residual = Scales.of(theta, J[1:], mean_curvature(H)).gradient(gradient)
             if residual <= tolerance:
                 return theta
             step = -DenseCholesky(H).solve(gradient[:, None])[:, 0]

@@ -102,13 +102,13 @@ def pulled_back(fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) 
     return value, vmap(pull, chunk_size=chunk, randomness="same")(weights)
 
 
-def hessian_of(scalar: Callable[[Tensor], Tensor], theta: Tensor, count: int) -> Tensor:
-    """∇² of a scalar function, (d, d), forward over reverse; `count` samples are evaluated inside it."""
-    d = theta.numel()
-    chunk = max(1, min(d, _VMAP_ELEMENTS // max(count, 1)))
-    product = vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], chunk_size=chunk, randomness="same")
-    H = product(torch.eye(d, dtype=theta.dtype, device=theta.device))
-    return 0.5 * (H + H.T)
+def hessian_products(scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, count: int) -> Tensor:
+    """∇²·v for every column v of V (d, c), forward over reverse; `count` samples are evaluated inside the scalar."""
+    chunk = max(1, min(V.shape[1], _VMAP_ELEMENTS // max(count, 1)))
+    product = vmap(
+        lambda v: jvp(grad(scalar), (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk, randomness="same"
+    )
+    return product(V).detach()
 
 
 def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.derivatives import batch_loss, forward, hessian_of, pulled_back, sample_losses
+from dif.derivatives import batch_loss, forward, hessian_products, pulled_back, sample_losses
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
 from dif.samples import Samples
@@ -190,7 +190,12 @@ class Rows:
 
     def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
         """Σₖ weightsₖ ∇²pₖ(θ), (d, d)."""
-        H = theta.new_zeros((theta.numel(), theta.numel()))
+        H = self.hessian_products(theta, weights, torch.eye(theta.numel()).to(theta))
+        return 0.5 * (H + H.T)
+
+    def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor) -> Tensor:
+        """Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), the sum over the data inside: one sweep, (d, c)."""
+        total = torch.zeros_like(V)
         curved, start = [], sum(len(t.U) for t in self.tables)
         for f in self.functions:
             size = f.value(theta).numel() if f.matrix is None else len(f.matrix)
@@ -212,11 +217,9 @@ class Rows:
                 def scalar(t: Tensor, f=loss, here=w[place], more=pending) -> Tensor:
                     return f(t) @ here if more is None else f(t) @ here + more(t)
 
-                H = H + hessian_of(scalar, theta, place.stop - place.start)
+                total = total + hessian_products(scalar, theta, V, place.stop - place.start)
                 pending = None
-        if pending is not None:
-            H = H + hessian_of(pending, theta, 1)
-        return H.detach()
+        return total if pending is None else total + hessian_products(pending, theta, V, 1)
 
 
 def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dif.curvature import Operator, tangent_curvature
 from dif.errors import DegenerateError
 from dif.kkt import Scales
 
@@ -34,7 +35,7 @@ class ActiveSet:
 
     @classmethod
     def read(
-        cls, names: tuple[str, ...], scales: Scales, c: Tensor, lam: Tensor, equality: Tensor, G: Tensor, H: Tensor,
+        cls, names: tuple[str, ...], scales: Scales, c: Tensor, lam: Tensor, equality: Tensor, G: Tensor, H: Operator,
         tolerance: float,
     ) -> ActiveSet:  # fmt: skip
         """Read it off c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
@@ -56,9 +57,9 @@ class ActiveSet:
             tolerance=tolerance,
             margins=margins,
             licq=_independence(G[active], scales.norms[active]),
-            curvature=_tangent_curvature(H, G[binding]),
-            licq_floor=torch.finfo(H.dtype).eps ** 0.5,
-            curvature_floor=torch.finfo(H.dtype).eps ** 0.75 * scales.h,
+            curvature=tangent_curvature(H, G[binding]),
+            licq_floor=torch.finfo(G.dtype).eps ** 0.5,
+            curvature_floor=torch.finfo(G.dtype).eps ** 0.75 * scales.h,
         )
 
     @property
@@ -125,13 +126,3 @@ def _independence(G: Tensor, norms: Tensor) -> float:
     if len(G) > G.shape[1] or not bool((norms > 0).all()):
         return 0.0
     return float(torch.linalg.svdvals((G / norms[:, None]).double())[-1])
-
-
-def _tangent_curvature(H: Tensor, G: Tensor) -> float:
-    H, G = H.double(), G.double()
-    if len(G):
-        lengths = torch.linalg.vector_norm(G, dim=1, keepdim=True)
-        _, sizes, Vt = torch.linalg.svd(G / lengths.clamp(min=torch.finfo(G.dtype).tiny), full_matrices=True)
-        Z = Vt[int((sizes > 1e-10).sum()) :].T
-        H = Z.T @ H @ Z
-    return float(torch.linalg.eigvalsh(H)[0]) if len(H) else float("inf")

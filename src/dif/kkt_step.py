@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dif.curvature import Matrix
 from dif.errors import DegenerateError
-from dif.linear_solve import DenseCholesky, shifted
+from dif.linear_solve import LinearSolver, prepare
 from dif.reduced_qp import solve_reduced_qp
 
 
@@ -51,14 +52,14 @@ def kkt_step(g: Tensor, H: Tensor, c: Tensor, G: Tensor, equality: Tensor, bindi
     )
 
 
-def _try_shift(H: Tensor, G: Tensor) -> tuple[DenseCholesky, Tensor] | None:
+def _try_shift(H: Tensor, G: Tensor) -> tuple[LinearSolver, Tensor] | None:
     try:
-        return shifted(H, G)
+        return prepare(Matrix(H), G)
     except DegenerateError:
         return None
 
 
-def _solve(g: Tensor, c: Tensor, G: Tensor, held: Tensor, solver: DenseCholesky, R: Tensor) -> Step:
+def _solve(g: Tensor, c: Tensor, G: Tensor, held: Tensor, solver: LinearSolver, R: Tensor) -> Step:
     b = g + G[held].T @ (R * c[held])
     found = solver.solve(torch.cat([b[:, None], G.T], 1))
     free_step, V = found[:, 0], found[:, 1:]

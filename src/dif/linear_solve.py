@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from dif.conjugate_gradients import ConjugateGradients
+from dif.curvature import DENSE_LIMIT, Operator
 from dif.errors import DegenerateError, NotConvergedError
 
 
@@ -18,6 +21,9 @@ class LinearSolver(Protocol):
     def solve(self, B: Tensor) -> Tensor:
         """X with H_ρ X = B, for B (d, c)."""
         ...
+
+
+Solver = Callable[[Operator], LinearSolver] | None  # how estimators take one; None: chosen by the size
 
 
 class DenseCholesky:
@@ -68,27 +74,34 @@ class DenseCholesky:
         return X
 
 
-def shifted(H: Tensor, G: Tensor, rho: float | None = None, damping: float = 0.0) -> tuple[DenseCholesky, Tensor]:
-    """H_ρ = H + GᵀRG (+ δI), factorised, for rows G that hold as equalities; and the diagonal of R.
+def prepare(
+    H: Operator,
+    G: Tensor,
+    rho: float | None = None,
+    damping: float = 0.0,
+    solver: Solver = None,
+) -> tuple[LinearSolver, Tensor]:
+    """A solver for H_ρ = H + GᵀRG (+ δI), for rows G that hold as equalities; and the diagonal of R.
 
     With R chosen (rho=None) each row adds curvature of the size of H, and more while H_ρ is not positive definite:
-    on {Gω = −r} that changes nothing, so any R that works gives the same answer.
+    on {Gω = −r} that changes nothing, so any R that works gives the same answer. Without a solver of your own, H is
+    factorised where it can be assembled, and met by conjugate gradients where not.
     """
-    d = len(H)
-    damped = H if damping == 0 else H + damping * torch.eye(d, dtype=H.dtype, device=H.device)
-    if len(G) == 0:
-        return DenseCholesky(damped), H.new_zeros(0)
-    if rho is not None:
-        R = torch.full_like(G[:, 0], rho)
-        return DenseCholesky(damped + G.T @ (R[:, None] * G)), R
-    h = float(H.diagonal().abs().mean()) or 1.0
-    unit = h / (G * G).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
+    chosen = solver or (_factorised if H.d <= DENSE_LIMIT else ConjugateGradients)
+    if rho is not None or len(G) == 0:
+        R = torch.full_like(G[:, 0], rho or 0.0)
+        return chosen(H.with_rows(G, R, damping)), R
+    unit = (H.size() or 1.0) / (G * G).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
     failure = None
     for power in range(7):
         R = unit * 10.0**power
         try:
-            return DenseCholesky(damped + G.T @ (R[:, None] * G)), R
+            return chosen(H.with_rows(G, R, damping)), R
         except DegenerateError as error:
             failure = error
     assert failure is not None
     raise failure
+
+
+def _factorised(H: Operator) -> DenseCholesky:
+    return DenseCholesky(H.dense())

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dif.active_set import ActiveSet
+from dif.curvature import Curvature
 from dif.errors import InvalidInputError, NotASolutionError, few
-from dif.kkt import KKT, Scales, mean_curvature, products, residuals, violations
+from dif.kkt import KKT, Scales, products, residuals, violations
 from dif.parameters import Parameters
 from dif.problem import Problem
 from dif.program import PerConstraint, Program
@@ -83,14 +84,19 @@ class Solution:
         return float(self.f[0]) + float(self.problem.objective.constant)
 
     @cached_property
+    def curvature(self) -> Curvature:
+        """∇²θθ L(θ̄, λ̄) as an operator."""
+        return Curvature(self.program.rows, self.theta, self.program.weights(self.lam))
+
+    @property
     def hessian(self) -> Tensor:
-        """∇²θθ L(θ̄, λ̄), (d, d)."""
-        return self.program.rows.hessian(self.theta, self.program.weights(self.lam))
+        """∇²θθ L(θ̄, λ̄), assembled, (d, d)."""
+        return self.curvature.dense()
 
     @cached_property
     def scales(self) -> Scales:
         """The units of rows and multipliers here."""
-        return Scales.of(self.theta, self.G, mean_curvature(self.hessian))
+        return Scales.of(self.theta, self.G, self.curvature.size())
 
     @cached_property
     def kkt(self) -> KKT:
@@ -109,7 +115,7 @@ class Solution:
         eps = torch.finfo(self.theta.dtype).eps
         tolerance = max(eps**0.447, min(10 * self.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
         return ActiveSet.read(
-            self.program.names, self.scales, self.c, self.lam, self.program.equality, self.G, self.hessian, tolerance
+            self.program.names, self.scales, self.c, self.lam, self.program.equality, self.G, self.curvature, tolerance
         )
 
     def check(self) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
+from dif.curvature import Curvature
 from dif.influence import Change, Influence
-from dif.linear_solve import shifted
+from dif.linear_solve import Solver, prepare
 from dif.linearisation import Linearisation, checked_damping, trust
 from dif.perturbation import Perturbation
 from dif.solution import Solution, expect_solution
@@ -22,21 +23,22 @@ class ClassicalInfluence:
     Args:
         solution: A certified solution.
         damping: δ in H + δI. It changes the answer, and is reported.
+        solver: Prepares a solver for H (None: Cholesky up to a few thousand parameters, conjugate gradients above).
         strict: Raise where the point is not a solution; False records it instead.
     """
 
     name = "classical IF"
 
-    def __init__(self, solution: Solution, *, damping: float = 0.0, strict: bool = True) -> None:
+    def __init__(self, solution: Solution, *, damping: float = 0.0, solver: Solver = None, strict: bool = True) -> None:
         self.solution = expect_solution(solution)
         damping = checked_damping(damping)
         if strict:
             solution.check()
         weights = solution.program.weights(torch.zeros_like(solution.lam))
-        H = solution.program.rows.hessian(solution.theta, weights)
-        solver, none = shifted(H, solution.G[:0], damping=damping)
+        H = Curvature(solution.program.rows, solution.theta, weights)
+        prepared, none = prepare(H, solution.G[:0], damping=damping, solver=solver)
         rows = torch.zeros(0, dtype=torch.long, device=solution.theta.device)
-        self.linearisation = Linearisation(solution, weights, solver, rows, rows.bool(), none)
+        self.linearisation = Linearisation(solution, weights, prepared, rows, rows.bool(), none)
         self._diagnostics = {**trust(solution), "damping": damping, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:

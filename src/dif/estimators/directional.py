@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.influence import Change, Influence
-from dif.linear_solve import shifted
+from dif.linear_solve import Solver, prepare
 from dif.linearisation import Linearisation, checked_damping, trust
 from dif.perturbation import Perturbation
 from dif.reading import check_number
@@ -26,6 +26,7 @@ class DirectionalInfluence:
             better where a constraint is nearly weak.
         rho: Weight of GᵀG in H_ρ (None: chosen). It does not change the answer.
         damping: δ in H + δI. It changes the answer, and is reported.
+        solver: Prepares a solver for H_ρ (None: Cholesky up to a few thousand parameters, conjugate gradients above).
         strict: Raise where the point is not a solution or the derivative does not exist; False records it instead.
     """
 
@@ -38,6 +39,7 @@ class DirectionalInfluence:
         switching: bool = False,
         rho: float | None = None,
         damping: float = 0.0,
+        solver: Solver = None,
         strict: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
@@ -51,26 +53,26 @@ class DirectionalInfluence:
             solution.check()
             solution.active.check(damped=damping > 0)
         self._diagnostics = {**trust(solution), "damping": damping, "switching": switching, "strict": strict}
-        self.linearisation = self._switching(rho, damping) if switching else self._local(rho, damping)
+        self.linearisation = self._switching(rho, damping, solver) if switching else self._local(rho, damping, solver)
 
-    def _local(self, rho: float | None, damping: float) -> Linearisation:
+    def _local(self, rho: float | None, damping: float, solver: Solver) -> Linearisation:
         at, active = self.solution, self.solution.active
         kept = _index(active.active, at.theta)
         free = torch.isin(kept, _index(active.binding, at.theta))
-        solver, R_free = shifted(at.hessian, at.G[kept][free], rho, damping)
-        return Linearisation(at, at.program.weights(at.lam), solver, kept, free, _spread(R_free, free))
+        prepared, R_free = prepare(at.curvature, at.G[kept][free], rho, damping, solver)
+        return Linearisation(at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free))
 
-    def _switching(self, rho: float | None, damping: float) -> Linearisation:
+    def _switching(self, rho: float | None, damping: float, solver: Solver) -> Linearisation:
         at = self.solution
         kept = torch.arange(at.program.m, device=at.theta.device)
         free = at.program.equality
         try:
-            solver, R_free = shifted(at.hessian, at.G[free], rho, damping)
+            prepared, R_free = prepare(at.curvature, at.G[free], rho, damping, solver)
         except DegenerateError:  # not convex on the equalities alone: hold the binding rows, check their signs later
             free = torch.isin(kept, _index(at.active.binding, at.theta))
-            solver, R_free = shifted(at.hessian, at.G[free], rho, damping)
+            prepared, R_free = prepare(at.curvature, at.G[free], rho, damping, solver)
         return Linearisation(
-            at, at.program.weights(at.lam), solver, kept, free, _spread(R_free, free), c0=at.c, lam0=at.lam
+            at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free), c0=at.c, lam0=at.lam
         )
 
     def change(self, perturbation: Perturbation) -> Change:

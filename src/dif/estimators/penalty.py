@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.curvature import Curvature
 from dif.errors import InvalidInputError, NotConvergedError
 from dif.influence import Change, Influence
 from dif.kkt import Scales, mean_curvature
-from dif.linear_solve import DenseCholesky
+from dif.linear_solve import DenseCholesky, prepare
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.program import Program
@@ -58,10 +59,10 @@ class PenaltyInfluence:
         theta = self._minimiser() if at_minimiser else solution.theta
         self.at = Solution.of_program(solution.program, theta, solution.lam)
         weights, stiffness = self._forces(self.at.c)
-        H = solution.program.rows.hessian(theta, weights) + self.at.G.T @ (stiffness[:, None] * self.at.G)
+        H = Curvature(solution.program.rows, theta, weights).with_rows(self.at.G, stiffness)
         kept = torch.arange(solution.program.m, device=theta.device)
         self.linearisation = Linearisation(
-            self.at, weights, DenseCholesky(H), kept, torch.zeros_like(kept).bool(), stiffness, priced=False
+            self.at, weights, prepare(H, self.at.G[:0])[0], kept, torch.zeros_like(kept).bool(), stiffness, priced=False
         )
         self._diagnostics = {**trust(solution), "rho": self.rho, "k": self.k, "at_minimiser": at_minimiser}
 

@@ -1,0 +1,192 @@
+"""∇²L as an operator on flat vectors, shifted and damped; dense where the number of parameters allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dif.rows import Rows
+
+DENSE_LIMIT = 2500  # parameters up to which a Hessian is assembled
+_PROBES = 16
+_LANCZOS = 60  # steps
+
+
+class Operator(Protocol):
+    """A symmetric matrix, assembled or not."""
+
+    @property
+    def d(self) -> int:
+        """Its size."""
+        ...
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its type, on its device."""
+        ...
+
+    def dense(self) -> Tensor:
+        """The matrix, (d, d)."""
+        ...
+
+    def size(self) -> float:
+        """Mean absolute diagonal."""
+        ...
+
+    def product(self, V: Tensor) -> Tensor:
+        """H·v for every column v of V (d, c)."""
+        ...
+
+    def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Operator:
+        """With GᵀRG and δI in it."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """An assembled Hessian."""
+
+    H: Tensor  # (d, d)
+
+    @property
+    def d(self) -> int:
+        """Its size."""
+        return len(self.H)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its type, on its device."""
+        return self.H
+
+    def dense(self) -> Tensor:
+        """The matrix."""
+        return self.H
+
+    def size(self) -> float:
+        """Mean absolute diagonal."""
+        return float(self.H.diagonal().abs().mean())
+
+    def product(self, V: Tensor) -> Tensor:
+        """H·v for every column v of V (d, c)."""
+        return self.H @ V
+
+    def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Matrix:
+        """With GᵀRG and δI in it."""
+        H = self.H + G.T @ (R[:, None] * G) if len(G) else self.H
+        return Matrix(H + damping * torch.eye(self.d).to(H) if damping else H)
+
+
+@dataclass(frozen=True, eq=False)
+class Curvature:
+    """H_ρ = Σⱼ μⱼ∇²fⱼ(θ) + GᵀRG + δI. Sums over the data happen inside each product.
+
+    >>> import torch
+    >>> from dif.parameters import Parameters
+    >>> from dif.term import Function
+    >>> layout, theta = Parameters.of({"w": torch.ones(2, dtype=torch.float64)})
+    >>> rows, _ = Rows.compile([Function(lambda p: (p["w"] ** 3).sum()).as_term()], layout, theta)
+    >>> Curvature(rows, theta, torch.ones(1, dtype=torch.float64)).dense().tolist()
+    [[6.0, 0.0], [0.0, 6.0]]
+    """
+
+    rows: Rows
+    theta: Tensor
+    weights: Tensor  # (R,) of the rows, (1, λ) for the Lagrangian
+    G: Tensor | None = None  # (k, d)
+    R: Tensor | None = None  # (k,)
+    damping: float = 0.0
+    plain: Curvature | None = None  # the same without GᵀRG and δI
+
+    @property
+    def d(self) -> int:
+        """Number of parameters."""
+        return self.theta.numel()
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its type, on its device."""
+        return self.theta
+
+    def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:
+        """With GᵀRG and δI in it."""
+        return replace(self, G=G, R=R, damping=damping, plain=self.plain or self)
+
+    def product(self, V: Tensor) -> Tensor:
+        """H_ρ·v for every column v of V (d, c)."""
+        return self._extended(self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V), V)
+
+    def _extended(self, HV: Tensor, V: Tensor) -> Tensor:
+        if self.G is not None and self.R is not None and len(self.G):
+            HV = HV + self.G.T @ (self.R[:, None] * (self.G @ V))
+        return HV + self.damping * V if self.damping else HV
+
+    def dense(self) -> Tensor:
+        """The matrix, (d, d), assembled once."""
+        return self._dense
+
+    @cached_property
+    def _dense(self) -> Tensor:
+        eye = torch.eye(self.d).to(self.theta)
+        H = self.product(eye) if self.plain is None else self._extended(self.plain.dense(), eye)
+        return 0.5 * (H + H.T)
+
+    def size(self) -> float:
+        """Mean absolute diagonal; estimated by a few products with fixed random signs where d is large."""
+        return self._size
+
+    @cached_property
+    def _size(self) -> float:
+        if self.d <= DENSE_LIMIT:
+            return float(self._dense.diagonal().abs().mean())
+        generator = torch.Generator().manual_seed(0)
+        signs = (2 * torch.randint(0, 2, (self.d, _PROBES), generator=generator) - 1).to(self.theta)
+        return abs(float((signs * self.product(signs)).sum())) / signs.numel()
+
+
+def tangent_curvature(H: Operator, G: Tensor) -> float:
+    """The smallest eigenvalue of H on {ω : Gω = 0}, inf if that is {0}.
+
+    Exact where H is assembled; else the smallest Ritz value of a Lanczos run, which cannot be below it.
+    """
+    lengths = torch.linalg.vector_norm(G, dim=1, keepdim=True)
+    unit = (G / lengths.clamp(min=torch.finfo(G.dtype).tiny)).double()
+    if H.d <= DENSE_LIMIT:
+        dense = H.dense().double()
+        if len(G):
+            _, sizes, Vt = torch.linalg.svd(unit, full_matrices=True)
+            Z = Vt[int((sizes > 1e-10).sum()) :].T
+            dense = Z.T @ dense @ Z
+        return float(torch.linalg.eigvalsh(dense)[0]) if len(dense) else float("inf")
+    U, sizes, _ = torch.linalg.svd(unit.T, full_matrices=False) if len(G) else (unit.T, unit.new_zeros(0), None)
+    return _lanczos(H, U[:, sizes > 1e-10].to(G))
+
+
+def _lanczos(H: Operator, normal: Tensor) -> float:
+    """Smallest Ritz value of H on the complement of the orthonormal columns `normal`."""
+
+    def tangent(v: Tensor) -> Tensor:
+        return v - normal @ (normal.T @ v)
+
+    generator = torch.Generator().manual_seed(0)
+    v = tangent(torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal))
+    basis, diagonal, beside = [v / v.norm()], [], []
+    for _ in range(min(_LANCZOS, H.d - normal.shape[1])):
+        w = tangent(H.product(basis[-1][:, None])[:, 0])
+        diagonal.append(float(w @ basis[-1]))
+        for _ in range(2):  # full reorthogonalisation, twice is enough
+            Q = torch.stack(basis, 1)
+            w = tangent(w - Q @ (Q.T @ w))
+        beside.append(float(w.norm()))
+        if beside[-1] <= 1e-7 * max(abs(x) for x in diagonal):
+            break
+        basis.append(w / w.norm())
+    T = (
+        torch.diag(torch.tensor(diagonal))
+        + torch.diag(torch.tensor(beside[:-1]), 1)
+        + torch.diag(torch.tensor(beside[:-1]), -1)
+    )
+    return float(torch.linalg.eigvalsh(T.double())[0])

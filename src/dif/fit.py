@@ -10,9 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedWarning, UnboundedError
-from dif.kkt import KKT, Scales, mean_curvature, residuals
+from dif.conjugate_gradients import ConjugateGradients
+from dif.curvature import DENSE_LIMIT, Curvature
+from dif.errors import (
+    DegenerateError,
+    InfeasibleError,
+    InvalidInputError,
+    NotConvergedError,
+    NotConvergedWarning,
+    UnboundedError,
+)
+from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
+from dif.linear_solve import Solver
 from dif.parameters import Parameters
 from dif.problem import Problem
 from dif.program import Program
@@ -160,17 +170,17 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
     After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
     nearly weak ones.
     """
-    H = program.rows.hessian(at.theta, program.weights(at.lam))
-    kkt, f, J = _judge(program, at.theta, at.lam, mean_curvature(H))
+    H = Curvature(program.rows, at.theta, program.weights(at.lam))
+    kkt, f, J = _judge(program, at.theta, at.lam, H.size())
     at.residual = kkt.residual
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
         try:
-            step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0)
-        except DegenerateError:
+            step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0, _solver(H, at.residual))
+        except (DegenerateError, NotConvergedError):
             return
-        length, h = 1.0, mean_curvature(H)
+        length, h = 1.0, H.size()
         while True:
             theta = at.theta + length * step.omega
             lam = at.lam + length * (step.lam - at.lam)
@@ -181,7 +191,15 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
             if length < 1e-3 or at.residual <= goal or limits.spent():
                 return
         at.theta, at.lam, at.residual = theta, lam, kkt.residual
-        H = program.rows.hessian(theta, program.weights(lam))
+        H = Curvature(program.rows, theta, program.weights(lam))
+
+
+def _solver(H: Curvature, residual: float) -> Solver:
+    """Cholesky where H is assembled; else conjugate gradients, only as exact as the step deserves."""
+    if H.d <= DENSE_LIMIT:
+        return None
+    exact = torch.finfo(H.theta.dtype).eps ** 0.672
+    return lambda shifted: ConjugateGradients(shifted, tolerance=max(exact, min(1e-3, 1e-2 * residual)))
 
 
 def _finite(kkt: KKT) -> bool:
@@ -197,8 +215,8 @@ class _AugmentedLagrangian:
         _, J = program.rows.gradients(theta)
         norms = torch.linalg.vector_norm(J[1:], dim=1)
         self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
-        H0 = program.rows.hessian(theta, program.weights(torch.zeros_like(lam)))
-        self.h = mean_curvature(H0) or max(float(J[0].norm()), 1.0)
+        H0 = Curvature(program.rows, theta, program.weights(torch.zeros_like(lam)))
+        self.h = H0.size() or max(float(J[0].norm()), 1.0)
         self.penalty = 10.0 * self.h  # ρⱼ = penalty / ‖∇fⱼ‖²
         self.accuracy = 1e-3
         self.violation = float("inf")

@@ -62,11 +62,6 @@ class Scales:
         return float(g.norm()) / (_safe_number(self.h) * self.size)
 
 
-def mean_curvature(H: Tensor) -> float:
-    """Mean absolute diagonal: the size of a Hessian."""
-    return float(H.diagonal().abs().mean())
-
-
 def violations(scales: Scales, c: Tensor, equality: Tensor) -> Tensor:
     """How far each row is from being met, scaled, (m,)."""
     slack = scales.slack(c)

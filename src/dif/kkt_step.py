@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.curvature import Matrix
+from dif.curvature import Operator
 from dif.errors import DegenerateError
-from dif.linear_solve import LinearSolver, prepare
+from dif.linear_solve import LinearSolver, Solver, prepare
 from dif.reduced_qp import solve_reduced_qp
 
 
@@ -22,17 +22,19 @@ class Step:
     lam: Tensor  # (m,) λ̄ + Δλ
 
 
-def kkt_step(g: Tensor, H: Tensor, c: Tensor, G: Tensor, equality: Tensor, binding: Tensor) -> Step:
+def kkt_step(
+    g: Tensor, H: Operator, c: Tensor, G: Tensor, equality: Tensor, binding: Tensor, solver: Solver = None
+) -> Step:
     """Min gᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; the multipliers are the new λ.
 
     Where H is not convex on the equalities alone, the rows of `binding` are held as equalities too and their signs
     checked afterwards: rows with a negative multiplier are let go, as long as convexity allows it.
     """
     held = equality.clone()
-    convex = _try_shift(H, G[held])
+    convex = _try(H, G[held], solver)
     if convex is None:
         held = equality | binding
-        convex = _try_shift(H, G[held])
+        convex = _try(H, G[held], solver)
     for _ in range(1 + int((held & ~equality).sum())):
         if convex is None:
             break
@@ -41,7 +43,7 @@ def kkt_step(g: Tensor, H: Tensor, c: Tensor, G: Tensor, equality: Tensor, bindi
         if not bool(wrong.any()):
             return step
         held = held & ~wrong
-        convex = _try_shift(H, G[held])
+        convex = _try(H, G[held], solver)
     raise DegenerateError(
         "curvature of the linearised problem",
         measured="not positive definite on the constraints that hold",
@@ -52,9 +54,9 @@ def kkt_step(g: Tensor, H: Tensor, c: Tensor, G: Tensor, equality: Tensor, bindi
     )
 
 
-def _try_shift(H: Tensor, G: Tensor) -> tuple[LinearSolver, Tensor] | None:
+def _try(H: Operator, G: Tensor, solver: Solver) -> tuple[LinearSolver, Tensor] | None:
     try:
-        return prepare(Matrix(H), G)
+        return prepare(H, G, solver=solver)
     except DegenerateError:
         return None
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.curvature import Matrix
 from dif.direction import Direction
 from dif.influence import Change, Influence
 from dif.kkt_step import Step, kkt_step
@@ -69,7 +70,7 @@ class NewtonInfluence:
         touched = direction.touched_samples(0).hessian(at.theta, weights)
         H = at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
-        return kkt_step(J[0], H, c, J[1:], at.program.equality, self._binding)
+        return kkt_step(J[0], Matrix(H), c, J[1:], at.program.equality, self._binding)
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Σₖ scaleₖ ∇²pₖ, each part's Hessian computed once."""

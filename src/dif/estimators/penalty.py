@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.curvature import Curvature
+from dif.curvature import Curvature, Matrix
 from dif.errors import InvalidInputError, NotConvergedError
 from dif.influence import Change, Influence
-from dif.kkt import Scales, mean_curvature
+from dif.kkt import Scales
 from dif.linear_solve import DenseCholesky, prepare
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
@@ -91,7 +91,7 @@ class PenaltyInfluence:
             weights, stiffness = self._forces(f[1:] - program.tau)
             gradient = weights @ J
             H = program.rows.hessian(theta, weights) + J[1:].T @ (stiffness[:, None] * J[1:])
-            residual = Scales.of(theta, J[1:], mean_curvature(H)).gradient(gradient)
+            residual = Scales.of(theta, J[1:], Matrix(H).size()).gradient(gradient)
             if residual <= tolerance:
                 return theta
             step = -DenseCholesky(H).solve(gradient[:, None])[:, 0]

@@ -21,7 +21,7 @@ LAYERS = [
     ["program"],
     ["direction", "kkt", "curvature", "reduced_qp"],
     ["active_set", "conjugate_gradients"],
-    ["linear_solve"],
+    ["linear_solve", "refinement"],
     ["kkt_step"],
     ["solution"],
     ["fit", "agreement", "targets"],

@@ -9,6 +9,7 @@ import dif
 from dif.conjugate_gradients import ConjugateGradients, Nystrom
 from dif.curvature import Curvature, Matrix, tangent_curvature
 from dif.linear_solve import DenseCholesky
+from dif.refinement import Refinement
 
 
 def positive(d=60, condition=1e4, seed=0):
@@ -134,3 +135,16 @@ def test_tangent_curvature_by_lanczos(monkeypatch):
     monkeypatch.setattr("dif.curvature.DENSE_LIMIT", 10)
     assert tangent_curvature(Matrix(H), G) == pytest.approx(exact, rel=1e-3)
     assert tangent_curvature(Matrix(H), G[:0]) == pytest.approx(float(torch.linalg.eigvalsh(H)[0]), rel=1e-3)
+
+
+def test_refinement_reaches_double_precision_with_single_precision_work():
+    train, problem, _ = fair_logistic(batch_size=25)
+    solution = solved(problem)
+    removals = train.remove_each()
+    dense = dif.DirectionalInfluence(solution).scores(train, removals)
+    refined = dif.DirectionalInfluence(solution, solver=Refinement).scores(train, removals)
+    assert float((dense.values - refined.values).abs().max()) <= 1e-8 * float(dense.values.abs().max())
+    assert refined.diagnostics["solver_residual"] <= 1e-9
+    with pytest.raises(dif.NotConvergedError, match="after 1 rounds") as caught:
+        Refinement(solution.curvature, max_rounds=1).solve(torch.ones(4, 1, dtype=F64))
+    assert caught.value.meaning == "The curvature is too badly conditioned for float32 to help."

@@ -7,6 +7,7 @@ from sklearn.datasets import load_digits
 
 import dif
 from dif.conjugate_gradients import ConjugateGradients
+from dif.refinement import Refinement
 
 N = 1500
 
@@ -59,3 +60,6 @@ def test_matrix_free_is_dense(make, l2, d):
     scale = float(dense.values.abs().max())
     np.testing.assert_allclose(free.values, dense.values, atol=1e-8 * scale)
     assert free.diagnostics["solver_residual"] <= 1e-10
+    refined = dif.DirectionalInfluence(solution, solver=Refinement).scores(test, removals)
+    np.testing.assert_allclose(refined.values, dense.values, atol=1e-5 * scale)
+    assert refined.diagnostics["solver_residual"] <= 1e-9

@@ -115,6 +115,12 @@ class Curvature:
         """With GᵀRG and δI in it."""
         return replace(self, G=G, R=R, damping=damping, plain=self.plain or self)
 
+    def to(self, dtype: torch.dtype) -> Curvature:
+        """The same operator in another precision."""
+        G, R = (None if t is None else t.to(dtype) for t in (self.G, self.R))
+        moved = (self.theta.to(dtype), self.weights.to(dtype))
+        return Curvature(self.rows.to(dtype), *moved, G=G, R=R, damping=self.damping)
+
     def product(self, V: Tensor) -> Tensor:
         """H_ρ·v for every column v of V (d, c)."""
         return self._extended(self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V), V)

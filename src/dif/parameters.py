@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,13 +18,13 @@ class BoundModule(dict[str, Tensor]):
     Call it like the module (`model(x)`), or read tensors by name (`model["0.weight"]`).
     """
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Tensor], buffers: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, tensors: dict[str, Tensor], fixed: dict[str, Tensor]) -> None:
         super().__init__(tensors)
-        self.module, self.buffers = module, buffers
+        self.module, self.fixed = module, fixed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with these tensors, and copies of its buffers, in place of its own."""
-        copies = {name: t.clone() for name, t in self.buffers.items()}
+        """Run the module with these tensors, and copies of what else it holds, in place of its own."""
+        copies = {name: t.clone() for name, t in self.fixed.items()}
         return torch.func.functional_call(self.module, {**self, **copies}, args, kwargs)
 
 
@@ -42,7 +42,7 @@ class Parameters:
     dtype: torch.dtype
     device: torch.device
     module: nn.Module | None = None
-    buffers: dict[str, Tensor] = field(default_factory=dict)  # the module's, copied
+    fixed: dict[str, Tensor] = field(default_factory=dict)  # the module's buffers and frozen parameters, copied
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
@@ -73,7 +73,7 @@ class Parameters:
             dtype=first.dtype,
             device=first.device,
             module=module,
-            buffers={} if module is None else {k: t.detach().clone() for k, t in module.named_buffers()},
+            fixed={} if module is None else _fixed(module, tensors),
         )
         return layout, torch.cat([t.detach().reshape(-1) for t in tensors.values()]).clone()
 
@@ -94,7 +94,12 @@ class Parameters:
 
     def bind(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The named tensors → what a loss gets as its first argument."""
-        return tensors if self.module is None else BoundModule(self.module, tensors, self.buffers)
+        return tensors if self.module is None else BoundModule(self.module, tensors, self.fixed)
+
+    def to(self, dtype: torch.dtype) -> Parameters:
+        """The same layout in another precision."""
+        fixed = {k: t.to(dtype) if t.is_floating_point() else t for k, t in self.fixed.items()}
+        return replace(self, dtype=dtype, fixed=fixed)
 
     def check_mode(self) -> None:
         """Refuse a module that was put into training mode since."""
@@ -147,6 +152,11 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
                 meaning="A point that is not finite cannot be a solution or a start.",
                 cure="Train again from a finite start, with a smaller step if training diverged.",
             )
+
+
+def _fixed(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+    others = [*module.named_buffers(), *((k, t) for k, t in module.named_parameters() if k not in variable)]
+    return {name: t.detach().clone() for name, t in others}
 
 
 def _refuse_training_mode(module: nn.Module) -> None:

@@ -113,6 +113,15 @@ class Rows:
         C = torch.cat(blocks) if blocks else theta.new_zeros((0, start))
         return cls(parameters, tuple(tables), tuple(Smooth.of(f, parameters, theta) for f in functions), C), shapes
 
+    def to(self, dtype: torch.dtype) -> Rows:
+        """The same rows in another precision."""
+        parameters = self.parameters.to(dtype)
+        tables = tuple(Table(t.samples.to(dtype), t.sums, t.U.to(dtype)) for t in self.tables)
+        functions = tuple(
+            Smooth(f.function, parameters, None if f.matrix is None else f.matrix.to(dtype)) for f in self.functions
+        )
+        return Rows(parameters, tables, functions, self.C.to(dtype))
+
     def columns(self, table: int) -> slice:
         """Where the sums of a table stand in p."""
         begin = sum(len(t.U) for t in self.tables[:table])
@@ -204,7 +213,8 @@ class Rows:
             start += size
 
         def of_functions(t: Tensor) -> Tensor:
-            return torch.stack([w @ value(t) for w, value in curved]).sum()
+            # in float32, numbers without dimension turn to float64 under nested transforms
+            return torch.stack([(w * value(t)).sum().to(w.dtype) for w, value in curved]).sum()
 
         pending = of_functions if curved else None
         for number, table in enumerate(self.tables):

@@ -175,6 +175,23 @@ class Samples:
             return self
         return Samples(self.loss, self._take(indices), name=self.name, batch_size=self.batch_size)
 
+    def to(self, dtype: torch.dtype) -> Samples:
+        """The same samples with their real numbers in another precision."""
+
+        def cast(t: Tensor) -> Tensor:
+            return t.to(dtype) if t.is_floating_point() else t
+
+        data = self._data
+        if isinstance(data, Tensor):
+            data = cast(data)
+        elif isinstance(data, tuple):
+            data = tuple(map(cast, data))
+        elif isinstance(data, dict):
+            data = {k: cast(t) for k, t in data.items()}
+        else:
+            data = _Cast(data, cast)
+        return Samples(self.loss, data, name=self.name, batch_size=self.batch_size)
+
     def tensors(self) -> list[Tensor]:
         """The tensors of the data (of one sample, for a Dataset)."""
         data = self._data if isinstance(self._data, Tensor | tuple | dict) else self._take(slice(0, 1))
@@ -276,6 +293,29 @@ class Samples:
                 meaning="New samples go through the same loss as the old ones.",
                 cure="Give them the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
             )
+
+
+class _Cast(torch.utils.data.Dataset[Any]):
+    """A Dataset whose tensors are cast on the way out."""
+
+    def __init__(self, data: Any, cast: Callable[[Tensor], Tensor]) -> None:
+        self.data, self.cast = data, cast
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> Any:
+        item = torch.utils.data.default_collate([self.data[i]])
+        return _mapped(item, lambda t: self.cast(t)[0])
+
+
+def _mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
+    if isinstance(item, Tensor):
+        return fn(item)
+    if isinstance(item, Mapping):
+        return {k: _mapped(v, fn) for k, v in item.items()}
+    parts = [_mapped(v, fn) for v in item]
+    return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
 
 
 def _read(data: Any, name: str) -> tuple[Any, int]:

@@ -4,7 +4,6 @@ import cvxpy as cp
 import numpy as np
 import pytest
 
-from dif.errors import DegenerateError
 from dif.reduced_qp import _daqp, solve_reduced_qp
 
 
@@ -26,7 +25,8 @@ def test_solves_its_conditions(m, share_free):
         G = rng.standard_normal((m, m + 3)) * 10.0 ** rng.uniform(-3, 3, (m, 1))  # rows of very different scales
         S, free = G @ G.T, rng.uniform(size=m) < share_free
         a = rng.standard_normal((300, m)) * np.sqrt(np.diag(S))
-        nu = solve_reduced_qp(S, a, free)
+        nu, failed = solve_reduced_qp(S, a, free)
+        assert not failed
         scaled = S / np.sqrt(np.outer(np.diag(S), np.diag(S)))
         assert conditions(scaled, a / np.sqrt(np.diag(S)), free, nu * np.sqrt(np.diag(S))) <= 1e-9
 
@@ -37,7 +37,7 @@ def test_pivoting_and_daqp_agree():
         G = rng.standard_normal((m, m + 2))
         S, free = G @ G.T, np.arange(m) < 2
         a = rng.standard_normal((20, m))
-        batched = solve_reduced_qp(S, a, free)
+        batched, _ = solve_reduced_qp(S, a, free)
         single = np.stack([_daqp(S, row, free, np.ones(m)) for row in a])
         np.testing.assert_allclose(batched, single, rtol=1e-7, atol=1e-8)
 
@@ -58,7 +58,7 @@ def test_dependent_rows_against_cvxpy(free_rows):
     for _ in range(10):
         g = 3 * rng.standard_normal(d)
         c = np.concatenate([np.zeros(2), -np.ones(2 * d), [-1.0], [0.0]])
-        nu = solve_reduced_qp(S, (c - G @ np.linalg.solve(H, g))[None], free)[0]
+        nu = solve_reduced_qp(S, (c - G @ np.linalg.solve(H, g))[None], free)[0][0]
         omega = -np.linalg.solve(H, g + G.T @ nu)
         x = cp.Variable(d)
         rows = [G[free] @ x + c[free] == 0] if free.any() else []
@@ -68,11 +68,14 @@ def test_dependent_rows_against_cvxpy(free_rows):
         assert nu[~free].min() >= 0
 
 
-def test_inconsistent_rows_are_refused():
-    S = np.ones((2, 2))
-    with pytest.raises(DegenerateError, match="depend on each other"):
-        solve_reduced_qp(S, np.array([[1.0, -1.0]]), np.array([True, True]))
+def test_inconsistent_rows_are_named_and_the_others_answered():
+    S, both = np.ones((2, 2)), np.array([True, True])
+    nu, failed = solve_reduced_qp(S, np.array([[1.0, -1.0], [2.0, 2.0]]), both)
+    assert set(failed) == {0}
+    assert "moved apart" in failed[0]
+    assert np.isnan(nu[0]).all()
+    np.testing.assert_allclose(S @ nu[1], [2.0, 2.0])
 
 
 def test_empty():
-    assert solve_reduced_qp(np.zeros((0, 0)), np.zeros((5, 0)), np.zeros(0, dtype=bool)).shape == (5, 0)
+    assert solve_reduced_qp(np.zeros((0, 0)), np.zeros((5, 0)), np.zeros(0, dtype=bool))[0].shape == (5, 0)

@@ -30,6 +30,7 @@ class ActiveSet:
     margins: Tensor  # (m,) distance of the deciding number from the tolerance: how far from being classed otherwise
     licq: float  # smallest singular value of the active gradients, rows scaled to length 1; 1 with none active
     curvature: float  # smallest eigenvalue of ∇²L on the tangent space of the binding rows; inf if that is {0}
+    relative_curvature: float  # the same with every coordinate scaled to curve alike: of ∇²L / √(D Dᵀ)
     licq_floor: float  # at or below these two the derivative does not exist to working precision
     curvature_floor: float
 
@@ -43,6 +44,7 @@ class ActiveSet:
         active = equality | (slack <= tolerance)
         binding = equality | (active & (force > tolerance))
         weak, inactive = active & ~binding, ~active
+        curvature, relative = tangent_curvature(H, G[binding])
         deciding = torch.where(inactive, slack - tolerance, force - tolerance)
         inside = tolerance - torch.maximum(slack.abs(), force.abs())
         margins = torch.where(weak, inside, deciding)
@@ -56,10 +58,11 @@ class ActiveSet:
             force=force,
             tolerance=tolerance,
             margins=margins,
-            licq=_independence(G[active], scales.norms[active]),
-            curvature=tangent_curvature(H, G[binding]),
+            licq=_independence((G / scales.root)[active], scales.norms[active]),
+            curvature=curvature,
+            relative_curvature=relative,
             licq_floor=torch.finfo(G.dtype).eps ** 0.5,
-            curvature_floor=torch.finfo(G.dtype).eps ** 0.75 * scales.h,
+            curvature_floor=torch.finfo(G.dtype).eps ** 0.75,
         )
 
     @property
@@ -84,7 +87,7 @@ class ActiveSet:
     @property
     def regular(self) -> bool:
         """Whether the directional derivative exists: LICQ and positive tangent curvature (paper, Theorem 5)."""
-        return self.licq > self.licq_floor and self.curvature > self.curvature_floor
+        return self.licq > self.licq_floor and self.relative_curvature > self.curvature_floor
 
     def check(self, *, damped: bool = False) -> None:
         """Raise where the derivative does not exist; damping makes up for curvature, not for independence."""
@@ -97,11 +100,11 @@ class ActiveSet:
                 meaning="One active gradient depends on the others (LICQ fails), so the multipliers are not unique.",
                 cure="Drop a redundant constraint, or state equal ones once; strict=False goes on with one choice.",
             )
-        if not damped and not self.curvature > self.curvature_floor:
+        if not damped and not self.relative_curvature > self.curvature_floor:
             raise DegenerateError(
                 "curvature of the Lagrangian along the binding constraints",
                 measured=f"smallest eigenvalue {self.curvature:.3g}",
-                threshold=f"above {self.curvature_floor:.3g}",
+                threshold=f"above {self.curvature_floor:.1e} of each coordinate's own",
                 meaning="The solution is not a strict minimum there (the second-order condition fails): it is not "
                 "unique, or it is a saddle.",
                 cure="Add a ridge, drop redundant parameters, or fit to a minimum.",

@@ -34,7 +34,10 @@ class Constraint:
         return replace(self, name=name)
 
     def shift(self, dtau: float | Tensor) -> Perturbation:
-        """Move the bound as it was written by dtau (one number, or one per row)."""
+        """Move the right-hand side as it was written by dtau (one number, or one per row).
+
+        For `a <= b` a positive dtau loosens, for `a >= b` it tightens.
+        """
         moved = as_numbers(dtau, "shift of a bound").clone()
         if not bool(torch.isfinite(moved).all()) or moved.dim() > 1:
             raise InvalidInputError(

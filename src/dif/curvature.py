@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from dif.derivatives import sample_slopes
 from dif.rows import Rows
 
 DENSE_LIMIT = 2500  # parameters up to which a Hessian is assembled
@@ -33,8 +34,8 @@ class Operator(Protocol):
         """The matrix, (d, d)."""
         ...
 
-    def size(self) -> float:
-        """Mean absolute diagonal."""
+    def scale(self) -> Tensor:
+        """How much each coordinate curves, (d,), positive."""
         ...
 
     def product(self, V: Tensor) -> Tensor:
@@ -66,9 +67,9 @@ class Matrix:
         """The matrix."""
         return self.H
 
-    def size(self) -> float:
-        """Mean absolute diagonal."""
-        return float(self.H.diagonal().abs().mean())
+    def scale(self) -> Tensor:
+        """How much each coordinate curves: the absolute diagonal."""
+        return _positive(self.H.diagonal())
 
     def product(self, V: Tensor) -> Tensor:
         """H·v for every column v of V (d, c)."""
@@ -140,35 +141,72 @@ class Curvature:
         H = self.product(eye) if self.plain is None else self._extended(self.plain.dense(), eye)
         return 0.5 * (H + H.T)
 
-    def size(self) -> float:
-        """Mean absolute diagonal; estimated by a few products with fixed random signs where d is large."""
-        return self._size
+    def scale(self) -> Tensor:
+        """How much each coordinate curves, (d,): the absolute diagonal, or where d is large an estimate of its mean."""
+        return self._scale
 
     @cached_property
-    def _size(self) -> float:
+    def _scale(self) -> Tensor:
         if self.d <= DENSE_LIMIT:
-            return float(self._dense.diagonal().abs().mean())
-        generator = torch.Generator().manual_seed(0)
-        signs = (2 * torch.randint(0, 2, (self.d, _PROBES), generator=generator) - 1).to(self.theta)
-        return abs(float((signs * self.product(signs)).sum())) / signs.numel()
+            return _positive(self._dense.diagonal())
+        signs = _signs(self.theta, _PROBES)
+        mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
+        return torch.full_like(self.theta, mean or 1.0)
+
+    @cached_property
+    def noise(self) -> float:
+        """How far, in √D·θ, reweighting each sample at random by its own weight would move θ: √Σᵢ μᵢ²‖∇ℓᵢ/√D‖²."""
+        directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
+        weights, total = self.weights @ self.rows.C, 0.0
+        for number, table in enumerate(self.rows.tables):
+            mu = weights[self.rows.columns(number)] @ table.U
+            _, slopes = sample_slopes(table.samples, self.rows.parameters, self.theta, directions)
+            total += float(((mu[:, None] * slopes) ** 2).sum()) / directions.shape[1]
+        return total**0.5
 
 
-def tangent_curvature(H: Operator, G: Tensor) -> float:
-    """The smallest eigenvalue of H on {ω : Gω = 0}, inf if that is {0}.
+def _signs(like: Tensor, columns: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return (2 * torch.randint(0, 2, (len(like), columns), generator=generator) - 1).to(like)
 
-    Exact where H is assembled; else the smallest Ritz value of a Lanczos run, which cannot be below it.
+
+def _positive(diagonal: Tensor) -> Tensor:
+    """|diagonal|, where a coordinate that does not curve at all counts as the average one."""
+    size = diagonal.abs()
+    largest = float(size.max()) if len(size) else 0.0
+    if not 0 < largest < float("inf"):
+        return torch.ones_like(size)
+    flat = size <= 1e-24 * largest
+    return torch.where(flat, size[~flat].mean(), size)
+
+
+def tangent_curvature(H: Operator, G: Tensor) -> tuple[float, float]:
+    """The smallest eigenvalue of H on {ω : Gω = 0}, as it is and with every coordinate scaled to curve alike.
+
+    inf if the tangent space is {0}. Exact where H is assembled; else the smallest Ritz value of a Lanczos run, which
+    cannot be below it.
     """
-    lengths = torch.linalg.vector_norm(G, dim=1, keepdim=True)
-    unit = (G / lengths.clamp(min=torch.finfo(G.dtype).tiny)).double()
     if H.d <= DENSE_LIMIT:
+        root = H.scale().double().sqrt()
         dense = H.dense().double()
-        if len(G):
-            _, sizes, Vt = torch.linalg.svd(unit, full_matrices=True)
-            Z = Vt[int((sizes > 1e-10).sum()) :].T
-            dense = Z.T @ dense @ Z
-        return float(torch.linalg.eigvalsh(dense)[0]) if len(dense) else float("inf")
-    U, sizes, _ = torch.linalg.svd(unit.T, full_matrices=False) if len(G) else (unit.T, unit.new_zeros(0), None)
-    return _lanczos(H, U[:, sizes > 1e-10].to(G))
+        scaled = dense / root / root[:, None]
+        return _smallest(dense, G.double()), _smallest(scaled, G.double() / root)
+    U, sizes, _ = torch.linalg.svd(_unit(G.double()).T, full_matrices=False)
+    found = _lanczos(H, U[:, sizes > 1e-10].to(G))
+    return found, found / float(H.scale().mean())
+
+
+def _unit(G: Tensor) -> Tensor:
+    lengths = torch.linalg.vector_norm(G, dim=1, keepdim=True)
+    return G / lengths.clamp(min=torch.finfo(G.dtype).tiny)
+
+
+def _smallest(H: Tensor, G: Tensor) -> float:
+    if len(G):
+        _, sizes, Vt = torch.linalg.svd(_unit(G), full_matrices=True)
+        Z = Vt[int((sizes > 1e-10).sum()) :].T
+        H = Z.T @ H @ Z
+    return float(torch.linalg.eigvalsh(H)[0]) if len(H) else float("inf")
 
 
 def _lanczos(H: Operator, normal: Tensor) -> float:

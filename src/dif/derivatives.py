@@ -11,7 +11,7 @@ from torch.func import grad, jvp, vjp, vmap
 
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
-from dif.samples import Samples
+from dif.samples import Samples, leaves, mapped
 
 _VMAP_ELEMENTS = 2**22  # numbers in flight per vectorised map: bounds memory, changes no result
 _GRADIENT_ELEMENTS = 2**24  # entries of the per-sample gradients held at once
@@ -71,19 +71,13 @@ def sample_slopes(
     for place, batch in samples.batches(indices, at_most=fits if by_gradients else None):
         count = place.stop - place.start
         loss = batch_loss(samples, parameters, batch, count)
-        if by_gradients or columns == 0:
-            losses.append(loss(theta).detach())
-            slopes.append(
-                _batch_gradients(samples, parameters, theta, batch) @ V if columns else V.new_zeros((count, 0))
-            )
+        losses.append(loss(theta).detach())
+        if columns == 0:
+            slopes.append(V.new_zeros((count, 0)))
+        elif by_gradients:
+            slopes.append(_batch_gradients(samples, parameters, theta, batch) @ V)
         else:
-            value, first = jvp(loss, (theta,), (V[:, 0],))[:2]
-            chunk = max(1, _VMAP_ELEMENTS // count)
-            push = vmap(
-                lambda v, f=loss: jvp(f, (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk, randomness="same"
-            )
-            losses.append(value)
-            slopes.append(torch.cat([first[:, None], push(V[:, 1:])], 1) if columns > 1 else first[:, None])
+            slopes.append(_pushed_forward(loss, theta, V, count))
     return torch.cat(losses), torch.cat(slopes)
 
 
@@ -102,26 +96,49 @@ def pulled_back(fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) 
     return value, vmap(pull, chunk_size=chunk, randomness="same")(weights)
 
 
+def _pushed_forward(fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, count: int) -> Tensor:
+    """J·v for every column v of V, forward mode; from the gradients where a kernel has no forward mode."""
+    options: dict[str, Any] = {"in_dims": 1, "out_dims": 1, "randomness": "same"}
+    options["chunk_size"] = max(1, min(V.shape[1], _VMAP_ELEMENTS // count))
+    try:
+        return vmap(lambda v: jvp(fn, (theta,), (v,))[1], **options)(V)
+    except (RuntimeError, NotImplementedError) as error:
+        if not _unsupported(error):
+            raise
+        return pulled_back(fn, theta, torch.eye(count).to(theta))[1] @ V
+
+
 def hessian_products(scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, count: int) -> Tensor:
-    """∇²·v for every column v of V (d, c), forward over reverse; `count` samples are evaluated inside the scalar."""
-    chunk = max(1, min(V.shape[1], _VMAP_ELEMENTS // max(count, 1)))
-    product = vmap(
-        lambda v: jvp(grad(scalar), (theta,), (v,))[1], in_dims=1, out_dims=1, chunk_size=chunk, randomness="same"
-    )
-    return product(V).detach()
+    """∇²·v for every column v of V (d, c); `count` samples are evaluated inside the scalar.
+
+    Forward over reverse; reverse over reverse where a kernel has no forward mode.
+    """
+    options: dict[str, Any] = {"in_dims": 1, "out_dims": 1, "randomness": "same"}
+    options["chunk_size"] = max(1, min(V.shape[1], _VMAP_ELEMENTS // max(count, 1)))
+    try:
+        return vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], **options)(V).detach()
+    except (RuntimeError, NotImplementedError) as error:
+        if not _unsupported(error):
+            raise
+        return vmap(forward(grad(scalar), theta)[1], **options)(V).detach()
 
 
 def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:
+    """∇ℓ of each sample of a batch, (n, d); where the loss cannot be mapped over samples, from the batch as a whole."""
+
     def one(t: Tensor, z: Any) -> Tensor:
-        return batch_loss(samples, parameters, _batch_of_one(z), 1)(t)[0]
+        return batch_loss(samples, parameters, mapped(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
 
-    return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
+    try:
+        return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        if not _unsupported(error):
+            raise
+        count = len(leaves(batch)[0])
+        return pulled_back(batch_loss(samples, parameters, batch, count), theta, torch.eye(count).to(theta))[1]
 
 
-def _batch_of_one(z: Any) -> Any:
-    if isinstance(z, Tensor):
-        return z.unsqueeze(0)
-    if isinstance(z, dict):
-        return {key: _batch_of_one(value) for key, value in z.items()}
-    parts = [_batch_of_one(value) for value in z]
-    return type(z)(*parts) if hasattr(z, "_fields") else type(z)(parts)
+def _unsupported(error: Exception) -> bool:
+    """Whether torch cannot transform the loss (branches on data, kernels without forward mode), rather than run it."""
+    words = ("vmap", "functorch", "forward AD", "forward-mode", "data-dependent")
+    return isinstance(error, NotImplementedError) or any(word in str(error) for word in words)

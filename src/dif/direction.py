@@ -67,7 +67,7 @@ class Direction:
     def _resolve_shift(self, scale: float, piece: Shift) -> None:
         rows = self.program.where(piece.constraint)
         shape = self.program.shapes[[c is piece.constraint for c in self.program.problem.constraints].index(True)]
-        if piece.dtau.dim() and piece.dtau.shape != shape:
+        if piece.dtau.dim() and piece.dtau.numel() != shape.numel():
             raise InvalidInputError(
                 f"shift of {self.program.names[rows.start]}",
                 measured=f"{piece.dtau.numel()} values",
@@ -75,7 +75,7 @@ class Direction:
                 meaning="A shift moves every row alike, or each by its own amount.",
                 cure="Pass one number, or one per row.",
             )
-        self.dtau[:, rows] += scale * piece.dtau.to(self.dtau).expand(rows.stop - rows.start)
+        self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(rows.stop - rows.start)
 
     def _resolve(self, scale: float, piece: Removal | Addition | Reweighting) -> None:
         rows = self.program.rows
@@ -91,6 +91,14 @@ class Direction:
         table, columns = rows.tables[found[0]], rows.columns(found[0])
         touch = rows.C[:, columns] * self._touched(piece.terms)[:, None]
         live = (touch != 0).any(0)  # (k,) the sums that the touched rows use
+        if not bool(live.any()):
+            raise InvalidInputError(
+                f"perturbation of {piece.samples.name!r}",
+                measured="none of the terms it is restricted to uses these samples",
+                threshold="at least one",
+                meaning="Nothing would change.",
+                cure="Name terms that use them, or leave terms out.",
+            )
         if isinstance(piece, Addition):
             check_tensors(piece.new, self.program.parameters)
         resolve = {Removal: _removed, Addition: _added, Reweighting: _reweighted}[type(piece)]

@@ -121,7 +121,8 @@ def solve(
     report: Reporter = lambda done, text="": None,
 ) -> Found:
     """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
-    if max_iter < 1 or (max_seconds is not None and max_seconds <= 0):
+    numbers = isinstance(max_iter, int) and (max_seconds is None or isinstance(max_seconds, int | float))
+    if not numbers or max_iter < 1 or (max_seconds is not None and not max_seconds > 0):
         raise InvalidInputError(
             "limits of fit",
             measured=f"max_iter={max_iter}, max_seconds={max_seconds}",
@@ -154,10 +155,10 @@ def solve(
     return best
 
 
-def _judge(program: Program, theta: Tensor, lam: Tensor, h: float) -> tuple[KKT, Tensor, Tensor]:
-    """The residuals at (θ, λ), f and its gradients; h is the size of the Hessian."""
+def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
+    """The residuals at (θ, λ), f and its gradients, in the units of a Hessian nearby."""
     f, J = program.rows.gradients(theta)
-    scales = Scales.of(theta, J[1:], h)
+    scales = Scales.of(theta, J[1:], H.scale(), H.noise)
     kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.equality)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may well be finite
         kkt = replace(kkt, stationarity=float("nan"))
@@ -171,7 +172,7 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
     nearly weak ones.
     """
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    kkt, f, J = _judge(program, at.theta, at.lam, H.size())
+    kkt, f, J = _judge(program, at.theta, at.lam, H)
     at.residual = kkt.residual
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
@@ -180,11 +181,11 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
             step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0, _solver(H, at.residual))
         except (DegenerateError, NotConvergedError):
             return
-        length, h = 1.0, H.size()
+        length = 1.0
         while True:
             theta = at.theta + length * step.omega
             lam = at.lam + length * (step.lam - at.lam)
-            kkt, f, J = _judge(program, theta, lam, h)
+            kkt, f, J = _judge(program, theta, lam, H)
             if _finite(kkt) and kkt.residual < (1 - 0.1 * length) * at.residual:
                 break
             length *= 0.5
@@ -212,15 +213,18 @@ class _AugmentedLagrangian:
     def __init__(self, program: Program, theta: Tensor, lam: Tensor, limits: _Limits, report: Reporter) -> None:
         self.program, self.limits, self.report = program, limits, report
         self.theta, self.lam = theta.clone(), lam.clone()
-        _, J = program.rows.gradients(theta)
-        norms = torch.linalg.vector_norm(J[1:], dim=1)
-        self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
+        f, J = program.rows.gradients(theta)
         H0 = Curvature(program.rows, theta, program.weights(torch.zeros_like(lam)))
-        self.h = H0.size() or max(float(J[0].norm()), 1.0)
-        self.penalty = 10.0 * self.h  # ρⱼ = penalty / ‖∇fⱼ‖²
+        self.root = H0.scale().sqrt()  # θ = u / root: the coordinates of u curve alike
+        norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
+        self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
+        self.penalty = 10.0  # ρⱼ = penalty / ‖∇fⱼ‖², in u
         self.accuracy = 1e-3
         self.violation = float("inf")
-        self.start_size = 1.0 + float(theta.norm())
+        self.start_size = max(float((self.root * theta).norm()), H0.noise, float((J[0] / self.root).norm())) or 1.0
+        gaps = self._gaps(f, J)[1]
+        self.nearest = float(gaps.max()) if len(gaps) else 0.0  # least violation seen, as a step in u
+        self.gap, self.stuck = float("inf"), False
         self.raised = 0
         self.ran = ""  # where θ ran to, if it ran away
         self.rounds = 0
@@ -244,7 +248,7 @@ class _AugmentedLagrangian:
             self.raised += 1
             return False
         self.theta = outcome
-        f = self.program.rows.values(self.theta)
+        f, J = self.program.rows.gradients(self.theta)
         c = f[1:] - self.program.tau
         self.lam = self._shifted(f)
         reach = self.row_scale.sqrt()
@@ -254,12 +258,16 @@ class _AugmentedLagrangian:
             self.penalty *= 10.0
             self.raised += 1
         self.violation = min(violation, self.violation)
+        gap, scaled = self._gaps(f, J)
+        self.nearest = min(self.nearest, float(scaled.max()) if len(c) else 0.0)
+        self.stuck = len(c) > 0 and float(gap.max()) > 0.8 * self.gap  # a stiffer penalty no longer brings it nearer
+        self.gap = float(gap.max()) if len(c) else 0.0
         self.accuracy = max(self.accuracy * 0.1, 1e-12)
         return True
 
     def _minimise(self) -> Tensor | None:
-        """L-BFGS on the augmented Lagrangian from θ; None if it runs away."""
-        point = self.theta.clone().requires_grad_(False)
+        """L-BFGS on the augmented Lagrangian from θ, in u; None if it runs away."""
+        point = self.root * self.theta
         optimiser = torch.optim.LBFGS(
             [point], max_iter=50, max_eval=100, history_size=20, tolerance_grad=0.0, tolerance_change=0.0,
             line_search_fn="strong_wolfe",
@@ -268,7 +276,9 @@ class _AugmentedLagrangian:
 
         def closure() -> Tensor:
             self.limits.used += 1
-            f, gradient = self.program.rows.pullback(point, lambda f: self.program.weights(self._shifted(f)))
+            theta = point / self.root
+            f, gradient = self.program.rows.pullback(theta, lambda f: self.program.weights(self._shifted(f)))
+            gradient = gradient / self.root
             value = self._value(f)
             if not (bool(torch.isfinite(value)) and bool(torch.isfinite(gradient).all())) and seen:
                 # outside the domain of the objective: a wall, so that the line search turns back
@@ -286,7 +296,7 @@ class _AugmentedLagrangian:
             optimiser.step(closure)
             closure()
             size = float(point.norm())
-            step = float(seen["gradient"].norm()) / (self.h * max(1.0, size))
+            step = float(seen["gradient"].norm()) / max(self.start_size, size)
             self.report(self.limits.used, f"(augmented Lagrangian {self.rounds}, gradient {step:.1e})")
             if float(seen["value"]) < -1e15 * (1 + abs(float(seen["first"]))):
                 self.ran = f"still falling at a value of {float(seen['value']):.3g}"
@@ -296,7 +306,7 @@ class _AugmentedLagrangian:
                 return None
             if step <= self.accuracy or torch.equal(before, point):
                 break
-        return point.detach()
+        return point.detach() / self.root
 
     def _unbounded(self) -> None:
         raise UnboundedError(
@@ -310,18 +320,23 @@ class _AugmentedLagrangian:
     def judge(self, goal: float) -> None:
         """Say so if what stopped us is an empty feasible set."""
         f, J = self.program.rows.gradients(self.theta)
-        c = f[1:] - self.program.tau
-        gap = torch.where(self.program.equality, c, c.clamp(min=0))
-        if len(c) == 0:
+        gap, scaled = self._gaps(f, J)
+        if len(gap) == 0:
             return
-        reach = torch.linalg.vector_norm(J[1:], dim=1).clamp(min=torch.finfo(c.dtype).tiny)
-        worst = int((gap.abs() / reach).argmax())
-        distance = float(gap.abs()[worst] / reach[worst])
-        if distance > max(1e-6, 1e3 * goal) * max(1.0, float(self.theta.norm())):
+        worst = int(scaled.argmax())
+        allowed = max(1e-5, 1e3 * goal) * max(self.start_size, float((self.root * self.theta).norm()))
+        if self.stuck and float(scaled[worst]) > allowed and self.nearest > allowed:
             raise InfeasibleError(
                 f"violation of {self.program.names[worst]} at the point that violates the constraints least",
-                measured=f"{float(gap.abs()[worst]):.4g}",
+                measured=f"{float(gap[worst]):.4g}",
                 threshold="0",
                 meaning="The constraints contradict each other (or no point near the start meets them).",
                 cure="Loosen that bound, or drop one of the constraints in conflict with it.",
             )
+
+    def _gaps(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
+        """How far each row is from being met, as it is and as a step in u."""
+        c = f[1:] - self.program.tau
+        gap = torch.where(self.program.equality, c.abs(), c.clamp(min=0))
+        reach = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
+        return gap, gap / torch.where(reach > 0, reach, 1.0)

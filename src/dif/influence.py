@@ -77,7 +77,8 @@ class Influence:
                 cure=f"The targets are {', '.join(self.targets[:5])}{', …' if len(self.targets) > 5 else ''}.",
             )
         column = self.values[:, place]
-        order = torch.argsort(column.abs(), descending=True, stable=True)[:number].tolist()
+        size = torch.nan_to_num(column.abs(), nan=-1.0)  # what could not be answered comes last
+        order = torch.argsort(size, descending=True, stable=True)[:number].tolist()
         return [Ranked(i, self.perturbations[i], float(column[i])) for i in order]
 
     def compare(self, other: Influence) -> Agreement:
@@ -114,10 +115,15 @@ class Influence:
             "perturbations": self.perturbations,
             "targets": self.targets,
         }
+        if not path.parent.is_dir():
+            raise FileNotFoundError(f"no folder {os.fspath(path.parent)!r} to save {path.name!r} in: make it first")
         descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         try:
             with os.fdopen(descriptor, "wb") as file:
                 np.savez(file, values=self.values.numpy(), about=np.array(json.dumps(about)))
+            mask = os.umask(0)
+            os.umask(mask)
+            os.chmod(unfinished, 0o666 & ~mask)
             os.replace(unfinished, path)
         except BaseException:
             Path(unfinished).unlink(missing_ok=True)

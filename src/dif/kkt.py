@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class KKT:
-    """Residuals of the optimality conditions, relative, so that rescaling the problem does not change them.
+    """Residuals of the optimality conditions, relative, so that rescaling problem, rows or parameters changes nothing.
 
-    stationarity: ‖∇L‖ / (h·max(1, ‖θ‖)), h the mean absolute diagonal of ∇²L: about the relative error of θ.
-    feasibility: largest violation / (‖∇f‖·max(1, ‖θ‖)): about the relative distance to the feasible set.
-    complementarity: the largest min(slack, λ), scaled alike; negative λ counts in full.
+    stationarity: the step that ∇L would make, relative to the size of θ.
+    feasibility: the step to the farthest constraint that is violated, relative to the size of θ.
+    complementarity: the largest min(slack, λ), both as such steps; negative λ counts in full.
     gradient_norm: ‖∇L‖ as it is.
     """
 
@@ -38,28 +38,39 @@ class KKT:
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """The units in which rows and multipliers are compared with tolerances."""
+    """The units in which rows and multipliers are compared with tolerances.
 
-    h: float  # mean |diag ∇²L|
-    size: float  # max(1, ‖θ‖)
-    norms: Tensor  # (m,) ‖∇fⱼ‖
+    Lengths are taken in u = √D·θ, where D is the absolute diagonal of ∇²L: there every coordinate curves alike,
+    whatever the units of the features. The size of θ is ‖u‖, or what a random reweighting of the samples would move if
+    θ is smaller than that (at θ = 0, say).
+    """
+
+    root: Tensor  # (d,) √D
+    size: float
+    norms: Tensor  # (m,) ‖∇fⱼ‖ in u
 
     @classmethod
-    def of(cls, theta: Tensor, G: Tensor, h: float) -> Scales:
-        """At θ, with the constraint gradients G (m, d) and the size of the Hessian of the Lagrangian."""
-        return cls(h, max(1.0, float(theta.norm())), torch.linalg.vector_norm(G, dim=1))
+    def of(cls, theta: Tensor, G: Tensor, D: Tensor, noise: float) -> Scales:
+        """At θ, with the constraint gradients G (m, d), the curvature D of each coordinate and the samples' noise."""
+        root = D.sqrt()
+        size = max(float((root * theta).norm()), noise)
+        return cls(root, size if 0 < size < float("inf") else 1.0, torch.linalg.vector_norm(G / root, dim=1))
+
+    def at(self, G: Tensor) -> Scales:
+        """The same units with other constraint gradients."""
+        return replace(self, norms=torch.linalg.vector_norm(G / self.root, dim=1))
 
     def slack(self, c: Tensor) -> Tensor:
-        """−c in units of θ, relative to its size; c = f − τ."""
-        return -c / (_safe(self.norms) * self.size)
+        """−c as a step of θ, relative to its size; c = f − τ."""
+        return -c / (torch.where(self.norms > 0, self.norms, 1.0) * self.size)
 
     def multiplier(self, lam: Tensor) -> Tensor:
         """λ as the step that its force would make, relative to the size of θ."""
-        return lam * self.norms / (_safe_number(self.h) * self.size)
+        return lam * self.norms / self.size
 
     def gradient(self, g: Tensor) -> float:
-        """‖g‖ as the step that it would make."""
-        return float(g.norm()) / (_safe_number(self.h) * self.size)
+        """∇L as the step that it would make, relative to the size of θ."""
+        return float((g / self.root).norm()) / self.size
 
 
 def violations(scales: Scales, c: Tensor, equality: Tensor) -> Tensor:
@@ -82,11 +93,3 @@ def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, equality
         complementarity=float(products(scales, c, lam, equality).max()) if len(c) else 0.0,
         gradient_norm=float(gradient.norm()),
     )
-
-
-def _safe(norms: Tensor) -> Tensor:
-    return torch.where(norms > 0, norms, torch.ones_like(norms))
-
-
-def _safe_number(h: float) -> float:
-    return h if h > 0 else 1.0

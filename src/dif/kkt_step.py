@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.curvature import Operator
 from dif.errors import DegenerateError
 from dif.linear_solve import LinearSolver, Solver, prepare
-from dif.reduced_qp import solve_reduced_qp
+from dif.reduced_qp import no_direction, solve_reduced_qp
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +20,7 @@ class Step:
 
     omega: Tensor  # (d,)
     lam: Tensor  # (m,) λ̄ + Δλ
+    unanswered: str = ""  # why there is no step, where NaN stands for it
 
 
 def kkt_step(
@@ -65,10 +66,12 @@ def _solve(g: Tensor, c: Tensor, G: Tensor, held: Tensor, solver: LinearSolver, 
     b = g + G[held].T @ (R * c[held])
     found = solver.solve(torch.cat([b[:, None], G.T], 1))
     free_step, V = found[:, 0], found[:, 1:]
-    nu = solve_reduced_qp(
+    nu, failed = solve_reduced_qp(
         (G @ V).double().cpu().numpy(),
         (c - G @ free_step).double().cpu().numpy()[None],
         held.cpu().numpy().astype(bool),
     )
+    if failed:
+        raise no_direction("this step", failed[0])
     lam = torch.as_tensor(np.ascontiguousarray(nu[0])).to(c)
     return Step(-free_step - V @ lam, lam)

@@ -91,7 +91,7 @@ def prepare(
     if rho is not None or len(G) == 0:
         R = torch.full_like(G[:, 0], rho or 0.0)
         return chosen(H.with_rows(G, R, damping)), R
-    unit = (H.size() or 1.0) / (G * G).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
+    unit = 1.0 / (G * G / H.scale()).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
     failure = None
     for power in range(7):
         R = unit * 10.0**power

@@ -13,7 +13,7 @@ from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.reading import check_number
-from dif.reduced_qp import solve_reduced_qp
+from dif.reduced_qp import no_direction, solve_reduced_qp
 from dif.solution import Solution
 from dif.targets import Targets
 
@@ -34,31 +34,39 @@ class Linearisation:
         c0: (k,) f − τ of the kept rows, or zero.
         lam0: (k,) multipliers already in the linear term, or zero.
         priced: Whether rows have multipliers.
+        strict: Raise where a perturbation has no answer, instead of NaN.
     """
 
     def __init__(
         self, at: Solution, weights: Tensor, solver: LinearSolver, kept: Tensor, free: Tensor, R: Tensor,
-        c0: Tensor | None = None, lam0: Tensor | None = None, priced: bool = True,
+        c0: Tensor | None = None, lam0: Tensor | None = None, priced: bool = True, strict: bool = True,
     ) -> None:  # fmt: skip
         self.at, self.weights, self.solver, self.kept, self.free, self.R = at, weights, solver, kept, free, R
         self.G = at.G[kept]
         self.c0 = torch.zeros_like(R) if c0 is None else c0
         self.lam0 = torch.zeros_like(R) if lam0 is None else lam0
         self.priced = priced
+        self.strict = strict
         self.V = solver.solve(self.G.T)  # (d, k)
         self.S = self.G @ self.V  # (k, k)
 
-    def push(self, bV: Tensor, r: Tensor) -> tuple[Tensor, Tensor]:
-        """The multipliers ν, (P, k), and the whole force on the kept rows, ω = −H_ρ⁻¹(b + Gᵀ·force)."""
+    def push(self, bV: Tensor, r: Tensor, perturbations: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
+        """The multipliers ν, (P, k), and the whole force on the kept rows, ω = −H_ρ⁻¹(b + Gᵀ·force).
+
+        NaN where the linearised constraints contradict each other, with the reasons; with strict that is raised.
+        """
         stiff = self.R * (self.c0 + r)
         a = self.c0 + r - bV - (stiff - self.lam0) @ self.S
         if not self.priced:
-            return self.R * a, stiff
-        nu = solve_reduced_qp(
+            return self.R * a, stiff, {}
+        nu, failed = solve_reduced_qp(
             (0.5 * (self.S + self.S.T)).double().cpu().numpy(), a.double().cpu().numpy(), self.free.cpu().numpy()
         )
+        unanswered = {perturbations[p].labels[0]: reason for p, reason in failed.items()}
+        if unanswered and self.strict:
+            raise no_direction(*next(iter(unanswered.items())))
         multipliers = torch.as_tensor(nu).to(a)
-        return multipliers, multipliers - self.lam0 + stiff
+        return multipliers, multipliers - self.lam0 + stiff, unanswered
 
     def multiplier_change(self, nu: Tensor) -> Tensor:
         """Δλ on all m rows, (P, m), from the multipliers of the kept rows."""
@@ -66,43 +74,46 @@ class Linearisation:
         change[:, self.kept] = nu - self.lam0
         return change
 
-    def respond(self, perturbation: Perturbation) -> tuple[Tensor, Tensor]:
-        """Δθ, (d,), and the multipliers of the kept rows, (k,), of one perturbation."""
+    def respond(self, perturbation: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
+        """Δθ, (d,), and the multipliers of the kept rows, (k,), of one perturbation; what could not be answered."""
         direction = Direction.single(self.at.program, perturbation)
         df, DJ = direction.first_order(0, self.at.theta, self.at.p, self.at.Dp)
         b = self.weights @ DJ
         r = (df[1:] - direction.dtau[0])[self.kept]
-        nu, force = self.push((b @ self.V)[None], r[None])
+        nu, force, unanswered = self.push((b @ self.V)[None], r[None], perturbation)
+        if unanswered:
+            return torch.full_like(b, float("nan")), nu[0], unanswered
         omega = -self.solver.solve((b + force[0] @ self.G)[:, None])[:, 0]
-        return omega, nu[0]
+        return omega, nu[0], {}
 
-    def scores(self, targets: Targets, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
-        """qᵀΔθ for every target and perturbation, (P, T), and the multipliers of the kept rows, (P, k)."""
+    def scores(self, targets: Targets, perturbations: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
+        """qᵀΔθ for every target and perturbation, (P, T), the multipliers, (P, k), and what could not be answered."""
         Q = targets.gradients(self.at.theta)
         k = len(self.kept)
         columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
         through = self.G @ columns[:, k:]  # (k, T)
-        scores, multipliers = [], []
+        scores, multipliers, unanswered = [], [], {}
         for some in chunks(perturbations):
             direction = Direction(self.at.program, some)
             bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
             r = (df[:, 1:] - direction.dtau)[:, self.kept]
-            nu, force = self.push(bV[:, :k], r)
+            nu, force, missing = self.push(bV[:, :k], r, some)
+            unanswered |= missing
             scores.append(-bV[:, k:] - force @ through)
             multipliers.append(nu)
-        return torch.cat(scores), torch.cat(multipliers)
+        return torch.cat(scores), torch.cat(multipliers), unanswered
 
     # Results
 
     def change(self, perturbation: Perturbation, diagnostics: dict[str, Any]) -> Change:
         """The Change of one perturbation."""
-        omega, nu = self.respond(perturbation)
+        omega, nu, unanswered = self.respond(perturbation)
         program = self.at.program
         return Change(
             theta=program.parameters.tensors(omega),
             multipliers=PerConstraint.of(program, self.multiplier_change(nu[None])[0]),
             flat=omega,
-            diagnostics={**diagnostics, "solver_residual": self.solver.residual},
+            diagnostics={**diagnostics, "solver_residual": self.solver.residual, "unanswered": unanswered},
         )
 
     def influence(
@@ -110,8 +121,8 @@ class Linearisation:
     ) -> tuple[Influence, Tensor]:
         """The Influence of many on a target, and the multipliers of the kept rows, (P, k)."""
         targets = Targets(target, self.at)
-        scores, nu = self.scores(targets, perturbations)
-        trusted = {**diagnostics, "solver_residual": self.solver.residual}
+        scores, nu, unanswered = self.scores(targets, perturbations)
+        trusted = {**diagnostics, "solver_residual": self.solver.residual, "unanswered": unanswered}
         return Influence(scores.double().cpu(), perturbations, targets.names, name, trusted), nu
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError, few
+from dif.reading import as_index
 
 if TYPE_CHECKING:
     from dif.constraint import Constraint
@@ -152,6 +153,8 @@ class Perturbation:
 
     pieces: tuple[tuple[float, Piece], ...]
 
+    __array_ufunc__ = None  # numpy numbers on the left hand over to us
+
     def __len__(self) -> int:
         return max(len(piece) for _, piece in self.pieces)
 
@@ -168,9 +171,12 @@ class Perturbation:
                     cure="Name the samples you want in remove_each(indices) instead.",
                 )
         else:
-            if not -P <= key < P:
-                raise IndexError(f"perturbation {key} of {P}")
-            begin, end = key % P, key % P + 1
+            place = as_index(key)
+            if place is None:
+                raise TypeError(f"perturbations are numbered: [i] or [begin:end], not [{key!r}]")
+            if not -P <= place < P:
+                raise IndexError(f"perturbation {place} of {P}")
+            begin, end = place % P, place % P + 1
         pieces = [(c, piece.slice(begin, end) if len(piece) == P else piece) for c, piece in self.pieces]
         return Perturbation(tuple(pieces))
 
@@ -196,10 +202,9 @@ class Perturbation:
     __radd__ = __add__
 
     def __mul__(self, factor: object) -> Perturbation:
-        try:
-            scale = float(factor)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        if isinstance(factor, str) or not hasattr(factor, "__float__"):
             return NotImplemented
+        scale = float(factor)  # type: ignore[arg-type]
         if not abs(scale) < float("inf"):
             raise InvalidInputError(
                 "factor of a perturbation",

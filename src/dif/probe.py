@@ -77,6 +77,14 @@ def check_used(
         if not f.regulariser:
             _mark(used, parameters, theta, lambda params, f=f: checked_value(f, params, theta.dtype))
     unused = [name for name, yes in used.items() if not yes]
+    if unused and torch.is_inference_mode_enabled():
+        raise InvalidInputError(
+            "torch.inference_mode()",
+            measured="on",
+            threshold="off",
+            meaning="Nothing can be differentiated inside it.",
+            cure="Call dif outside of it; torch.no_grad() does no harm.",
+        )
     if unused:
         raise InvalidInputError(
             "parameters that nothing depends on",
@@ -141,20 +149,21 @@ def _check_deterministic(samples: Samples, parameters: Parameters, theta: Tensor
 
 
 def _check_alone(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
-    few = torch.arange(min(2, len(samples)))
-    together = sample_losses(samples, parameters, theta, few)
-    alone = torch.cat([sample_losses(samples, parameters, theta, few[i : i + 1]) for i in range(len(few))])
-    gap = (together - alone).abs() / (1.0 + alone.abs())
-    allowed = torch.finfo(together.dtype).eps ** 0.5
-    if bool((gap > allowed).any()):
-        raise InvalidInputError(
-            f"loss of one sample of {samples.name!r}, alone and beside another",
-            measured=f"values that differ by {float(gap.max()):.3g} of their size",
-            threshold=f"{allowed:.1g}",
-            meaning="The loss of a sample depends on the other samples of its batch (batch statistics, contrastive "
-            "losses, a mean inside), so removing one is not a change of weights.",
-            cure="Use a loss that treats each sample by itself.",
-        )
+    first = torch.arange(min(2, len(samples)))
+    for at in (theta, _nearby(theta)):
+        together = sample_losses(samples, parameters, at, first)
+        alone = torch.cat([sample_losses(samples, parameters, at, one[None]) for one in first])
+        gap = (together - alone).abs() / (1.0 + alone.abs())
+        allowed = torch.finfo(together.dtype).eps ** 0.5
+        if bool((gap > allowed).any()):
+            raise InvalidInputError(
+                f"loss of one sample of {samples.name!r}, alone and beside another",
+                measured=f"values that differ by {float(gap.max()):.3g} of their size",
+                threshold=f"{allowed:.1g}",
+                meaning="The loss of a sample depends on the other samples of its batch (batch statistics, contrastive "
+                "losses, a mean inside), so removing one is not a change of weights.",
+                cure="Use a loss that treats each sample by itself.",
+            )
 
 
 def _check_finite(samples: Samples, parameters: Parameters, theta: Tensor) -> None:

@@ -101,6 +101,8 @@ class Program:
         if isinstance(multipliers, PerConstraint):
             multipliers = multipliers.flat
         if isinstance(multipliers, Mapping):
+            by_name = dict(zip(self.problem.constraints, self.problem.names, strict=True))
+            multipliers = {by_name.get(k, k) if isinstance(k, Constraint) else k: v for k, v in multipliers.items()}
             unknown = [name for name in multipliers if name not in self.problem.names]
             missing = [name for name in self.problem.names if name not in multipliers]
             if unknown or missing:

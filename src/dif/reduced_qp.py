@@ -22,34 +22,46 @@ _SINGULAR = 1e-11  # smallest pivot of the scaled S that counts as independent r
 _ROUNDS = 40
 
 
-def solve_reduced_qp(S: Array, a: Array, free: NDArray[np.bool_]) -> Array:
+def solve_reduced_qp(S: Array, a: Array, free: NDArray[np.bool_]) -> tuple[Array, dict[int, str]]:
     """ν, (P, m), for P right-hand sides a (P, m) and one S (m, m).
+
+    Where no ν exists its row is NaN, and the second part of the answer says why.
 
     Free rows are eliminated once by a Schur complement; the sign-constrained rest goes through block pivoting, batched
     over the perturbations that share an active set; what does not settle, or meets dependent rows, goes to DAQP.
     """
     P, m = a.shape
     if m == 0 or P == 0:
-        return np.zeros((P, m))
+        return np.zeros((P, m)), {}
     scale = 1.0 / np.sqrt(np.maximum(np.diag(S), np.finfo(float).tiny))
     scale[np.diag(S) <= 0] = 0.0  # a row whose gradient vanishes
     S, a = S * scale * scale[:, None], a * scale
     f, w = np.flatnonzero(free), np.flatnonzero(~free)
     factor = _cholesky(S[np.ix_(f, f)])
+    nu, failed = np.zeros((P, m)), {}
     if factor is None:
-        return np.stack([_daqp(S, row, free, scale) for row in a]) * scale
-    nu = np.zeros((P, m))
+        _one_by_one(S, a, free, scale, np.arange(P), nu, failed)
+        return nu * scale, failed
     if len(w) == 0:
         nu[:, f] = _solve(factor, a[:, f].T).T
-        return nu * scale
+        return nu * scale, failed
     S_fw = S[np.ix_(f, w)]
     M = S[np.ix_(w, w)] - S_fw.T @ _solve(factor, S_fw)
     c = a[:, w] - _solve(factor, a[:, f].T).T @ S_fw
     nu[:, w], settled = _block_pivoting(M, c)
     nu[:, f] = _solve(factor, (a[:, f] - nu[:, w] @ S_fw.T).T).T
-    for p in np.flatnonzero(~settled):
-        nu[p] = _daqp(S, a[p], free, scale)
-    return nu * scale
+    _one_by_one(S, a, free, scale, np.flatnonzero(~settled), nu, failed)
+    return nu * scale, failed
+
+
+def _one_by_one(
+    S: Array, a: Array, free: NDArray[np.bool_], scale: Array, rows: Array, nu: Array, failed: dict[int, str]
+) -> None:
+    for p in rows.tolist():
+        try:
+            nu[p] = _daqp(S, a[p], free, scale)
+        except _NoDirection as reason:
+            nu[p], failed[p] = np.nan, str(reason)
 
 
 def _block_pivoting(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
@@ -113,14 +125,14 @@ def _daqp(S: Array, a: Array, free: NDArray[np.bool_], scale: Array) -> Array:
     y0 = np.linalg.pinv(B[f], rcond=1e-10) @ goal[f] if len(f) else np.zeros(B.shape[1])
     gap = goal[f] - B[f] @ y0
     if np.abs(gap).max(initial=0.0) > 1e-8:  # gap is a combination of rows that is always 0: how far it would move
-        raise _no_direction(f"equalities moved apart by {size * (gap @ gap) / np.linalg.norm(scale[f] * gap):.3g}")
+        raise _NoDirection(f"equalities moved apart by {size * (gap @ gap) / np.linalg.norm(scale[f] * gap):.3g}")
     N = scipy.linalg.null_space(B[f], rcond=1e-10) if len(f) else np.eye(B.shape[1])
     lam = np.zeros(len(a))
     if len(w):
         rows, low = np.ascontiguousarray(B[w] @ N), goal[w] - B[w] @ y0
         live = np.abs(rows).max(1, initial=0.0) > 1e-12
         if np.any(low[~live] > 1e-8):
-            raise _no_direction("an inequality that depends on the equalities moved past them")
+            raise _NoDirection("an inequality that depends on the equalities moved past them")
         if N.shape[1] and live.any():
             r = np.ascontiguousarray(rows[live])
             count = r.shape[1]
@@ -134,7 +146,7 @@ def _daqp(S: Array, a: Array, free: NDArray[np.bool_], scale: Array) -> Array:
                 primal_tol=1e-11,
             )
             if flag != 1:
-                raise _no_direction("inequalities moved apart, none of the ω meets them all")
+                raise _NoDirection("inequalities moved apart, none of the ω meets them all")
             multipliers = np.abs(np.asarray(info["lam"]))
             lam[w[live]] = _polish(r, low[live], multipliers)
     y = y0 + N @ (N.T @ (B[w].T @ lam[w]))
@@ -172,12 +184,17 @@ def _solve(L: Array, B: Array) -> Array:
     return scipy.linalg.cho_solve((L, True), B)
 
 
-def _no_direction(found: str) -> DegenerateError:
+class _NoDirection(Exception):
+    """The rows contradict each other."""
+
+
+def no_direction(label: str, found: str) -> DegenerateError:
+    """What is said of a perturbation that no step can follow."""
     return DegenerateError(
-        "feasibility of the linearised constraints",
+        f"feasibility of the linearised constraints under {label!r}",
         measured=found,
         threshold="one ω that meets all rows",
-        meaning="The active constraints depend on each other and the perturbation moves them apart, so no change of θ "
-        "follows it to first order.",
-        cure="Drop the redundant constraints, or perturb dependent bounds consistently.",
+        meaning="The linearised constraints contradict each other: they depend on each other and the perturbation "
+        "moves them apart, or the changed problem is infeasible.",
+        cure="Drop redundant constraints, move dependent bounds consistently, or perturb less; strict=False says NaN.",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class Samples:
     Args:
         loss: Gets the params (a dict of tensors; with an `nn.Module`, something to call like it) and a batch of
             `data`; returns one number per sample.
-        data: A tensor, a tuple or dict of tensors (first dimension: samples), or a torch `Dataset`.
+        data: A tensor, a tuple or dict of tensors (first dimension: samples), or a torch `Dataset`. Held, not copied:
+            leave it as it is while you use these samples.
         name: Shown in labels, errors and reports.
         batch_size: Samples per pass; None takes all at once. No result depends on it.
 
@@ -57,6 +59,7 @@ class Samples:
         self.name = name
         self.batch_size = None if batch_size is None else as_index(batch_size)
         self._data, self._n = _read(data, name)
+        self._chosen: Tensor | None = None  # of a view: which samples of the data are in it
 
     def __len__(self) -> int:
         return self._n
@@ -170,10 +173,16 @@ class Samples:
             yield place, self._take(place if indices is None else indices[place])
 
     def take(self, indices: Tensor | None) -> Samples:
-        """The samples listed (None: all of them), as Samples of their own."""
-        if indices is None:
-            return self
-        return Samples(self.loss, self._take(indices), name=self.name, batch_size=self.batch_size)
+        """The samples listed (None: all of them), as Samples of their own; nothing is copied."""
+        return self if indices is None else self._view(indices, self._data)
+
+    def _view(self, chosen: Tensor | None, data: Any) -> Samples:
+        view = copy(self)
+        view._data = data
+        if chosen is not None:
+            view._chosen = chosen if self._chosen is None else self._chosen[chosen]
+            view._n = len(chosen)
+        return view
 
     def to(self, dtype: torch.dtype) -> Samples:
         """The same samples with their real numbers in another precision."""
@@ -181,32 +190,22 @@ class Samples:
         def cast(t: Tensor) -> Tensor:
             return t.to(dtype) if t.is_floating_point() else t
 
-        data = self._data
-        if isinstance(data, Tensor):
-            data = cast(data)
-        elif isinstance(data, tuple):
-            data = tuple(map(cast, data))
-        elif isinstance(data, dict):
-            data = {k: cast(t) for k, t in data.items()}
-        else:
-            data = _Cast(data, cast)
-        return Samples(self.loss, data, name=self.name, batch_size=self.batch_size)
+        return self._view(None, _Cast(self._data, cast) if self._is_dataset() else mapped(self._data, cast))
+
+    def _is_dataset(self) -> bool:
+        return not isinstance(self._data, Tensor | tuple | list | dict)
 
     def tensors(self) -> list[Tensor]:
         """The tensors of the data (of one sample, for a Dataset)."""
-        data = self._data if isinstance(self._data, Tensor | tuple | dict) else self._take(slice(0, 1))
-        return _leaves(data)
+        return leaves(self._take(slice(0, 1)) if self._is_dataset() else self._data)
 
     def _take(self, where: slice | Tensor) -> Any:
-        data = self._data
-        if isinstance(data, Tensor):
-            return data[_on(where, data)]
-        if isinstance(data, tuple):
-            return tuple(t[_on(where, t)] for t in data)
-        if isinstance(data, dict):
-            return {k: t[_on(where, t)] for k, t in data.items()}
-        index = range(self._n)[where] if isinstance(where, slice) else where.tolist()
-        return torch.utils.data.default_collate([data[i] for i in index])
+        if self._chosen is not None:
+            where = self._chosen[where]
+        if not self._is_dataset():
+            return mapped(self._data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
+        index = range(len(self._data))[where] if isinstance(where, slice) else where.tolist()
+        return torch.utils.data.default_collate([self._data[i] for i in index])
 
     def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
         return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
@@ -305,25 +304,32 @@ class _Cast(torch.utils.data.Dataset[Any]):
         return len(self.data)
 
     def __getitem__(self, i: int) -> Any:
-        item = torch.utils.data.default_collate([self.data[i]])
-        return _mapped(item, lambda t: self.cast(t)[0])
+        return mapped(self.data[i], self.cast)
 
 
-def _mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
+def mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """The same structure (tuples, named tuples, lists, dicts, nested) with fn of every tensor in it."""
     if isinstance(item, Tensor):
         return fn(item)
     if isinstance(item, Mapping):
-        return {k: _mapped(v, fn) for k, v in item.items()}
-    parts = [_mapped(v, fn) for v in item]
-    return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+        return {k: mapped(v, fn) for k, v in item.items()}
+    if isinstance(item, tuple | list):
+        parts = [mapped(v, fn) for v in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    return item
+
+
+def leaves(data: Any) -> list[Tensor]:
+    """The tensors of a structure."""
+    found: list[Tensor] = []
+    mapped(data, found.append)
+    return found
 
 
 def _read(data: Any, name: str) -> tuple[Any, int]:
     what = f"data of Samples {name!r}"
-    if isinstance(data, Mapping):
-        data = {k: as_tensor(v, what) for k, v in data.items()}
-    elif isinstance(data, tuple | list):
-        data = tuple(as_tensor(v, what) for v in data)
+    if isinstance(data, Mapping | tuple | list):
+        data = _tensors(tuple(data) if isinstance(data, list) else data, what)
     elif isinstance(data, Tensor) or hasattr(data, "__array__"):
         data = as_tensor(data, what)
     elif isinstance(data, str | bytes) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -336,14 +342,14 @@ def _read(data: Any, name: str) -> tuple[Any, int]:
         )
     else:
         return data, _count([len(data)], name)
-    leaves = _leaves(data)
-    n = _count([len(t) if t.dim() else -1 for t in leaves], name)
-    for t in leaves:
+    tensors = leaves(data)
+    n = _count([len(t) if t.dim() else -1 for t in tensors], name)
+    for t in tensors:
         if t.is_floating_point() and t.device.type != "meta" and not bool(torch.isfinite(t).all()):
             bad = torch.nonzero((~torch.isfinite(t)).reshape(n, -1).any(1)).reshape(-1)
             raise InvalidInputError(
                 f"data of Samples {name!r}",
-                measured=f"NaN or infinite in {len(bad)} samples ({few(bad[:8].tolist())})",
+                measured=f"NaN or infinite in {len(bad)} samples ({few(bad.tolist())})",
                 threshold="0",
                 meaning="A loss of such a sample is not finite, and neither is its influence.",
                 cure="Drop or impute those samples first.",
@@ -363,11 +369,14 @@ def _count(lengths: list[int], name: str) -> int:
     return lengths[0]
 
 
-def _leaves(data: Any) -> list[Tensor]:
-    if isinstance(data, Tensor):
-        return [data]
-    values = data.values() if isinstance(data, Mapping) else data
-    return [leaf for value in values for leaf in _leaves(value)]
+def _tensors(data: Any, what: str) -> Any:
+    """The same structure with tensors for whatever numbers it holds."""
+    if isinstance(data, Mapping):
+        return {k: _tensors(v, what) for k, v in data.items()}
+    if isinstance(data, tuple):
+        parts = [_tensors(v, what) for v in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    return as_tensor(data, what)
 
 
 def _structure(batch: Any) -> str:
@@ -376,10 +385,6 @@ def _structure(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return "{" + ", ".join(f"{k}: {_structure(v)}" for k, v in batch.items()) + "}"
     return "(" + ", ".join(_structure(v) for v in batch) + ")"
-
-
-def _on(where: slice | Tensor, t: Tensor) -> slice | Tensor:
-    return where if isinstance(where, slice) else where.to(t.device)
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dif.active_set import ActiveSet
 from dif.curvature import Curvature
-from dif.errors import InvalidInputError, NotASolutionError, few
+from dif.errors import DegenerateError, InvalidInputError, NotASolutionError, few
 from dif.kkt import KKT, Scales, products, residuals, violations
 from dif.parameters import Parameters
 from dif.problem import Problem
@@ -96,7 +96,7 @@ class Solution:
     @cached_property
     def scales(self) -> Scales:
         """The units of rows and multipliers here."""
-        return Scales.of(self.theta, self.G, self.curvature.size())
+        return Scales.of(self.theta, self.G, self.curvature.scale(), self.curvature.noise)
 
     @cached_property
     def kkt(self) -> KKT:
@@ -137,6 +137,25 @@ class Solution:
                 meaning="The point does not solve the problem, so there is no solution to predict a change of.",
                 cure="Train on, or polish it: dif.fit(problem, solution.params). strict=False goes on regardless, "
                 "and records the residual.",
+            )
+
+        self._check_multipliers()
+
+    def _check_multipliers(self) -> None:
+        """Multipliers without bound (no point strictly inside the constraints) hide every residual."""
+        if not bool((self.lam.abs() > 1e6).any()):
+            return
+        alone = Curvature(self.program.rows, self.theta, self.program.weights(torch.zeros_like(self.lam)))
+        ratio = float(self.curvature.scale().max() / alone.scale().max())
+        if ratio > 1e12:
+            row = int(self.lam.abs().argmax())
+            raise DegenerateError(
+                f"multiplier of {self.program.names[row]}",
+                measured=f"{float(self.lam[row]):.3g}, its curvature {ratio:.1e} times the objective's",
+                threshold="below 1e+12 times",
+                meaning="Multipliers grow without bound where no point lies strictly inside the constraint (no Slater "
+                "point): the solution has no derivative there.",
+                cure="Loosen the bound, or state what it fixes as equalities.",
             )
 
     def __repr__(self) -> str:
@@ -191,21 +210,15 @@ def recovered_multipliers(theta: Tensor, c: Tensor, J: Tensor, equality: Tensor)
     rows = torch.nonzero((equality | (-c <= reach * norms)) & (norms > 0)).reshape(-1)
     if len(rows) == 0:
         return lam
-    A = (J[1:][rows] / norms[rows, None]).double().cpu().numpy().T
-    low = np.where(equality[rows].cpu().numpy(), -np.inf, 0.0)
+    A = (J[1:][rows] / norms[rows, None]).double().cpu().numpy().T  # (d, k)
+    free = equality[rows].cpu().numpy()
     goal = -J[0].double().cpu().numpy()
-    found = scipy.optimize.lsq_linear(A, goal, bounds=(low, np.inf), tol=1e-15, max_iter=1000).x
-    found = _refined(A, goal, found, low)
+    found = np.zeros(len(rows))
+    Q = np.linalg.qr(A[:, free])[0]
+    inside, left = A[:, ~free] - Q @ (Q.T @ A[:, ~free]), goal - Q @ (Q.T @ goal)
+    size = float(np.linalg.norm(left))
+    if size > 1e-14 * float(np.linalg.norm(goal)) and inside.shape[1]:
+        found[~free] = scipy.optimize.nnls(inside, left / size)[0] * size
+    found[free] = np.linalg.lstsq(A[:, free], goal - A[:, ~free] @ found[~free], rcond=None)[0]
     lam[rows] = torch.as_tensor(found).to(lam) / norms[rows]
     return lam
-
-
-def _refined(A: np.ndarray, goal: np.ndarray, found: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """Plain least squares on the rows that carry force, where it keeps their signs."""
-    size = np.abs(found).max(initial=0.0)
-    on = (low == -np.inf) | (found > 1e-9 * size)
-    exact = np.zeros_like(found)
-    if on.any():
-        exact[on] = np.linalg.lstsq(A[:, on], goal, rcond=None)[0]
-    better = np.linalg.norm(A @ exact - goal) <= np.linalg.norm(A @ found - goal) * (1 + 1e-9) + 1e-300
-    return exact if better and bool((exact >= low).all()) else found

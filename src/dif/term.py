@@ -77,6 +77,14 @@ class Expression(ABC):
         number = _number(factor)
         if number is None or number.dim() > 0:
             return NotImplemented
+        if float(number) == 0:
+            raise InvalidInputError(
+                "divisor of a Term",
+                measured=0,
+                threshold="not 0",
+                meaning="A Term divided by 0 is not defined.",
+                cure="Divide by the number of samples or groups.",
+            )
         return self * (1.0 / float(number))
 
     def __le__(self, other: object) -> Constraint:
@@ -217,13 +225,17 @@ def _as_term(value: object) -> Term | None:
 
 
 def _combine(left: Term, sign: float, right: Term) -> Term:
-    """Left + sign · right, equal summands merged."""
-    sums = {id(s): (c, s) for c, s in left.sums}
-    for c, s in right.sums:
-        sums[id(s)] = (sums.get(id(s), (0.0, s))[0] + sign * c, s)
-    functions = {id(f): (c, f) for c, f in left.functions}
-    for c, f in right.functions:
-        functions[id(f)] = (functions.get(id(f), (0.0, f))[0] + sign * c, f)
+    """Left + sign · right, equal summands merged; what cancels to rounding is 0."""
+
+    def merged(mine: Any, others: Any) -> dict[int, Any]:
+        total = {id(part): (c, part) for c, part in mine}
+        for c, part in others:
+            old = total.get(id(part), (0.0, part))[0]
+            new = old + sign * c
+            total[id(part)] = (0.0 if abs(new) < 1e-14 * abs(c) else new, part)
+        return total
+
+    sums, functions = merged(left.sums, right.sums), merged(left.functions, right.functions)
     return Term(tuple(sums.values()), tuple(functions.values()), left.constant + sign * right.constant)
 
 

@@ -53,16 +53,16 @@ class DirectionalInfluence:
             solution.check()
             solution.active.check(damped=damping > 0)
         self._diagnostics = {**trust(solution), "damping": damping, "switching": switching, "strict": strict}
-        self.linearisation = self._switching(rho, damping, solver) if switching else self._local(rho, damping, solver)
+        self.linearisation = (self._switching if switching else self._local)(rho, damping, solver, strict)
 
-    def _local(self, rho: float | None, damping: float, solver: Solver) -> Linearisation:
+    def _local(self, rho: float | None, damping: float, solver: Solver, strict: bool) -> Linearisation:
         at, active = self.solution, self.solution.active
         kept = _index(active.active, at.theta)
         free = torch.isin(kept, _index(active.binding, at.theta))
         prepared, R_free = prepare(at.curvature, at.G[kept][free], rho, damping, solver)
-        return Linearisation(at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free))
+        return Linearisation(at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free), strict=strict)
 
-    def _switching(self, rho: float | None, damping: float, solver: Solver) -> Linearisation:
+    def _switching(self, rho: float | None, damping: float, solver: Solver, strict: bool) -> Linearisation:
         at = self.solution
         kept = torch.arange(at.program.m, device=at.theta.device)
         free = at.program.equality
@@ -72,14 +72,22 @@ class DirectionalInfluence:
             free = torch.isin(kept, _index(at.active.binding, at.theta))
             prepared, R_free = prepare(at.curvature, at.G[free], rho, damping, solver)
         return Linearisation(
-            at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free), c0=at.c, lam0=at.lam
+            at,
+            at.program.weights(at.lam),
+            prepared,
+            kept,
+            free,
+            _spread(R_free, free),
+            c0=at.c,
+            lam0=at.lam,
+            strict=strict,
         )
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, carried out in full."""
         change = self.linearisation.change(perturbation, self._diagnostics)
         if self.switching:
-            self._switched(change.multipliers.flat[None] + self.solution.lam)
+            change.diagnostics["switched"] = bool(self._switched(change.multipliers.flat[None] + self.solution.lam))
         return change
 
     def scores(self, target: Any, perturbations: Perturbation) -> Influence:

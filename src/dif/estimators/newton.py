@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dif.curvature import Matrix
 from dif.direction import Direction
+from dif.errors import DegenerateError
 from dif.influence import Change, Influence
 from dif.kkt_step import Step, kkt_step
 from dif.linearisation import trust
@@ -26,7 +27,8 @@ class NewtonInfluence:
 
     Args:
         solution: A certified solution.
-        strict: Raise where the point is not a solution or irregular; False records it instead.
+        strict: Raise where the point is not a solution or irregular, or a step does not exist; False records the
+            first and answers NaN to the second.
         show_progress: Show a bar on a terminal while scoring.
     """
 
@@ -35,6 +37,7 @@ class NewtonInfluence:
     def __init__(self, solution: Solution, *, strict: bool = True, show_progress: bool = True) -> None:
         self.solution = expect_solution(solution)
         self.show_progress = show_progress
+        self.strict = strict
         if strict:
             solution.check()
             solution.active.check()
@@ -51,16 +54,23 @@ class NewtonInfluence:
             theta=program.parameters.tensors(step.omega),
             multipliers=PerConstraint.of(program, step.lam - self.solution.lam),
             flat=step.omega,
-            diagnostics=dict(self._diagnostics),
+            diagnostics={**self._diagnostics, "unanswered": step.unanswered},
         )
 
     def scores(self, target: Any, perturbations: Perturbation) -> Influence:
         """The difference of each target between θ̄ and the end of the step."""
         targets = Targets(target, self.solution)
-        values = actual_scores(
-            self.solution, targets, perturbations, lambda one: self._step(one).omega, self.name, self.show_progress
-        )
-        return Influence(values, perturbations, targets.names, self.name, dict(self._diagnostics))
+        unanswered: dict[str, str] = {}
+
+        def move(one: Perturbation) -> Tensor:
+            step = self._step(one)
+            if step.unanswered:
+                unanswered[one.labels[0]] = step.unanswered
+            return step.omega
+
+        values = actual_scores(self.solution, targets, perturbations, move, self.name, self.show_progress)
+        diagnostics = {**self._diagnostics, "unanswered": unanswered}
+        return Influence(values, perturbations, targets.names, self.name, diagnostics)
 
     def _step(self, perturbation: Perturbation) -> Step:
         at = self.solution
@@ -70,7 +80,14 @@ class NewtonInfluence:
         touched = direction.touched_samples(0).hessian(at.theta, weights)
         H = at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
-        return kkt_step(J[0], Matrix(H), c, J[1:], at.program.equality, self._binding)
+        try:
+            return kkt_step(J[0], Matrix(H), c, J[1:], at.program.equality, self._binding)
+        except DegenerateError as error:
+            if self.strict:
+                error.add_note(f"under the perturbation {perturbation.labels[0]!r}")
+                raise
+            nothing = float("nan")
+            return Step(torch.full_like(at.theta, nothing), torch.full_like(at.lam, nothing), unanswered=str(error))
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Σₖ scaleₖ ∇²pₖ, each part's Hessian computed once."""

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from dif.curvature import Curvature, Matrix
-from dif.errors import InvalidInputError, NotConvergedError
+from dif.errors import NotConvergedError
 from dif.influence import Change, Influence
 from dif.kkt import Scales
 from dif.linear_solve import DenseCholesky, prepare
 from dif.linearisation import Linearisation, trust
 from dif.perturbation import Perturbation
 from dif.program import Program
+from dif.reading import check_number
 from dif.solution import Solution, expect_solution
 
 
@@ -44,11 +45,11 @@ class PenaltyInfluence:
         at_minimiser: bool = False,
         strict: bool = True,
     ) -> None:
-        if not (0 < rho < float("inf") and 0 < k < float("inf")):
-            raise InvalidInputError(
-                "penalty weights",
-                measured=f"rho = {rho}, k = {k}",
-                threshold="finite and positive",
+        for name, weight in (("rho", rho), ("k", k)):
+            check_number(
+                weight,
+                f"penalty weight {name}",
+                zero=False,
                 meaning="A penalty of weight 0 is no penalty.",
                 cure="Use ClassicalInfluence for no penalty at all.",
             )
@@ -91,7 +92,7 @@ class PenaltyInfluence:
             weights, stiffness = self._forces(f[1:] - program.tau)
             gradient = weights @ J
             H = program.rows.hessian(theta, weights) + J[1:].T @ (stiffness[:, None] * J[1:])
-            residual = Scales.of(theta, J[1:], Matrix(H).size()).gradient(gradient)
+            residual = Scales.of(theta, J[1:], Matrix(H).scale(), self.solution.curvature.noise).gradient(gradient)
             if residual <= tolerance:
                 return theta
             step = -DenseCholesky(H).solve(gradient[:, None])[:, 0]

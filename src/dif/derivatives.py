@@ -120,7 +120,22 @@ def hessian_products(scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tenso
     except (RuntimeError, NotImplementedError) as error:
         if not _unsupported(error):
             raise
+        return _reverse_over_reverse(scalar, theta, V, options)
+
+
+def _reverse_over_reverse(
+    scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, options: dict[str, Any]
+) -> Tensor:
+    try:
         return vmap(forward(grad(scalar), theta)[1], **options)(V).detach()
+    except NotImplementedError as error:
+        raise InvalidInputError(
+            "second derivative of a loss or function",
+            measured=str(error).splitlines()[0],
+            threshold="a kernel that torch can differentiate twice",
+            meaning="Influence rests on the curvature, and torch has none for this kernel.",
+            cure="Write that step with elementary operations (a sum of squares instead of cdist, say).",
+        ) from error
 
 
 def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:

@@ -11,7 +11,7 @@ ROOT = Path(dif.__file__).parent
 LAYERS = [
     ["errors"],
     ["parameters", "progress", "reading"],
-    ["perturbation"],
+    ["perturbation", "structure"],
     ["constraint"],
     ["term"],
     ["samples", "problem"],

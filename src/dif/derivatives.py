@@ -11,7 +11,8 @@ from torch.func import grad, jvp, vjp, vmap
 
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
-from dif.samples import Samples, leaves, mapped
+from dif.samples import Samples
+from dif.structure import leaves, mapped
 
 _VMAP_ELEMENTS = 2**22  # numbers in flight per vectorised map: bounds memory, changes no result
 _GRADIENT_ELEMENTS = 2**24  # entries of the per-sample gradients held at once

@@ -13,6 +13,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError, few
 from dif.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
 from dif.reading import as_index, as_numbers, as_tensor
+from dif.structure import Cast, described, leaves, mapped, tensors_of
 from dif.term import SampleSum, Term
 
 
@@ -190,7 +191,7 @@ class Samples:
         def cast(t: Tensor) -> Tensor:
             return t.to(dtype) if t.is_floating_point() else t
 
-        return self._view(None, _Cast(self._data, cast) if self._is_dataset() else mapped(self._data, cast))
+        return self._view(None, Cast(self._data, cast) if self._is_dataset() else mapped(self._data, cast))
 
     def _is_dataset(self) -> bool:
         return not isinstance(self._data, Tensor | tuple | list | dict)
@@ -283,7 +284,7 @@ class Samples:
         return torch.tensor(index).expand(count)
 
     def _check_structure(self, new: Samples) -> None:
-        old_kind, new_kind = _structure(self._take(slice(0, 1))), _structure(new._take(slice(0, 1)))
+        old_kind, new_kind = described(self._take(slice(0, 1))), described(new._take(slice(0, 1)))
         if old_kind != new_kind:
             raise InvalidInputError(
                 f"new data for {self.name!r}",
@@ -294,42 +295,10 @@ class Samples:
             )
 
 
-class _Cast(torch.utils.data.Dataset[Any]):
-    """A Dataset whose tensors are cast on the way out."""
-
-    def __init__(self, data: Any, cast: Callable[[Tensor], Tensor]) -> None:
-        self.data, self.cast = data, cast
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> Any:
-        return mapped(self.data[i], self.cast)
-
-
-def mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The same structure (tuples, named tuples, lists, dicts, nested) with fn of every tensor in it."""
-    if isinstance(item, Tensor):
-        return fn(item)
-    if isinstance(item, Mapping):
-        return {k: mapped(v, fn) for k, v in item.items()}
-    if isinstance(item, tuple | list):
-        parts = [mapped(v, fn) for v in item]
-        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
-    return item
-
-
-def leaves(data: Any) -> list[Tensor]:
-    """The tensors of a structure."""
-    found: list[Tensor] = []
-    mapped(data, found.append)
-    return found
-
-
 def _read(data: Any, name: str) -> tuple[Any, int]:
     what = f"data of Samples {name!r}"
     if isinstance(data, Mapping | tuple | list):
-        data = _tensors(tuple(data) if isinstance(data, list) else data, what)
+        data = tensors_of(tuple(data) if isinstance(data, list) else data, what)
     elif isinstance(data, Tensor) or hasattr(data, "__array__"):
         data = as_tensor(data, what)
     elif isinstance(data, str | bytes) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
@@ -367,24 +336,6 @@ def _count(lengths: list[int], name: str) -> int:
             cure="Make the first dimensions equal.",
         )
     return lengths[0]
-
-
-def _tensors(data: Any, what: str) -> Any:
-    """The same structure with tensors for whatever numbers it holds."""
-    if isinstance(data, Mapping):
-        return {k: _tensors(v, what) for k, v in data.items()}
-    if isinstance(data, tuple):
-        parts = [_tensors(v, what) for v in data]
-        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
-    return as_tensor(data, what)
-
-
-def _structure(batch: Any) -> str:
-    if isinstance(batch, Tensor):
-        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape[1:])}"
-    if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{k}: {_structure(v)}" for k, v in batch.items()) + "}"
-    return "(" + ", ".join(_structure(v) for v in batch) + ")"
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:

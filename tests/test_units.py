@@ -1,5 +1,6 @@
 """Nothing depends on the units of features, rows or objective."""
 
+import warnings
 from collections import namedtuple
 
 import numpy as np
@@ -20,7 +21,7 @@ def test_units_of_the_features(units):
     problem = dif.Problem(train.mean(), [dif.linear([0.0, units[1]]) <= 0.9])
     solution = dif.fit(problem, zeros(2), show_progress=False)
     assert solution.active.binding == (0,)
-    assert float(solution.active.force[0]) == pytest.approx(0.07414674631371802, rel=1e-6)
+    assert float(solution.active.force[0]) == pytest.approx(3.4564645240489624, rel=1e-6)
     natural = dif.linear(np.diag(units))
     predicted = dif.DirectionalInfluence(solution).scores(natural, train.remove_each())
     actual = dif.Retraining(solution).scores(natural, train.remove_each())
@@ -226,3 +227,147 @@ def test_sums_that_cancel():
     problem = dif.Problem(train.mean() + cancelled, [dif.linear([1.0, 0.0, 0.0, 0.0]) <= -1.0])
     change = dif.DirectionalInfluence(solved(problem)).change(train.remove(7))
     assert bool(torch.isfinite(change.flat).all())
+
+
+# What one odd coordinate must not hide
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, 1e6, 1e7])
+def test_an_uncentred_target(offset):
+    """A huge intercept must not make a binding constraint look weak, nor a wrong θ look right."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(60, 2))
+    data = (torch.as_tensor(np.c_[X, np.ones(60)]), torch.as_tensor(X[:, 0] + offset + 0.1 * rng.normal(size=60)))
+    train = dif.Samples(squared, data, name="train")
+    problem = dif.Problem(train.mean(), [dif.linear([1.0, 0.0, 0.0]) <= 0.9])
+    solution = dif.fit(problem, zeros(3), show_progress=False)
+    assert solution.active.binding == (0,)
+    scores = dif.DirectionalInfluence(solution).scores(dif.linear([1.0, 0.0, 0.0]), train.remove_each())
+    assert float(scores.values.abs().max()) <= 1e-12
+    bad = solution.theta.clone()
+    bad[1] += 0.5
+    assert not dif.Solution(problem, {"theta": bad}).converged
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e-4, 1e-6, 1e3, 1e4, 1e6])
+def test_parameters_that_curve_only_together(unit):
+    """a₀a₁ has no diagonal; its rows must be read whatever the units of the features beside it."""
+    X, y = regression_data(60, 1)
+    train = dif.Samples(lambda p, z: 0.5 * (unit * z[0] @ p["w"] - z[1]) ** 2, (X, y + 1), name="train")
+    product = dif.Function(lambda p: p["a"][0] * p["a"][1] - p["a"].sum(), name="product")
+    constraints = [dif.linear([1.0, -1.0], of="a") == 0.2, dif.linear([1.0, 1.0], of="a") <= 1.9]
+    start = {"w": torch.zeros(1, dtype=F64), "a": torch.zeros(2, dtype=F64)}
+    solution = dif.fit(dif.Problem(train.mean() + product, constraints), start, show_progress=False)
+    np.testing.assert_allclose(solution.lam, [0.1, 0.05], rtol=1e-6)
+    assert solution.active.binding == (0, 1)
+    change = dif.DirectionalInfluence(solution).change(constraints[1].shift(0.05))
+    np.testing.assert_allclose(change.flat, [0.0, 0.025, 0.025], atol=1e-9)
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e3, 2e5])
+def test_a_slack_variable(unit):
+    X, y = regression_data(60, 3, seed=1)
+    train = dif.Samples(lambda p, z: 0.5 * (unit * (z[0] @ p["w"]) - z[1]) ** 2, (X, y), name="train")
+    free = torch.linalg.lstsq(X, y[:, None]).solution[:, 0]
+    soft = dif.linear([unit, 0.0, 0.0], of="w") - dif.linear([1.0], of="s") <= float(free[0]) - 1.0
+    cap = dif.linear([0.0, 0.0, unit], of="w") <= float(free[2]) - 1e-3
+    problem = dif.Problem(train.mean() + 0.1 * dif.linear([1.0], of="s"), [soft, dif.linear([1.0], of="s") >= 0, cap])
+    start = {"w": torch.zeros(3, dtype=F64), "s": torch.zeros(1, dtype=F64)}
+    solution = dif.fit(problem, start, show_progress=False)
+    assert (solution.active.binding, solution.active.inactive) == ((0, 2), (1,))
+    scores = dif.DirectionalInfluence(solution).scores(dif.linear([0.0, 0.0, unit, 0.0]), train.remove_each())
+    assert float(scores.values.abs().max()) <= 1e-12
+
+
+@pytest.mark.parametrize(("curvature", "reached"), [(1e-6, 1e-8), (1e-14, 1e-5)])
+def test_a_coordinate_that_hardly_curves_is_still_held_by_its_constraints(curvature, reached):
+    X, y = regression_data(60, 2, seed=2)
+
+    def loss(p, z):
+        return squared(p, z) + 0.5 * curvature * p["s"][0] ** 2 + p["s"][0]
+
+    train = dif.Samples(loss, (X, y), name="train")
+    above = dif.linear([1.0], of="s") - dif.linear([1.0, 0.0], of="theta") <= 9.0
+    problem = dif.Problem(train.mean(), [dif.linear([1.0], of="s") >= -1, above])
+    start = {"theta": torch.zeros(2, dtype=F64), "s": torch.zeros(1, dtype=F64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # at 1e-14 rounding stops it at 6e-7, and it says so
+        solution = dif.fit(problem, start, show_progress=False)
+    assert float(solution.params["s"]) == pytest.approx(-1.0, abs=reached)
+    wrong = {**solution.params, "s": torch.full((1,), -1.02, dtype=F64)}
+    assert not dif.Solution(problem, wrong).converged
+
+
+def test_units_without_the_matrix():
+    d, n = 2600, 60
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(n, d)) / np.sqrt(d) * 3
+    y, forces = X[:, 1:] @ rng.normal(size=d - 1), []
+    for unit in (1.0, 2e4):
+        x = X.copy()
+        x[:, 0] = unit * X[:, 0] * np.sqrt(d) / 3
+        train = dif.Samples(squared, (torch.as_tensor(x), torch.as_tensor(y)), name="train")
+        problem = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear(np.eye(d)[1]) <= -0.2])
+        solution = dif.fit(problem, zeros(d), show_progress=False)
+        assert solution.active.binding == (0,)
+        scores = dif.DirectionalInfluence(solution).scores(dif.linear(np.eye(d)[1]), train.remove_each(range(3)))
+        assert float(scores.values.abs().max()) <= 1e-12
+        forces.append(float(solution.active.force[0]))
+    assert forces[1] == pytest.approx(forces[0], rel=0.3)
+
+
+def test_solvers_on_unscaled_features():
+    X, y = regression_data(60, 3, seed=1)
+    train = dif.Samples(squared, (X * torch.tensor([1e4, 1.0, 1e-4]), y), name="train")
+    solution = dif.fit(dif.Problem(train.mean(), [dif.linear([1e4, 0.0, 0.0]) <= 0.1]), zeros(3), show_progress=False)
+    exact = dif.DirectionalInfluence(solution).change(train.remove([0])).flat
+    for solver in (dif.ConjugateGradients, dif.Refinement):
+        change = dif.DirectionalInfluence(solution, solver=solver).change(train.remove([0])).flat
+        np.testing.assert_allclose(change, exact, rtol=1e-8, atol=1e-18)
+
+
+def test_multipliers_without_bound_are_refused():
+    """A group risk at its own minimum leaves no point inside: λ grows without bound."""
+    X, y = regression_data(60, 3)
+    train = dif.Samples(squared, (X, y), name="train")
+    group = train.mean(where=torch.arange(60) < 6)
+    least = dif.fit(dif.Problem(group), zeros(3), show_progress=False).objective
+    with pytest.warns(dif.NotConvergedWarning):
+        solution = dif.fit(dif.Problem(train.mean(), [group <= least]), zeros(3), show_progress=False)
+    with pytest.raises((dif.DegenerateError, dif.NotASolutionError)):
+        dif.DirectionalInfluence(solution)
+
+
+def test_tiny_factors_keep_their_term():
+    train = dif.Samples(squared, regression_data(), name="train")
+    assert (1e-15 * train.mean()).sums[0][0] == 1e-15
+
+
+@pytest.mark.parametrize("mix", ["sorted classes", "only large batches", "twins"])
+def test_mixing_losses_are_found(mix):
+    X, y = class_data(n=24)
+    if mix == "sorted classes":
+        order = torch.argsort(y)
+        X, y = X[order], y[order]
+    if mix == "twins":
+        X, y = torch.cat([X[:1], X]), torch.cat([y[:1], y])
+
+    def loss(p, z):
+        plain = logistic(p, z)
+        if mix == "sorted classes":
+            share = (z[1] > 0).double().mean().clamp(0.1, 0.9)
+            return torch.where(z[1] > 0, 1 / share, 1 / (1 - share)) * plain
+        return 0.5 * plain + 0.5 * plain.mean() if mix == "twins" or len(plain) > 4 else plain
+
+    with pytest.raises(dif.InvalidInputError, match="depends on the other samples of its batch"):
+        dif.fit(dif.Problem(dif.Samples(loss, (X, y)).mean() + dif.ridge(0.1)), zeros(), show_progress=False)
+
+
+def test_refinement_needs_double_precision():
+    X, y = regression_data()
+    train = dif.Samples(squared, (X.float(), y.float()), name="train")
+    solution = dif.fit(dif.Problem(train.mean()), {"theta": torch.zeros(4)}, show_progress=False)
+    with pytest.raises(dif.InvalidInputError) as caught:
+        dif.DirectionalInfluence(solution, solver=dif.Refinement)
+    meaning = "Residuals in float64 need a problem in float64; the work in float32 is done on a copy."
+    assert caught.value.meaning == meaning

@@ -2,6 +2,7 @@
 
 from dif.active_set import ActiveSet
 from dif.agreement import Agreement
+from dif.conjugate_gradients import ConjugateGradients
 from dif.constraint import Constraint
 from dif.errors import (
     DegenerateError,
@@ -23,6 +24,7 @@ from dif.influence import Change, Influence
 from dif.kkt import KKT
 from dif.perturbation import Perturbation
 from dif.problem import Problem
+from dif.refinement import Refinement
 from dif.samples import Samples
 from dif.solution import Solution
 from dif.term import Function, Term, linear, ridge
@@ -35,6 +37,7 @@ __all__ = [
     "Agreement",
     "Change",
     "ClassicalInfluence",
+    "ConjugateGradients",
     "Constraint",
     "DegenerateError",
     "DifError",
@@ -50,6 +53,7 @@ __all__ = [
     "PenaltyInfluence",
     "Perturbation",
     "Problem",
+    "Refinement",
     "Retraining",
     "Samples",
     "Solution",

@@ -44,7 +44,7 @@ class ActiveSet:
         active = equality | (slack <= tolerance)
         binding = equality | (active & (force > tolerance))
         weak, inactive = active & ~binding, ~active
-        curvature, relative = tangent_curvature(H, G[binding])
+        curvature, relative = tangent_curvature(H, G[binding], scales.root)
         deciding = torch.where(inactive, slack - tolerance, force - tolerance)
         inside = tolerance - torch.maximum(slack.abs(), force.abs())
         margins = torch.where(weak, inside, deciding)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -19,13 +20,40 @@ class Preconditioner(Protocol):
         ...
 
 
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """D^−½ H D^−½: the same operator in coordinates that curve alike."""
+
+    operator: Operator
+    root: Tensor  # √D
+
+    @classmethod
+    def of(cls, operator: Operator) -> Scaled:
+        """Scaled by its own diagonal."""
+        return cls(operator, operator.scale().sqrt())
+
+    @property
+    def d(self) -> int:
+        """Its size."""
+        return self.operator.d
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of its type, on its device."""
+        return self.root
+
+    def product(self, V: Tensor) -> Tensor:
+        """D^−½ H D^−½·v for every column v of V."""
+        return self.operator.product(V / self.root[:, None]) / self.root[:, None]
+
+
 class Nystrom:
     """H_ρ seen through a few products with random vectors (Frangella, Tropp, Udell: randomised Nyström).
 
     P⁻¹ = s·U S⁻¹ Uᵀ + (I − U Uᵀ), with the leading eigenpairs U, S of the sketch and s the smallest of them.
     """
 
-    def __init__(self, curvature: Operator, rank: int = 64, seed: int = 0) -> None:
+    def __init__(self, curvature: Scaled, rank: int = 64, seed: int = 0) -> None:
         omega = torch.linalg.qr(_drawn(curvature, min(rank, curvature.d), seed)).Q
         Y = curvature.product(omega)
         shift = torch.finfo(Y.dtype).eps * float(Y.norm())
@@ -53,7 +81,8 @@ class ConjugateGradients:
 
     Args:
         curvature: H_ρ as an operator.
-        tolerance: ‖B − H X‖ / ‖B‖ to reach in every column (None: 3e-11 in float64, 3e-5 in float32).
+        tolerance: ‖B − H X‖ / ‖B‖ to reach in every column, in coordinates that curve alike (None: 3e-11 in float64,
+            3e-5 in float32).
         max_iter: Limit on iterations per solve.
         rank: Of the Nyström preconditioner; 0 for none.
     """
@@ -61,10 +90,10 @@ class ConjugateGradients:
     def __init__(
         self, curvature: Operator, *, tolerance: float | None = None, max_iter: int = 5000, rank: int = 64
     ) -> None:
-        self.curvature = curvature
+        self.curvature = Scaled.of(curvature)
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
-        self.preconditioner = Nystrom(curvature, rank) if rank else None
+        self.preconditioner = Nystrom(self.curvature, rank) if rank else None
         self.residual = 0.0  # the largest seen, relative
         self.steps = 0  # products with all columns, over all solves
         self._check_sign()
@@ -76,6 +105,7 @@ class ConjugateGradients:
 
     def solve(self, B: Tensor) -> Tensor:
         """X with H_ρ X = B, every column to the tolerance."""
+        B = B / self.curvature.root[:, None]
         X = torch.zeros_like(B)
         norms = torch.linalg.vector_norm(B, dim=0)
         live = norms > 0
@@ -101,7 +131,7 @@ class ConjugateGradients:
                     cure="Raise max_iter or rank, work in float64, add a ridge, or pass damping (it is reported).",
                 )
             last, live = worst, gaps > self.tolerance
-        return X
+        return X / self.curvature.root[:, None]
 
     def _run(self, B: Tensor, goal: Tensor, limit: int) -> tuple[Tensor, int]:
         """Conjugate gradients from zero until the recursive residual of every column meets its goal."""
@@ -146,6 +176,6 @@ def not_positive(found: float) -> DegenerateError:
     )
 
 
-def _drawn(curvature: Operator, columns: int, seed: int) -> Tensor:
+def _drawn(curvature: Scaled, columns: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(curvature.d, columns, generator=generator, dtype=torch.float64).to(curvature.like)

@@ -69,7 +69,7 @@ class Matrix:
 
     def scale(self) -> Tensor:
         """How much each coordinate curves: the absolute diagonal."""
-        return _positive(self.H.diagonal())
+        return _positive(_curved(self.H))
 
     def product(self, V: Tensor) -> Tensor:
         """H·v for every column v of V (d, c)."""
@@ -142,27 +142,46 @@ class Curvature:
         return 0.5 * (H + H.T)
 
     def scale(self) -> Tensor:
-        """How much each coordinate curves, (d,): the absolute diagonal, or where d is large an estimate of its mean."""
+        """How much each coordinate curves, (d,): the absolute diagonal, or where d is large an estimate of it."""
         return self._scale
 
     @cached_property
     def _scale(self) -> Tensor:
-        if self.d <= DENSE_LIMIT:
-            return _positive(self._dense.diagonal())
+        return _positive(self.own)
+
+    @cached_property
+    def own(self) -> Tensor:
+        """The same, 0 for coordinates that do not curve at all."""
+        return _curved(self._dense) if self.d <= DENSE_LIMIT else self._estimated_scale()
+
+    def _estimated_scale(self) -> Tensor:
+        """Squared slopes of the samples tell the coordinates apart, a few products how large they are together."""
+        weights = self.weights @ self.rows.C
+        squares = torch.zeros_like(self.theta)
+        for number, table in enumerate(self.rows.tables):
+            mu = (weights[self.rows.columns(number)] @ table.U).abs().sqrt()
+            signs = _signs(mu, _PROBES).T * mu  # (probes, n)
+            squares += (self.rows.pulled(number, self.theta, signs) ** 2).mean(0)
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
-        return torch.full_like(self.theta, mean or 1.0)
+        total = float(squares.mean())
+        if not (0 < total < float("inf") and 0 < mean < float("inf")):
+            return torch.full_like(self.theta, mean if 0 < mean < float("inf") else 1.0)
+        return (squares * (mean / total)).clamp(min=1e-12 * mean)
 
     @cached_property
     def noise(self) -> float:
-        """How far, in √D·θ, reweighting each sample at random by its own weight would move θ: √Σᵢ μᵢ²‖∇ℓᵢ/√D‖²."""
+        """How far, in √D·θ, random weights on the samples move θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
         directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
-        weights, total = self.weights @ self.rows.C, 0.0
+        weights, spread, plain = self.weights @ self.rows.C, 0.0, 0.0
         for number, table in enumerate(self.rows.tables):
             mu = weights[self.rows.columns(number)] @ table.U
             _, slopes = sample_slopes(table.samples, self.rows.parameters, self.theta, directions)
-            total += float(((mu[:, None] * slopes) ** 2).sum()) / directions.shape[1]
-        return total**0.5
+            size = mu.abs()[:, None]
+            middle = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
+            spread += float(((size * (slopes - middle)) ** 2).sum()) / directions.shape[1]
+            plain += float(((size * slopes) ** 2).sum()) / directions.shape[1]
+        return (spread if spread > 1e-20 * plain else plain) ** 0.5
 
 
 def _signs(like: Tensor, columns: int) -> Tensor:
@@ -170,30 +189,32 @@ def _signs(like: Tensor, columns: int) -> Tensor:
     return (2 * torch.randint(0, 2, (len(like), columns), generator=generator) - 1).to(like)
 
 
-def _positive(diagonal: Tensor) -> Tensor:
-    """|diagonal|, where a coordinate that does not curve at all counts as the average one."""
-    size = diagonal.abs()
-    largest = float(size.max()) if len(size) else 0.0
-    if not 0 < largest < float("inf"):
-        return torch.ones_like(size)
-    flat = size <= 1e-24 * largest
-    return torch.where(flat, size[~flat].mean(), size)
+def _curved(H: Tensor) -> Tensor:
+    """|diagonal|; where that vanishes, what the coordinate's coupling to others amounts to (θ₁θ₂ curves too)."""
+    D = H.diagonal().abs()
+    flat = 1e-24 * D.max() >= D if len(D) else D > 0
+    if not bool(flat.any()):
+        return D
+    curved = torch.where(flat, torch.ones_like(D), D)
+    through = torch.where(flat, H.abs(), H**2 / curved)  # (d, d), column l: by way of coordinate l
+    return torch.where(flat, through.amax(1), D)
 
 
-def tangent_curvature(H: Operator, G: Tensor) -> tuple[float, float]:
-    """The smallest eigenvalue of H on {ω : Gω = 0}, as it is and with every coordinate scaled to curve alike.
+def _positive(D: Tensor) -> Tensor:
+    """D, where a coordinate that does not curve at all counts as the average one."""
+    some = D[(D > 0) & torch.isfinite(D)]
+    return torch.where((D > 0) & torch.isfinite(D), D, some.mean() if len(some) else torch.ones_like(D[:1]).sum())
 
-    inf if the tangent space is {0}. Exact where H is assembled; else the smallest Ritz value of a Lanczos run, which
-    cannot be below it.
+
+def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, float]:
+    """The smallest eigenvalue of H on {ω : Gω = 0}, as it is and in the coordinates root·θ.
+
+    inf if the tangent space is {0}. Exact where H is assembled; else the smallest Ritz value of a Lanczos run.
     """
     if H.d <= DENSE_LIMIT:
-        root = H.scale().double().sqrt()
-        dense = H.dense().double()
-        scaled = dense / root / root[:, None]
-        return _smallest(dense, G.double()), _smallest(scaled, G.double() / root)
-    U, sizes, _ = torch.linalg.svd(_unit(G.double()).T, full_matrices=False)
-    found = _lanczos(H, U[:, sizes > 1e-10].to(G))
-    return found, found / float(H.scale().mean())
+        dense, root = H.dense().double(), root.double()
+        return _smallest(dense, G.double()), _smallest(dense / root / root[:, None], G.double() / root)
+    return _lanczos(H, G, torch.ones_like(root)), _lanczos(H, G, root)
 
 
 def _unit(G: Tensor) -> Tensor:
@@ -209,8 +230,10 @@ def _smallest(H: Tensor, G: Tensor) -> float:
     return float(torch.linalg.eigvalsh(H)[0]) if len(H) else float("inf")
 
 
-def _lanczos(H: Operator, normal: Tensor) -> float:
-    """Smallest Ritz value of H on the complement of the orthonormal columns `normal`."""
+def _lanczos(H: Operator, G: Tensor, root: Tensor) -> float:
+    """Smallest Ritz value of H on {Gω = 0}, in the coordinates root·θ."""
+    U, sizes, _ = torch.linalg.svd(_unit(G.double() / root.double()).T, full_matrices=False)
+    normal = U[:, sizes > 1e-10].to(G)
 
     def tangent(v: Tensor) -> Tensor:
         return v - normal @ (normal.T @ v)
@@ -219,7 +242,7 @@ def _lanczos(H: Operator, normal: Tensor) -> float:
     v = tangent(torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal))
     basis, diagonal, beside = [v / v.norm()], [], []
     for _ in range(min(_LANCZOS, H.d - normal.shape[1])):
-        w = tangent(H.product(basis[-1][:, None])[:, 0])
+        w = tangent(H.product((basis[-1] / root)[:, None])[:, 0] / root)
         diagonal.append(float(w @ basis[-1]))
         for _ in range(2):  # full reorthogonalisation, twice is enough
             Q = torch.stack(basis, 1)

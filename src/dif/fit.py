@@ -67,13 +67,13 @@ def fit(
     lam = torch.zeros_like(program.tau) if multipliers is None else program.flat_multipliers(multipliers)
     with progress("fit", None, show_progress) as report:
         found = solve(program, theta, lam, tol=tol, max_iter=max_iter, max_seconds=max_seconds, report=report)
-    goal = default_tolerance(theta) if tol is None else tol
     solution = Solution.of_program(program, found.theta, found.lam)
-    if not found.residual <= goal:
+    if not found.reached:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
-            f"allowed {goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is not a "
-            "solution yet. Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes.",
+            f"allowed {found.goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is "
+            f"{'nearly' if solution.converged else 'not'} a solution. Raise max_iter or max_seconds, start nearer, "
+            "or add a ridge if the curvature vanishes.",
             NotConvergedWarning,
             stacklevel=2,
         )
@@ -92,8 +92,14 @@ class Found:
     theta: Tensor
     lam: Tensor
     residual: float = float("inf")
+    goal: float = 0.0  # the tolerance, or what rounding allows
     iterations: int = 0
     stopped_by: str = "max_iter"
+
+    @property
+    def reached(self) -> bool:
+        """Whether the residual is within the tolerance."""
+        return self.residual <= self.goal
 
 
 @dataclass
@@ -135,9 +141,9 @@ def solve(
     limits = _Limits(max_iter, max_seconds)
     best = Found(theta, lam)
     _newton(program, best, goal, limits, report)
-    rounds = _AugmentedLagrangian(program, best.theta, best.lam, limits, report) if best.residual > goal else None
+    rounds = _AugmentedLagrangian(program, best.theta, best.lam, limits, report) if not best.reached else None
     waited = 0
-    while rounds is not None and best.residual > goal and limits.spent() is None:
+    while rounds is not None and not best.reached and limits.spent() is None:
         if not rounds.round():
             continue  # ran away; the next round has a stiffer penalty
         trial = Found(rounds.theta, rounds.lam)
@@ -145,7 +151,7 @@ def solve(
         waited = 0 if trial.residual < 0.5 * best.residual else waited + 1
         if trial.residual < best.residual:
             best = trial
-        if best.residual > goal and (waited > _PATIENCE or rounds.raised > _PATIENCE + 2):
+        if not best.reached and (waited > _PATIENCE or rounds.raised > _PATIENCE + 2):
             rounds.judge(goal)
             best.stopped_by = "no further progress"
             best.iterations = limits.used
@@ -158,7 +164,7 @@ def solve(
 def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
     """The residuals at (θ, λ), f and its gradients, in the units of a Hessian nearby."""
     f, J = program.rows.gradients(theta)
-    scales = Scales.of(theta, J[1:], H.scale(), H.noise)
+    scales = Scales.of(theta, J, H.own, H.noise)
     kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.equality)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may well be finite
         kkt = replace(kkt, stationarity=float("nan"))
@@ -173,7 +179,7 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
     """
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
     kkt, f, J = _judge(program, at.theta, at.lam, H)
-    at.residual = kkt.residual
+    at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
@@ -189,9 +195,10 @@ def _newton(program: Program, at: Found, goal: float, limits: _Limits, report: R
             if _finite(kkt) and kkt.residual < (1 - 0.1 * length) * at.residual:
                 break
             length *= 0.5
-            if length < 1e-3 or at.residual <= goal or limits.spent():
+            if length < 1e-3 or at.reached or limits.spent():
                 return
         at.theta, at.lam, at.residual = theta, lam, kkt.residual
+        at.goal = max(goal, 16 * kkt.rounding)
         H = Curvature(program.rows, theta, program.weights(lam))
 
 

@@ -12,8 +12,9 @@ from torch import Tensor
 class KKT:
     """Residuals of the optimality conditions, relative, so that rescaling problem, rows or parameters changes nothing.
 
-    stationarity: the step that ∇L would make, relative to the size of θ.
-    feasibility: the step to the farthest constraint that is violated, relative to the size of θ.
+    All are steps of θ, in units of what random weights on the samples would move (see `Scales`).
+    stationarity: the step that ∇L would make.
+    feasibility: the step to the farthest constraint that is violated.
     complementarity: the largest min(slack, λ), both as such steps; negative λ counts in full.
     gradient_norm: ‖∇L‖ as it is.
     """
@@ -22,6 +23,7 @@ class KKT:
     feasibility: float
     complementarity: float
     gradient_norm: float
+    rounding: float = 0.0  # what rounding of θ amounts to: residuals cannot be expected below a few times this
 
     @property
     def residual(self) -> float:
@@ -41,35 +43,47 @@ class Scales:
     """The units in which rows and multipliers are compared with tolerances.
 
     Lengths are taken in u = √D·θ, where D is the absolute diagonal of ∇²L: there every coordinate curves alike,
-    whatever the units of the features. The size of θ is ‖u‖, or what a random reweighting of the samples would move if
-    θ is smaller than that (at θ = 0, say).
+    whatever the units of the features. A coordinate that hardly curves but is held by a force (a slack variable, say)
+    counts as curved enough for that force to be a thousand units. The unit is how far random weights on the samples
+    move u: the scale of influence itself; where θ is so large that rounding hides that, a small part of ‖u‖.
     """
 
     root: Tensor  # (d,) √D
-    size: float
+    size: float  # the unit
     norms: Tensor  # (m,) ‖∇fⱼ‖ in u
+    rounding: float  # what rounding of θ amounts to, in units
 
     @classmethod
-    def of(cls, theta: Tensor, G: Tensor, D: Tensor, noise: float) -> Scales:
-        """At θ, with the constraint gradients G (m, d), the curvature D of each coordinate and the samples' noise."""
-        root = D.sqrt()
-        size = max(float((root * theta).norm()), noise)
-        return cls(root, size if 0 < size < float("inf") else 1.0, torch.linalg.vector_norm(G / root, dim=1))
+    def of(cls, theta: Tensor, J: Tensor, D: Tensor, noise: float) -> Scales:
+        """At θ, with the gradients J of all rows (1 + m, d), the curvature D of each coordinate, the samples' noise."""
+        eps = torch.finfo(theta.dtype).eps
+        part = eps**0.383  # 1e-6 in float64, 2e-3 in float32
+        unit = max(noise, part * float((D.sqrt() * theta).norm()))
+        if not 0 < unit < float("inf"):
+            unit = float((J[0] / D.sqrt())[D > 0].norm()) or 1.0
+        root = torch.maximum(D.sqrt(), J[0].abs() / (1e3 * unit))
+        held = root[root > 0]
+        root = torch.where(root > 0, root, held.mean() if len(held) else torch.ones_like(root))
+        length = float((root * theta).norm())
+        unit = max(unit, part * length)
+        return cls(root, unit, torch.linalg.vector_norm(J[1:] / root, dim=1), eps * length / unit)
 
     def at(self, G: Tensor) -> Scales:
         """The same units with other constraint gradients."""
         return replace(self, norms=torch.linalg.vector_norm(G / self.root, dim=1))
 
     def slack(self, c: Tensor) -> Tensor:
-        """−c as a step of θ, relative to its size; c = f − τ."""
-        return -c / (torch.where(self.norms > 0, self.norms, 1.0) * self.size)
+        """−c as a step of θ, in units; c = f − τ. Infinite where a row has slack and no gradient."""
+        return torch.where(self.norms > 0, -c / (self.norms * self.size), torch.sign(-c) * float("inf")).nan_to_num(
+            nan=0.0, posinf=float("inf"), neginf=float("-inf")
+        )
 
     def multiplier(self, lam: Tensor) -> Tensor:
-        """λ as the step that its force would make, relative to the size of θ."""
+        """λ as the step that its force would make, in units."""
         return lam * self.norms / self.size
 
     def gradient(self, g: Tensor) -> float:
-        """∇L as the step that it would make, relative to the size of θ."""
+        """∇L as the step that it would make, in units."""
         return float((g / self.root).norm()) / self.size
 
 
@@ -92,4 +106,5 @@ def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, equality
         feasibility=float(violations(scales, c, equality).max()) if len(c) else 0.0,
         complementarity=float(products(scales, c, lam, equality).max()) if len(c) else 0.0,
         gradient_norm=float(gradient.norm()),
+        rounding=scales.rounding,
     )

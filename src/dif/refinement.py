@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dif.conjugate_gradients import ConjugateGradients
 from dif.curvature import Curvature
-from dif.errors import NotConvergedError
+from dif.errors import InvalidInputError, NotConvergedError
 
 
 class Refinement:
@@ -23,7 +23,16 @@ class Refinement:
     """
 
     def __init__(self, curvature: Curvature, *, tolerance: float = 1e-9, max_rounds: int = 12, rank: int = 64) -> None:
+        if curvature.theta.dtype != torch.float64:
+            raise InvalidInputError(
+                "precision of the problem",
+                measured=curvature.theta.dtype,
+                threshold="torch.float64",
+                meaning="Residuals in float64 need a problem in float64; the work in float32 is done on a copy.",
+                cure="Convert parameters and data to float64, or use ConjugateGradients.",
+            )
         self.curvature = curvature
+        self.root = curvature.scale().sqrt()[:, None]
         self.inner = ConjugateGradients(curvature.to(torch.float32), tolerance=1e-3, rank=rank)
         self.tolerance, self.max_rounds = tolerance, max_rounds
         self.residual = 0.0
@@ -35,14 +44,15 @@ class Refinement:
 
     def solve(self, B: Tensor) -> Tensor:
         """X with H_ρ X = B, every column to the tolerance in float64."""
+        B = B / self.root  # residuals are measured in coordinates that curve alike
         X, left = torch.zeros_like(B), B
         norms = torch.linalg.vector_norm(B, dim=0)
         live, worst = norms > 0, 0.0
         for _ in range(self.max_rounds if bool(live.any()) else 0):
             size = torch.linalg.vector_norm(left[:, live], dim=0)
-            correction = self.inner.solve((left[:, live] / size).to(torch.float32))
-            X[:, live] += correction.to(B) * size
-            left = B - self.curvature.product(X)
+            correction = self.inner.solve((self.root * left[:, live] / size).to(torch.float32))
+            X[:, live] += self.root * correction.to(B) * size
+            left = B - self.curvature.product(X / self.root) / self.root
             gaps = torch.linalg.vector_norm(left, dim=0) / torch.where(norms > 0, norms, 1.0)
             worst, live = float(gaps.max()), gaps > self.tolerance
             if not bool(live.any()):
@@ -56,4 +66,4 @@ class Refinement:
                 cure="Use ConjugateGradients in float64, raise max_rounds or rank, or add a ridge.",
             )
         self.residual = max(self.residual, worst)
-        return X
+        return X / self.root

@@ -156,6 +156,14 @@ class Rows:
             gradients.append(gradient)
         return torch.cat(values), torch.cat(gradients)
 
+    def pulled(self, table: int, theta: Tensor, weights: Tensor) -> Tensor:
+        """Σᵢ wᵢ∇ℓᵢ(θ) over the samples of a table, for each row w of weights (k, n), as (k, d)."""
+        samples, total = self.tables[table].samples, theta.new_zeros((len(weights), theta.numel()))
+        for place, batch in samples.batches():
+            loss = batch_loss(samples, self.parameters, batch, place.stop - place.start)
+            total = total + pulled_back(loss, theta, weights[:, place])[1].detach()
+        return total
+
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """f(θ), (R,), and its Jacobian, (R, d)."""
         p, Dp = self.part_gradients(theta)

@@ -232,7 +232,7 @@ def _combine(left: Term, sign: float, right: Term) -> Term:
         for c, part in others:
             old = total.get(id(part), (0.0, part))[0]
             new = old + sign * c
-            total[id(part)] = (0.0 if abs(new) < 1e-14 * abs(c) else new, part)
+            total[id(part)] = (0.0 if old and abs(new) < 1e-14 * abs(old) else new, part)
         return total
 
     sums, functions = merged(left.sums, right.sums), merged(left.functions, right.functions)

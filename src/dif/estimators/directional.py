@@ -43,7 +43,7 @@ class DirectionalInfluence:
         strict: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.switching = switching
+        self.switching, self.strict = switching, strict
         damping = checked_damping(damping)
         if rho is not None:
             rho = check_number(
@@ -96,13 +96,15 @@ class DirectionalInfluence:
         influence, nu = self.linearisation.influence(name, target, perturbations, self._diagnostics)
         if self.switching:
             influence.diagnostics["switched"] = int(self._switched(nu).sum())
+            held = self.linearisation.free & ~self.solution.program.equality
+            influence.values[(nu[:, held] < 0).any(1).cpu()] = float("nan")  # convex only while they hold
         return influence
 
     def _switched(self, nu: Tensor) -> Tensor:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""
         at, active = self.solution, self.solution.active
         held = self.linearisation.free & ~at.program.equality
-        if bool((nu[:, held] < 0).any()):
+        if self.strict and bool((nu[:, held] < 0).any()):
             j = int((nu * held).min(0).values.argmin())
             raise DegenerateError(
                 f"multiplier of {at.program.names[j]} after the step",

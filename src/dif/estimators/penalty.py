@@ -92,7 +92,7 @@ class PenaltyInfluence:
             weights, stiffness = self._forces(f[1:] - program.tau)
             gradient = weights @ J
             H = program.rows.hessian(theta, weights) + J[1:].T @ (stiffness[:, None] * J[1:])
-            residual = Scales.of(theta, J[1:], Matrix(H).scale(), self.solution.curvature.noise).gradient(gradient)
+            residual = Scales.of(theta, J, Matrix(H).scale(), self.solution.curvature.noise).gradient(gradient)
             if residual <= tolerance:
                 return theta
             step = -DenseCholesky(H).solve(gradient[:, None])[:, 0]

@@ -55,7 +55,7 @@ class Retraining:
         direction.first_order(0, at.theta, at.p, at.Dp)  # refuses samples without a derivative
         try:
             found = solve(direction.carried_out(0), at.theta, at.lam, tol=self.tol, max_iter=self.max_iter)
-            failure = None if found.residual <= self.tol else self._not_solved(perturbation, found.residual)
+            failure = None if found.reached else self._not_solved(perturbation, found.residual)
         except DifError as error:
             found, failure = None, error
         if failure is not None and self.strict:

@@ -113,8 +113,10 @@ class Curvature:
         return self.theta
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:
-        """With GᵀRG and δI in it."""
-        return replace(self, G=G, R=R, damping=damping, plain=self.plain or self)
+        """With GᵀRG and δI in it, beside what is there already."""
+        if self.G is not None and self.R is not None:
+            G, R = torch.cat([self.G, G]), torch.cat([self.R, R])
+        return replace(self, G=G, R=R, damping=self.damping + damping, plain=self.plain or self)
 
     def to(self, dtype: torch.dtype) -> Curvature:
         """The same operator in another precision."""

@@ -127,6 +127,14 @@ class Rows:
         begin = sum(len(t.U) for t in self.tables[:table])
         return slice(begin, begin + len(self.tables[table].U))
 
+    def curved(self) -> Tensor:
+        """Which rows hold anything that is not linear, (R,) bool."""
+        linear = [torch.zeros(sum(len(t.U) for t in self.tables), dtype=torch.bool)]
+        linear += [torch.ones(len(f.matrix), dtype=torch.bool) for f in self.functions if f.matrix is not None]
+        if any(f.matrix is None for f in self.functions):
+            return torch.ones(len(self.C), dtype=torch.bool, device=self.C.device)
+        return (self.C[:, ~torch.cat(linear).to(self.C.device)] != 0).any(1)
+
     def parts(self, theta: Tensor) -> Tensor:
         """p(θ), (K,)."""
         with torch.no_grad():

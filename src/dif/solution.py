@@ -168,7 +168,7 @@ class Solution:
 
     def _check_multipliers(self) -> None:
         """Multipliers without bound (no point strictly inside the constraints) hide every residual."""
-        if not bool((self.lam != 0).any()):
+        if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
             return
         ratio = float(self.curvature.scale().max() / self._objective_curvature().scale().max())
         if ratio > 1e7:

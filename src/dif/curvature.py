@@ -163,7 +163,7 @@ class Curvature:
         for number, table in enumerate(self.rows.tables):
             mu = (weights[self.rows.columns(number)] @ table.U).abs().sqrt()
             signs = _signs(mu, _PROBES).T * mu  # (probes, n)
-            squares += (self.rows.pulled(number, self.theta, signs) ** 2).mean(0)
+            squares += (self.rows.pulled(number, self.theta, signs)[1] ** 2).mean(0)
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
         total = float(squares.mean())

@@ -65,6 +65,7 @@ def fit(
     parameters, theta = Parameters.of(params)
     program = Program.of(problem, parameters, theta)
     lam = torch.zeros_like(program.tau) if multipliers is None else program.flat_multipliers(multipliers)
+    check_gradients(program, program.rows.gradients(theta)[1])
     with progress("fit", None, show_progress) as report:
         found = solve(program, theta, lam, tol=tol, max_iter=max_iter, max_seconds=max_seconds, report=report)
     solution = Solution.of_program(program, found.theta, found.lam)
@@ -137,7 +138,6 @@ def solve(
             cure="Leave them out for the defaults.",
         )
     goal = default_tolerance(theta) if tol is None else checked_tolerance(tol)
-    check_gradients(program, program.rows.gradients(theta)[1])
     limits = _Limits(max_iter, max_seconds)
     best = Found(theta, lam)
     _newton(program, best, goal, limits, report)
@@ -154,10 +154,10 @@ def solve(
         if not best.reached and (waited > _PATIENCE or rounds.raised > _PATIENCE + 2):
             rounds.judge(goal)
             best.stopped_by = "no further progress"
-            best.iterations = limits.used
-            return best
+            break
+    else:
+        best.stopped_by = limits.spent() or "converged"
     best.iterations = limits.used
-    best.stopped_by = limits.spent() or "converged"
     return best
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -67,10 +67,6 @@ class Scales:
         length = float((root * theta).norm())
         unit = max(unit, part * length)
         return cls(root, unit, torch.linalg.vector_norm(J[1:] / root, dim=1), eps * length / unit)
-
-    def at(self, G: Tensor) -> Scales:
-        """The same units with other constraint gradients."""
-        return replace(self, norms=torch.linalg.vector_norm(G / self.root, dim=1))
 
     def slack(self, c: Tensor) -> Tensor:
         """−c as a step of θ, in units; c = f − τ. Infinite where a row has slack and no gradient."""

@@ -30,13 +30,14 @@ class Smooth:
 
     function: Function
     parameters: Parameters
+    size: int  # rows
     matrix: Tensor | None  # (rows, d)
 
     @classmethod
     def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> Smooth:
         """Compile it on a layout."""
         if f.matrix is None:
-            return cls(f, parameters, None)
+            return cls(f, parameters, function_value(f, parameters, theta).numel(), None)
         matrix = torch.atleast_2d(f.matrix).to(theta)
         if f.of is not None:
             wide = theta.new_zeros((len(matrix), parameters.d))
@@ -44,7 +45,7 @@ class Smooth:
             begin = sum(parameters.sizes[:where])
             wide[:, begin : begin + parameters.sizes[where]] = matrix
             matrix = wide
-        return cls(f, parameters, matrix)
+        return cls(f, parameters, len(matrix), matrix)
 
     def value(self, theta: Tensor) -> Tensor:
         """φ(θ), (rows,)."""
@@ -62,8 +63,7 @@ class Smooth:
         """φ(θ), (rows,), and its Jacobian, (rows, d)."""
         if self.matrix is not None:
             return self.matrix @ theta, self.matrix
-        size = self.value(theta).numel()
-        value, gradient = pulled_back(self.value, theta, torch.eye(size).to(theta))
+        value, gradient = pulled_back(self.value, theta, torch.eye(self.size).to(theta))
         return value.detach(), gradient.detach()
 
 
@@ -118,7 +118,8 @@ class Rows:
         parameters = self.parameters.to(dtype)
         tables = tuple(Table(t.samples.to(dtype), t.sums, t.U.to(dtype)) for t in self.tables)
         functions = tuple(
-            Smooth(f.function, parameters, None if f.matrix is None else f.matrix.to(dtype)) for f in self.functions
+            Smooth(f.function, parameters, f.size, None if f.matrix is None else f.matrix.to(dtype))
+            for f in self.functions
         )
         return Rows(parameters, tables, functions, self.C.to(dtype))
 
@@ -129,11 +130,10 @@ class Rows:
 
     def curved(self) -> Tensor:
         """Which rows hold anything that is not linear, (R,) bool."""
-        linear = [torch.zeros(sum(len(t.U) for t in self.tables), dtype=torch.bool)]
-        linear += [torch.ones(len(f.matrix), dtype=torch.bool) for f in self.functions if f.matrix is not None]
-        if any(f.matrix is None for f in self.functions):
-            return torch.ones(len(self.C), dtype=torch.bool, device=self.C.device)
-        return (self.C[:, ~torch.cat(linear).to(self.C.device)] != 0).any(1)
+        columns = [True] * sum(len(t.U) for t in self.tables)
+        for f in self.functions:
+            columns += [f.matrix is None] * f.size
+        return (self.C[:, torch.tensor(columns, dtype=torch.bool, device=self.C.device)] != 0).any(1)
 
     def parts(self, theta: Tensor) -> Tensor:
         """p(θ), (K,)."""
@@ -149,13 +149,8 @@ class Rows:
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
         values, gradients = [theta.new_zeros(0)], [theta.new_zeros((0, theta.numel()))]
-        for table in self.tables:
-            value, gradient = table.U.new_zeros(len(table.U)), theta.new_zeros((len(table.U), theta.numel()))
-            for place, batch in table.samples.batches():
-                loss = batch_loss(table.samples, self.parameters, batch, place.stop - place.start)
-                losses, pulled = pulled_back(loss, theta, table.U[:, place])
-                value = value + table.U[:, place] @ losses.detach()
-                gradient = gradient + pulled.detach()
+        for number, table in enumerate(self.tables):
+            value, gradient = self.pulled(number, theta, table.U)
             values.append(value)
             gradients.append(gradient)
         for f in self.functions:
@@ -164,13 +159,16 @@ class Rows:
             gradients.append(gradient)
         return torch.cat(values), torch.cat(gradients)
 
-    def pulled(self, table: int, theta: Tensor, weights: Tensor) -> Tensor:
-        """Σᵢ wᵢ∇ℓᵢ(θ) over the samples of a table, for each row w of weights (k, n), as (k, d)."""
-        samples, total = self.tables[table].samples, theta.new_zeros((len(weights), theta.numel()))
+    def pulled(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over the samples of a table, for each row w of weights (k, n)."""
+        samples = self.tables[table].samples
+        value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
         for place, batch in samples.batches():
             loss = batch_loss(samples, self.parameters, batch, place.stop - place.start)
-            total = total + pulled_back(loss, theta, weights[:, place])[1].detach()
-        return total
+            losses, pulled = pulled_back(loss, theta, weights[:, place])
+            value = value + weights[:, place] @ losses.detach()
+            gradient = gradient + pulled.detach()
+        return value, gradient
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """f(θ), (R,), and its Jacobian, (R, d)."""
@@ -223,10 +221,10 @@ class Rows:
         total = torch.zeros_like(V)
         curved, start = [], sum(len(t.U) for t in self.tables)
         for f in self.functions:
-            size = f.value(theta).numel() if f.matrix is None else len(f.matrix)
-            if f.matrix is None and bool((weights[start : start + size] != 0).any()):
-                curved.append((weights[start : start + size], f.value))
-            start += size
+            here = weights[start : start + f.size]
+            if f.matrix is None and bool((here != 0).any()):
+                curved.append((here, f.value))
+            start += f.size
 
         def of_functions(t: Tensor) -> Tensor:
             # in float32, numbers without dimension turn to float64 under nested transforms

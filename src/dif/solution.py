@@ -6,7 +6,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import scipy.optimize
 import torch
 from torch import Tensor
 
@@ -64,6 +63,8 @@ class Solution:
 
     def _recovered_multipliers(self) -> Tensor:
         """The multipliers that come nearest to stationarity: least squares over the rows at their bound, λ ≥ 0."""
+        from scipy.optimize import nnls  # slow to import, seldom needed
+
         alone = self._objective_curvature()
         scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
         equality, lam = self.program.equality, torch.zeros_like(self.c)
@@ -79,7 +80,7 @@ class Solution:
         inside, left = A[:, ~free] - Q @ (Q.T @ A[:, ~free]), goal - Q @ (Q.T @ goal)
         size = float(np.linalg.norm(left))
         if size > 1e-14 * float(np.linalg.norm(goal)) and inside.shape[1]:
-            found[~free] = scipy.optimize.nnls(inside, left / size)[0] * size
+            found[~free] = nnls(inside, left / size)[0] * size
         found[free] = np.linalg.lstsq(A[:, free], goal - A[:, ~free] @ found[~free], rcond=None)[0]
         lam[rows] = torch.as_tensor(found).to(lam) / scales.norms[rows]
         return lam

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,46 +15,113 @@ from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.structure import leaves, mapped
 
-_VMAP_ELEMENTS = 2**22  # numbers in flight per vectorised map: bounds memory, changes no result
-_GRADIENT_ELEMENTS = 2**24  # entries of the per-sample gradients held at once
+_PROBED = 8  # samples on which the cost of one is measured
+_IN_FLIGHT = 2**23  # numbers held at once by a pass on the CPU: bounds memory, changes no result
+_PER_ENTRY = 128  # what an entry of a per-sample gradient costs (written, read, multiplied), in multiplications
+_GRADIENTS = 2**24  # entries of per-sample gradients held at once on the CPU
+_NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
+_NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
+_NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What the loss of one sample takes."""
+
+    elements: int  # numbers kept for the backward pass
+    flops: int  # of one evaluation
+
+
+def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
+    """Measured once per samples and model, on a few of them."""
+    known = samples.costs.get(len(theta))
+    if known is None:
+        many = min(_PROBED, len(samples), samples.batch_size or _PROBED)
+        few = many // 2
+        kept, flops = _measured(samples, parameters, theta, many)
+        less, _ = _measured(samples, parameters, theta, few) if few else (0, 0)  # what does not depend on the samples
+        known = Cost(max(1, (kept - less) // (many - few)), max(flops // many, 1))
+        samples.costs[len(theta)] = known
+    return known
+
+
+def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int]:
+    """Numbers kept for the backward pass of a batch, and multiplications of its forward pass."""
+    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+
+    _, batch = next(samples.batches(torch.arange(count)))
+    given, kept = {t.untyped_storage().data_ptr() for t in leaves(batch)}, 0
+
+    def keep(t: Tensor) -> Tensor:
+        nonlocal kept
+        kept += 0 if t.untyped_storage().data_ptr() in given else t.numel()
+        return t
+
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        with FlopCounterMode(display=False) as counter:
+            tensors = parameters.tensors(theta.detach().requires_grad_())
+            _losses(samples, parameters.bind({name: t.clone() for name, t in tensors.items()}), batch, count)
+    return kept, int(counter.get_total_flops())
+
+
+def in_flight(like: Tensor, cpu: int = _IN_FLIGHT) -> int:
+    """How many numbers a pass may hold at once: fixed on the CPU, part of what is free on an accelerator."""
+    if like.device.type != "cuda":
+        return cpu
+    free = torch.cuda.mem_get_info(like.device)[0]
+    unused = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
+    return max(cpu, int((free + unused) / (8 * like.element_size())))
+
+
+def passes(
+    samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None, at_most: int | None = None
+) -> Iterator[tuple[slice, Any, Callable[[Tensor], Tensor]]]:
+    """One sweep over the data (all of it, or the samples listed): positions, batch, and θ → the losses of that batch.
+
+    As many samples at once as fit.
+    """
+    fits = max(1, in_flight(theta) // cost(samples, parameters, theta).elements)
+    for place, batch in samples.batches(indices, at_most=fits if at_most is None else min(fits, at_most)):
+        yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
+
+
+def _columns(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> int:
+    """How many columns may go through a batch of this many samples together."""
+    return max(1, in_flight(theta) // (count * cost(samples, parameters, theta).elements))
 
 
 def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
     """θ → the losses of one batch, their shape checked."""
+    return lambda theta: _losses(samples, parameters.bind(parameters.tensors(theta)), batch, count)
 
-    def losses(theta: Tensor) -> Tensor:
-        try:
-            out = samples.loss(parameters.bind(parameters.tensors(theta)), batch)
-        except Exception as error:
-            error.add_note(f"raised by the loss of Samples {samples.name!r} on a batch of {count}")
-            raise
-        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        if shape != (count,):
-            raise InvalidInputError(
-                f"what the loss of Samples {samples.name!r} returned",
-                measured=f"shape {shape}" if isinstance(shape, tuple) else shape,
-                threshold=f"a tensor of shape ({count},) for a batch of {count}",
-                meaning="dif needs the loss of each sample by itself, before any mean or sum.",
-                cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
-            )
-        return out
 
-    return losses
+def _losses(samples: Samples, params: dict[str, Tensor], batch: Any, count: int) -> Tensor:
+    try:
+        out = samples.loss(params, batch)
+    except Exception as error:
+        error.add_note(f"raised by the loss of Samples {samples.name!r} on a batch of {count}")
+        raise
+    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+    if shape != (count,):
+        raise InvalidInputError(
+            f"what the loss of Samples {samples.name!r} returned",
+            measured=f"shape {shape}" if isinstance(shape, tuple) else shape,
+            threshold=f"a tensor of shape ({count},) for a batch of {count}",
+            meaning="dif needs the loss of each sample by itself, before any mean or sum.",
+            cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
+        )
+    return out
 
 
 def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """ℓᵢ(θ) of all samples or of those listed, (n,)."""
     with torch.no_grad():
-        pieces = [
-            batch_loss(samples, parameters, batch, place.stop - place.start)(theta)
-            for place, batch in samples.batches(indices)
-        ]
-    return torch.cat(pieces)
+        return torch.cat([loss(theta) for _, _, loss in passes(samples, parameters, theta, indices)])
 
 
 def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """∇ℓᵢ(θ) row by row, (n, d)."""
-    pieces = [_batch_gradients(samples, parameters, theta, batch) for _, batch in samples.batches(indices)]
+    pieces = [_batch_gradients(samples, parameters, theta, z) for _, z, _ in passes(samples, parameters, theta, indices)]
     return torch.cat(pieces)
 
 
@@ -62,23 +130,29 @@ def sample_slopes(
 ) -> tuple[Tensor, Tensor]:
     """ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep.
 
-    One forward-mode pass costs about two evaluations per column; a gradient per sample about three, whatever the
-    number of columns. So one column goes forward, more go by gradients, as long as a fair batch of those fits.
+    A forward-mode pass costs about two evaluations per column; a gradient per sample about three and a fixed price per
+    parameter, whatever the number of columns. The cheaper is taken.
     """
     d, columns = V.shape
-    fits = max(1, _GRADIENT_ELEMENTS // d)
-    by_gradients = columns > 1 and fits >= 32
+    flops = cost(samples, parameters, theta).flops
+    by_gradients = columns > 1 and 3 * flops + _PER_ENTRY * d < 2 * flops * columns
     losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
-    for place, batch in samples.batches(indices, at_most=fits if by_gradients else None):
+    fits = max(1, in_flight(theta, _GRADIENTS) // d) if by_gradients else None
+    for place, batch, loss in passes(samples, parameters, theta, indices, fits):
         count = place.stop - place.start
-        loss = batch_loss(samples, parameters, batch, count)
-        losses.append(loss(theta).detach())
         if columns == 0:
+            with torch.no_grad():
+                losses.append(loss(theta))
             slopes.append(V.new_zeros((count, 0)))
         elif by_gradients:
+            with torch.no_grad():
+                losses.append(loss(theta))
             slopes.append(_batch_gradients(samples, parameters, theta, batch) @ V)
         else:
-            slopes.append(_pushed_forward(loss, theta, V, count))
+            together = _columns(samples, parameters, theta, count)
+            value, slope = _pushed_forward(samples, loss, theta, V, together)
+            losses.append(value)
+            slopes.append(slope)
     return torch.cat(losses), torch.cat(slopes)
 
 
@@ -88,40 +162,76 @@ def forward(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Call
     return value, lambda w: pull(w)[0]
 
 
-def pulled_back(fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """fn(θ), and Jᵀw for each row w of weights (k, n), as (k, d)."""
+def pulled_back(
+    fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor, together: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """fn(θ), and Jᵀw for each row w of weights (k, n), as (k, d); `together` of them at once (None: all)."""
     value, pull = forward(fn, theta)
     if len(weights) == 0:
         return value, theta.new_zeros((0, theta.numel()))
-    chunk = max(1, _VMAP_ELEMENTS // max(value.numel(), 1))
-    return value, vmap(pull, chunk_size=chunk, randomness="same")(weights)
+    return value, vmap(pull, chunk_size=together, randomness="same")(weights)
 
 
-def _pushed_forward(fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, count: int) -> Tensor:
-    """J·v for every column v of V, forward mode; from the gradients where a kernel has no forward mode."""
-    options: dict[str, Any] = {"in_dims": 1, "out_dims": 1, "randomness": "same"}
-    options["chunk_size"] = max(1, min(V.shape[1], _VMAP_ELEMENTS // count))
-    try:
-        return vmap(lambda v: jvp(fn, (theta,), (v,))[1], **options)(V)
-    except (RuntimeError, NotImplementedError) as error:
-        if not _unsupported(error):
-            raise
-        return pulled_back(fn, theta, torch.eye(count).to(theta))[1] @ V
+def batch_pulled_back(
+    samples: Samples, parameters: Parameters, theta: Tensor, loss: Callable[[Tensor], Tensor], weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The losses of a batch, and Σᵢ wᵢ∇ℓᵢ for each row w of weights (k, count)."""
+    together = _columns(samples, parameters, theta, weights.shape[1])
+    value, pulled = pulled_back(loss, theta, weights, together)
+    return value.detach(), pulled.detach()
 
 
-def hessian_products(scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, count: int) -> Tensor:
-    """∇²·v for every column v of V (d, c); `count` samples are evaluated inside the scalar.
+def _pushed_forward(
+    samples: Samples, fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, together: int
+) -> tuple[Tensor, Tensor]:
+    """fn(θ), and J·v for every column v of V, forward mode; from the gradients where a kernel has no forward mode."""
+    if _NO_FORWARD not in samples.fallbacks:
+        try:
+            # on one column too: a map over a single one costs more than the pass itself
+            if V.shape[1] == 1:
+                value, slope = jvp(fn, (theta,), (V[:, 0],))
+                return value.detach(), slope.detach()[:, None]
+            pushed = vmap(lambda v: jvp(fn, (theta,), (v,)), 1, (0, 1), chunk_size=together, randomness="same")
+            value, slope = pushed(V)
+            return value[0].detach(), slope.detach()
+        except (RuntimeError, NotImplementedError) as error:
+            if not _unsupported(error):
+                raise
+            samples.fallbacks.add(_NO_FORWARD)
+    value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together)
+    return value.detach(), gradients.detach() @ V
 
-    Forward over reverse; reverse over reverse where a kernel has no forward mode.
+
+def batch_hessian_products(
+    samples: Samples,
+    parameters: Parameters,
+    theta: Tensor,
+    scalar: Callable[[Tensor], Tensor],
+    count: int,
+    V: Tensor,
+) -> Tensor:
+    """∇²·v for every column v of V (d, c), of a scalar in which `count` of the samples are evaluated."""
+    return hessian_products(scalar, theta, V, _columns(samples, parameters, theta, count), samples.fallbacks)
+
+
+def hessian_products(
+    scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, together: int | None, fallbacks: set[str]
+) -> Tensor:
+    """∇²·v for every column v of V (d, c), `together` of them at once.
+
+    Forward over reverse; reverse over reverse where a kernel has no forward mode, which is remembered.
     """
-    options: dict[str, Any] = {"in_dims": 1, "out_dims": 1, "randomness": "same"}
-    options["chunk_size"] = max(1, min(V.shape[1], _VMAP_ELEMENTS // max(count, 1)))
-    try:
-        return vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], **options)(V).detach()
-    except (RuntimeError, NotImplementedError) as error:
-        if not _unsupported(error):
-            raise
-        return _reverse_over_reverse(scalar, theta, V, options)
+    options: dict[str, Any] = {"in_dims": 1, "out_dims": 1, "randomness": "same", "chunk_size": together}
+    if _NO_FORWARD_OVER_REVERSE not in fallbacks:
+        try:
+            if V.shape[1] == 1:
+                return jvp(grad(scalar), (theta,), (V[:, 0],))[1].detach()[:, None]
+            return vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], **options)(V).detach()
+        except (RuntimeError, NotImplementedError) as error:
+            if not _unsupported(error):
+                raise
+            fallbacks.add(_NO_FORWARD_OVER_REVERSE)
+    return _reverse_over_reverse(scalar, theta, V, options)
 
 
 def _reverse_over_reverse(
@@ -145,13 +255,16 @@ def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, ba
     def one(t: Tensor, z: Any) -> Tensor:
         return batch_loss(samples, parameters, mapped(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
 
-    try:
-        return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        if not _unsupported(error):
-            raise
-        count = len(leaves(batch)[0])
-        return pulled_back(batch_loss(samples, parameters, batch, count), theta, torch.eye(count).to(theta))[1]
+    if _NO_MAP not in samples.fallbacks:
+        try:
+            return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            if not _unsupported(error):
+                raise
+            samples.fallbacks.add(_NO_MAP)
+    count = len(leaves(batch)[0])
+    loss = batch_loss(samples, parameters, batch, count)
+    return batch_pulled_back(samples, parameters, theta, loss, torch.eye(count).to(theta))[1]
 
 
 def _unsupported(error: Exception) -> bool:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dif.derivatives import batch_loss, forward, hessian_products, pulled_back, sample_losses
+from dif.derivatives import (
+    batch_hessian_products,
+    batch_pulled_back,
+    forward,
+    hessian_products,
+    passes,
+    pulled_back,
+    sample_losses,
+)
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.term import Function, SampleSum, Term
+
+_TOGETHER = 256  # columns at once through a function of the parameters alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,11 +174,10 @@ class Rows:
         """Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over the samples of a table, for each row w of weights (k, n)."""
         samples = self.tables[table].samples
         value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
-        for place, batch in samples.batches():
-            loss = batch_loss(samples, self.parameters, batch, place.stop - place.start)
-            losses, pulled = pulled_back(loss, theta, weights[:, place])
-            value = value + weights[:, place] @ losses.detach()
-            gradient = gradient + pulled.detach()
+        for place, _, loss in passes(samples, self.parameters, theta):
+            losses, pulled = batch_pulled_back(samples, self.parameters, theta, loss, weights[:, place])
+            value = value + weights[:, place] @ losses
+            gradient = gradient + pulled
         return value, gradient
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -177,35 +187,38 @@ class Rows:
 
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """f(θ) and Σⱼ μⱼ∇fⱼ(θ) for the weights μ = weigh(f(θ)): one forward and one backward sweep."""
-        pulls: list[list[tuple[slice, Callable[[Tensor], Tensor]]]] = []
+        pulls: list[Callable[[Tensor], Tensor]] = []
         values = []
         for table in self.tables:
-            losses = [
-                (place, batch_loss(table.samples, self.parameters, batch, place.stop - place.start))
-                for place, batch in table.samples.batches()
-            ]
-            if len(losses) == 1:  # keep the graph: the backward sweep needs no second forward one
-                value, pull = forward(losses[0][1], theta)
-                pulls.append([(losses[0][0], pull)])
+            sweep = passes(table.samples, self.parameters, theta)
+            place, _, loss = next(sweep)
+            if place.stop == len(table.samples):  # keep the graph: the backward sweep needs no second forward one
+                losses, pull = forward(loss, theta)
             else:
-                value = torch.cat([loss(theta) for _, loss in losses])
-                pulls.append([(place, lambda w, f=loss: forward(f, theta)[1](w)) for place, loss in losses])
-            values.append(table.U @ value.detach())
+                with torch.no_grad():
+                    losses = torch.cat([loss(theta), *(later(theta) for _, _, later in sweep)])
+                pull = partial(self._swept_back, table.samples, theta)
+            pulls.append(pull)
+            values.append(table.U @ losses.detach())
         for f in self.functions:
             value, pull = f.forward(theta)
-            pulls.append([(slice(0, value.numel()), pull)])
+            pulls.append(pull)
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
         weights = weigh(f_values) @ self.C
         gradient, start = torch.zeros_like(theta), 0
-        for number, (value, parts) in enumerate(zip(values, pulls, strict=True)):
+        for number, (value, pull) in enumerate(zip(values, pulls, strict=True)):
             w = weights[start : start + len(value)]
-            if number < len(self.tables):
-                w = w @ self.tables[number].U
-            for place, pull in parts:
-                gradient = gradient + pull(w[place])
+            gradient = gradient + pull(w @ self.tables[number].U if number < len(self.tables) else w)
             start += len(value)
         return f_values, gradient.detach()
+
+    def _swept_back(self, samples: Samples, theta: Tensor, w: Tensor) -> Tensor:
+        """Σᵢ wᵢ∇ℓᵢ(θ) over all samples, batch by batch."""
+        total = torch.zeros_like(theta)
+        for place, _, loss in passes(samples, self.parameters, theta):
+            total += forward(loss, theta)[1](w[place]).detach()
+        return total
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
         """Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
@@ -235,15 +248,15 @@ class Rows:
             w = weights[self.columns(number)] @ table.U
             if not bool((w != 0).any()):
                 continue
-            for place, batch in table.samples.batches():
-                loss = batch_loss(table.samples, self.parameters, batch, place.stop - place.start)
+            for place, _, loss in passes(table.samples, self.parameters, theta):
 
                 def scalar(t: Tensor, f=loss, here=w[place], more=pending) -> Tensor:
                     return f(t) @ here if more is None else f(t) @ here + more(t)
 
-                total = total + hessian_products(scalar, theta, V, place.stop - place.start)
+                count = place.stop - place.start
+                total += batch_hessian_products(table.samples, self.parameters, theta, scalar, count, V)
                 pending = None
-        return total if pending is None else total + hessian_products(pending, theta, V, 1)
+        return total if pending is None else total + hessian_products(pending, theta, V, _TOGETHER, set())
 
 
 def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:

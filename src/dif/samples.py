@@ -61,6 +61,8 @@ class Samples:
         self.batch_size = None if batch_size is None else as_index(batch_size)
         self._data, self._n = _read(data, name)
         self._chosen: Tensor | None = None  # of a view: which samples of the data are in it
+        self.costs: dict[int, Any] = {}  # what a sample takes, by number of parameters; shared by views
+        self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what was done instead
 
     def __len__(self) -> int:
         return self._n

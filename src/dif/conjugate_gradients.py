@@ -133,6 +133,11 @@ class ConjugateGradients:
             last, live = worst, gaps > self.tolerance
         return X / self.curvature.root[:, None]
 
+    def approximate(self, B: Tensor) -> Tensor:
+        """What the preconditioner makes of B."""
+        root = self.curvature.root[:, None]
+        return self._precondition(B / root) / root
+
     def _run(self, B: Tensor, goal: Tensor, limit: int) -> tuple[Tensor, int]:
         """Conjugate gradients from zero until the recursive residual of every column meets its goal."""
         X, R = torch.zeros_like(B), B.clone()

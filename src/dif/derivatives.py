@@ -57,10 +57,10 @@ def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: in
         kept += 0 if t.untyped_storage().data_ptr() in given else t.numel()
         return t
 
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        with FlopCounterMode(display=False) as counter:
-            tensors = parameters.tensors(theta.detach().requires_grad_())
-            _losses(samples, parameters.bind({name: t.clone() for name, t in tensors.items()}), batch, count)
+    hooks, counter = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False)
+    with torch.enable_grad(), hooks, counter:
+        tensors = parameters.tensors(theta.detach().requires_grad_())
+        _losses(samples, parameters.bind({name: t.clone() for name, t in tensors.items()}), batch, count)
     return kept, int(counter.get_total_flops())
 
 
@@ -88,6 +88,11 @@ def passes(
 def _columns(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> int:
     """How many columns may go through a batch of this many samples together."""
     return max(1, in_flight(theta) // (count * cost(samples, parameters, theta).elements))
+
+
+def fitting(samples: Samples, parameters: Parameters, theta: Tensor, place: slice, columns: int) -> int:
+    """How many θ, with so many columns each, may go through a batch together."""
+    return max(1, _columns(samples, parameters, theta, place.stop - place.start) // max(1, columns))
 
 
 def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
@@ -121,7 +126,9 @@ def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indic
 
 def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """∇ℓᵢ(θ) row by row, (n, d)."""
-    pieces = [_batch_gradients(samples, parameters, theta, z) for _, z, _ in passes(samples, parameters, theta, indices)]
+    pieces = [
+        _batch_gradients(samples, parameters, theta, z) for _, z, _ in passes(samples, parameters, theta, indices)
+    ]
     return torch.cat(pieces)
 
 
@@ -195,7 +202,7 @@ def _pushed_forward(
             value, slope = pushed(V)
             return value[0].detach(), slope.detach()
         except (RuntimeError, NotImplementedError) as error:
-            if not _unsupported(error):
+            if not unsupported(error):
                 raise
             samples.fallbacks.add(_NO_FORWARD)
     value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together)
@@ -228,7 +235,7 @@ def hessian_products(
                 return jvp(grad(scalar), (theta,), (V[:, 0],))[1].detach()[:, None]
             return vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], **options)(V).detach()
         except (RuntimeError, NotImplementedError) as error:
-            if not _unsupported(error):
+            if not unsupported(error):
                 raise
             fallbacks.add(_NO_FORWARD_OVER_REVERSE)
     return _reverse_over_reverse(scalar, theta, V, options)
@@ -249,6 +256,31 @@ def _reverse_over_reverse(
         ) from error
 
 
+def stacked_gradients(
+    loss: Callable[[Tensor], Tensor], thetas: Tensor, W: Tensor, together: int
+) -> tuple[Tensor, Tensor]:
+    """W_p ℓ(θ_p), (P, k), and its Jacobian, (P, k, d), for several θ (P, d) with weights W (P, k, n)."""
+
+    def one(theta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        losses, pull = forward(loss, theta)
+        return w @ losses, vmap(pull, randomness="same")(w)
+
+    value, slope = vmap(one, chunk_size=together, randomness="same")(thetas, W)
+    return value.detach(), slope.detach()
+
+
+def stacked_products(
+    scalar: Callable[..., Tensor], thetas: Tensor, more: tuple[Tensor, ...], V: Tensor, together: int
+) -> Tensor:
+    """∇²·v at several θ (P, d), each with its own further arguments and columns V (P, d, c)."""
+
+    def one(theta: Tensor, V: Tensor, *more: Tensor) -> Tensor:
+        gradient = grad(lambda t: scalar(t, *more))
+        return vmap(lambda v: jvp(gradient, (theta,), (v,))[1], 1, 1, randomness="same")(V)
+
+    return vmap(one, chunk_size=together, randomness="same")(thetas, V, *more).detach()
+
+
 def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:
     """∇ℓ of each sample of a batch, (n, d); where the loss cannot be mapped over samples, from the batch as a whole."""
 
@@ -259,7 +291,7 @@ def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, ba
         try:
             return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
         except (RuntimeError, NotImplementedError, ValueError) as error:
-            if not _unsupported(error):
+            if not unsupported(error):
                 raise
             samples.fallbacks.add(_NO_MAP)
     count = len(leaves(batch)[0])
@@ -267,7 +299,7 @@ def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, ba
     return batch_pulled_back(samples, parameters, theta, loss, torch.eye(count).to(theta))[1]
 
 
-def _unsupported(error: Exception) -> bool:
+def unsupported(error: Exception) -> bool:
     """Whether torch cannot transform the loss (branches on data, kernels without forward mode), rather than run it."""
     words = ("vmap", "functorch", "forward AD", "forward-mode", "data-dependent")
     return isinstance(error, NotImplementedError) or any(word in str(error) for word in words)

@@ -16,6 +16,7 @@ from dif.probe import check_tensors
 from dif.program import Program
 from dif.rows import Rows, Table
 from dif.samples import Samples
+from dif.stack import Stack
 
 
 @dataclass(frozen=True, eq=False)
@@ -212,6 +213,18 @@ class Direction:
             torch.cat([*(C for _, _, C in tables), functions], 1),
         )
         return replace(self.program, rows=moved, tau=self.program.tau + self.dtau[p])
+
+    def stacked(self) -> Stack:
+        """All programs after their perturbations at ε = 1, to be evaluated together."""
+        every = [self.carried_out(p) for p in range(self.P)]
+        first = every[0].rows
+        start = sum(len(t.U) for t in first.tables)
+        tables = tuple(
+            (table.samples, torch.stack([e.rows.C[:, e.rows.columns(t)] @ e.rows.tables[t].U for e in every]))
+            for t, table in enumerate(first.tables)
+        )
+        tau = torch.stack([e.tau for e in every])
+        return Stack(first.parameters, tables, first.functions, first.C[:, start:], tau)
 
 
 def _removed(piece: Removal, table: Table, live: Tensor):

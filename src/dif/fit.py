@@ -86,6 +86,19 @@ def default_tolerance(theta: Tensor) -> float:
     return 1e-10 if theta.dtype == torch.float64 else 1e-5
 
 
+def check_limits(max_iter: int, max_seconds: float | None) -> None:
+    """Refuse limits within which nothing could be done."""
+    numbers = isinstance(max_iter, int) and (max_seconds is None or isinstance(max_seconds, int | float))
+    if not numbers or max_iter < 1 or (max_seconds is not None and not max_seconds > 0):
+        raise InvalidInputError(
+            "limits of fit",
+            measured=f"max_iter={max_iter}, max_seconds={max_seconds}",
+            threshold="both positive",
+            meaning="Nothing could be done within them.",
+            cure="Leave them out for the defaults.",
+        )
+
+
 @dataclass
 class Found:
     """Where a solve stands."""
@@ -128,15 +141,7 @@ def solve(
     report: Reporter = lambda done, text="": None,
 ) -> Found:
     """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
-    numbers = isinstance(max_iter, int) and (max_seconds is None or isinstance(max_seconds, int | float))
-    if not numbers or max_iter < 1 or (max_seconds is not None and not max_seconds > 0):
-        raise InvalidInputError(
-            "limits of fit",
-            measured=f"max_iter={max_iter}, max_seconds={max_seconds}",
-            threshold="both positive",
-            meaning="Nothing could be done within them.",
-            cure="Leave them out for the defaults.",
-        )
+    check_limits(max_iter, max_seconds)
     goal = default_tolerance(theta) if tol is None else checked_tolerance(tol)
     limits = _Limits(max_iter, max_seconds)
     best = Found(theta, lam)

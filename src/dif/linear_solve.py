@@ -22,6 +22,10 @@ class LinearSolver(Protocol):
         """X with H_ρ X = B, for B (d, c)."""
         ...
 
+    def approximate(self, B: Tensor) -> Tensor:
+        """About the same at the price of a few vectors, positive definite: a preconditioner for what is near H_ρ."""
+        ...
+
 
 Solver = Callable[[Operator], LinearSolver] | None  # how estimators take one; None: chosen by the size
 
@@ -50,6 +54,10 @@ class DenseCholesky:
                 meaning="The curvature is not positive definite, so the linearised problem has no unique solution.",
                 cure="Add a ridge to the objective, or pass damping (it changes the answer and is reported).",
             )
+
+    def approximate(self, B: Tensor) -> Tensor:
+        """X with H X = B, residual not looked at."""
+        return torch.cholesky_solve(B, self._factor)
 
     def solve(self, B: Tensor) -> Tensor:
         """X with H X = B, residual checked."""

@@ -42,6 +42,10 @@ class Refinement:
         """Products in float32, with all columns, over all solves."""
         return self.inner.steps
 
+    def approximate(self, B: Tensor) -> Tensor:
+        """What the preconditioner makes of B."""
+        return self.inner.approximate(B.float()).to(B)
+
     def solve(self, B: Tensor) -> Tensor:
         """X with H_ρ X = B, every column to the tolerance in float64."""
         B = B / self.root  # residuals are measured in coordinates that curve alike

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -95,17 +95,17 @@ def actual_scores(
     solution: Solution,
     targets: Targets,
     perturbations: Perturbation,
-    move: Callable[[Perturbation], Tensor],
+    moves: Iterable[Tensor],
     title: str,
     show_progress: bool,
 ) -> Tensor:
-    """The difference of each target between θ̄ and θ̄ + move(perturbation), one perturbation after the other, (P, T)."""
+    """The difference of each target between θ̄ and θ̄ + Δθ, for the Δθ of each perturbation in turn, (P, T)."""
     for some in chunks(perturbations):  # malformed ones are refused before the work begins
         Direction(solution.program, some)
     before = targets.values(solution.theta)
     rows = []
     with progress(title, len(perturbations), show_progress) as report:
-        for number, one in enumerate(perturbations):
-            rows.append(targets.values(solution.theta + move(one)) - before)
+        for number, move in enumerate(moves):
+            rows.append(targets.values(solution.theta + move) - before)
             report(number + 1)
     return torch.stack(rows).double().cpu()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -62,13 +63,14 @@ class NewtonInfluence:
         targets = Targets(target, self.solution)
         unanswered: dict[str, str] = {}
 
-        def move(one: Perturbation) -> Tensor:
-            step = self._step(one)
-            if step.unanswered:
-                unanswered[one.labels[0]] = step.unanswered
-            return step.omega
+        def moves() -> Iterator[Tensor]:
+            for one in perturbations:
+                step = self._step(one)
+                if step.unanswered:
+                    unanswered[one.labels[0]] = step.unanswered
+                yield step.omega
 
-        values = actual_scores(self.solution, targets, perturbations, move, self.name, self.show_progress)
+        values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
         diagnostics = {**self._diagnostics, "unanswered": unanswered}
         return Influence(values, perturbations, targets.names, self.name, diagnostics)
 

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from dif.direction import Direction
+from dif.derivatives import in_flight, unsupported
+from dif.direction import Direction, chunks
 from dif.errors import DifError, NotConvergedError
-from dif.fit import default_tolerance, solve
+from dif.fit import Found, check_limits, default_tolerance, solve
 from dif.influence import Change, Influence
 from dif.linearisation import trust
+from dif.nearby import Nearby
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 
+_HELD = 2**25  # numbers of θ and gradients held at once on the CPU
+
 
 class Retraining:
     """Solves each changed problem from θ̄, λ̄ to the same tolerance as `fit`, and keeps the residual as proof.
+
+    Many are solved at once where the model can be mapped over parameters: by Newton steps that use the curvature
+    prepared at θ̄ as a preconditioner. Those that resist go through `fit` one by one, from where they stopped.
 
     Args:
         solution: Where to start; should be a solution, so that the difference is the perturbation's.
@@ -41,6 +51,7 @@ class Retraining:
     ) -> None:
         self.solution = expect_solution(solution)
         self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
+        check_limits(max_iter, None)
         self.max_iter = max_iter
         self.strict = strict
         self.show_progress = show_progress
@@ -48,31 +59,94 @@ class Retraining:
             solution.check()
         self._diagnostics = {"kkt": trust(solution)["kkt"], "tol": self.tol, "strict": strict}
 
+    @cached_property
+    def _nearby(self) -> Nearby | None:
+        """What many are solved with; None where the solution has no curvature to start from."""
+        try:
+            return Nearby(self.solution)
+        except DifError:
+            return None
+
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, by solving the changed problem."""
         at = self.solution
-        direction = Direction.single(at.program, perturbation)
-        direction.first_order(0, at.theta, at.p, at.Dp)  # refuses samples without a derivative
-        try:
-            found = solve(direction.carried_out(0), at.theta, at.lam, tol=self.tol, max_iter=self.max_iter)
-            failure = None if found.reached else self._not_solved(perturbation, found.residual)
-        except DifError as error:
-            found, failure = None, error
-        if failure is not None and self.strict:
-            raise failure
-        moved = torch.full_like(at.theta, float("nan")) if failure or found is None else found.theta - at.theta
-        priced = torch.full_like(at.lam, float("nan")) if failure or found is None else found.lam - at.lam
+        Direction.single(at.program, perturbation)  # refuses more than one
+        ((found, failure),) = self._retrained(perturbation)
+        nothing = float("nan")
+        moved = torch.full_like(at.theta, nothing) if failure or found is None else found.theta - at.theta
+        priced = torch.full_like(at.lam, nothing) if failure or found is None else found.lam - at.lam
         return Change(
             theta=at.program.parameters.tensors(moved),
             multipliers=PerConstraint.of(at.program, priced),
             flat=moved,
             diagnostics={
                 **self._diagnostics,
-                "residual": float("nan") if found is None else found.residual,
+                "residual": nothing if found is None else found.residual,
                 "iterations": None if found is None else found.iterations,
                 "failed": None if failure is None else str(failure),
             },
         )
+
+    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+        """The actual difference of each target after retraining."""
+        targets = Targets(target, self.solution)
+        residuals: list[float] = []
+        failed: list[str] = []
+
+        def moves() -> Iterator[Tensor]:
+            for one, (found, failure) in zip(perturbations, self._retrained(perturbations), strict=True):
+                residuals.append(float("nan") if found is None else found.residual)
+                if failure is not None or found is None:
+                    failed.append(f"{one.labels[0]}: {failure}")
+                    yield torch.full_like(self.solution.theta, float("nan"))
+                else:
+                    yield found.theta - self.solution.theta
+
+        values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
+        diagnostics = {**self._diagnostics, "residuals": residuals, "failed": failed}
+        return Influence(values, perturbations, targets.names, self.name, diagnostics)
+
+    def _retrained(self, perturbations: Perturbation) -> Iterator[tuple[Found | None, DifError | None]]:
+        """Where each changed problem ended, in order; or why it did not. With strict, failures are raised."""
+        at = self.solution
+        vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per perturbation
+        longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
+        for some in chunks(perturbations, max(1, in_flight(at.theta, _HELD) // (vectors * longest))):
+            direction = Direction(at.program, some)
+            for p in range(direction.P):
+                direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
+            for p, begun in enumerate(self._together(direction)):
+                yield (begun, None) if begun.reached else self._alone(direction, p, begun)
+
+    def _together(self, direction: Direction) -> list[Found]:
+        """Newton on all of them at once; from the start where the model does not allow that."""
+        at, nearby = self.solution, self._nearby
+        start = Found(at.theta, at.lam)
+        if nearby is None or any(table.samples.fallbacks for table in at.program.rows.tables):
+            return [start] * direction.P
+        try:
+            ends = nearby.solve(direction.stacked(), self.tol, self.max_iter)
+        except (RuntimeError, NotImplementedError) as error:
+            if not unsupported(error):
+                raise
+            return [start] * direction.P
+        numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
+        return [Found(ends.theta[p], ends.lam[p], *several) for p, several in enumerate(numbers)]
+
+    def _alone(self, direction: Direction, p: int, begun: Found) -> tuple[Found | None, DifError | None]:
+        """One problem, by all means of `fit`."""
+        found, failure = None, None
+        try:
+            found = solve(direction.carried_out(p), begun.theta, begun.lam, tol=self.tol, max_iter=self.max_iter)
+            if not found.reached:
+                failure = self._not_solved(direction.perturbation[p], found.residual)
+        except DifError as error:
+            failure = error
+        if found is not None:
+            found.iterations += begun.iterations
+        if failure is not None and self.strict:
+            raise failure
+        return found, failure
 
     def _not_solved(self, perturbation: Perturbation, residual: float) -> NotConvergedError:
         return NotConvergedError(
@@ -82,20 +156,3 @@ class Retraining:
             meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
             cure="Raise max_iter, add a ridge, or perturb less.",
         )
-
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
-        """The actual difference of each target after retraining."""
-        targets = Targets(target, self.solution)
-        residuals: list[float] = []
-        failed: list[str] = []
-
-        def move(one: Perturbation) -> torch.Tensor:
-            change = self.change(one)
-            residuals.append(change.diagnostics["residual"])
-            if change.diagnostics["failed"]:
-                failed.append(f"{one.labels[0]}: {change.diagnostics['failed']}")
-            return change.flat
-
-        values = actual_scores(self.solution, targets, perturbations, move, self.name, self.show_progress)
-        diagnostics = {**self._diagnostics, "residuals": residuals, "failed": failed}
-        return Influence(values, perturbations, targets.names, self.name, diagnostics)

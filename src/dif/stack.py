@@ -1,0 +1,87 @@
+"""Several programs over the same samples, each at its own θ: evaluated together by one vectorised map."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dif.derivatives import fitting, passes, stacked_gradients, stacked_products
+from dif.parameters import Parameters
+from dif.rows import Smooth
+from dif.samples import Samples
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """P programs whose rows weigh the samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
+
+    parameters: Parameters
+    tables: tuple[tuple[Samples, Tensor], ...]  # samples, W (P, 1 + m, n)
+    functions: tuple[Smooth, ...]
+    C: Tensor  # (1 + m, outputs of the functions)
+    tau: Tensor  # (P, m)
+
+    def __len__(self) -> int:
+        return len(self.tau)
+
+    def take(self, which: Tensor) -> Stack:
+        """Some of the programs."""
+        tables = tuple((samples, W[which]) for samples, W in self.tables)
+        return Stack(self.parameters, tables, self.functions, self.C, self.tau[which])
+
+    def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
+        """f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its θ (P, d)."""
+        P, d = thetas.shape
+        f = thetas.new_zeros((P, len(self.C)))
+        J = thetas.new_zeros((P, len(self.C), d))
+        for samples, W in self.tables:
+            for place, _, loss in passes(samples, self.parameters, thetas[0]):
+                together = fitting(samples, self.parameters, thetas[0], place, len(self.C))
+                value, slope = stacked_gradients(loss, thetas, W[:, :, place], together)
+                f += value
+                J += slope
+        start = 0
+        for function in self.functions:
+            C = self.C[:, start : start + function.size]
+            for p in range(P):
+                value, slope = function.gradient(thetas[p])
+                f[p] += C @ value
+                J[p] += C @ slope
+            start += function.size
+        return f, J
+
+    def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
+        """Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
+        total = torch.zeros_like(V)
+        pending = self._curved_functions()
+        mu = weights @ self.C
+        for number, (samples, W) in enumerate(self.tables):
+            w = torch.einsum("pj,pjn->pn", weights, W)
+            more = pending if number == 0 else None
+            for place, _, loss in passes(samples, self.parameters, thetas[0]):
+
+                def scalar(t: Tensor, w: Tensor, mu: Tensor, loss=loss, more=more) -> Tensor:
+                    return loss(t) @ w if more is None else loss(t) @ w + more(t, mu)
+
+                together = fitting(samples, self.parameters, thetas[0], place, V.shape[2])
+                total += stacked_products(scalar, thetas, (w[:, place], mu), V, together)
+                more = None
+        return total
+
+    def _curved_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """(θ, μ) → Σₖ μₖφₖ(θ) over the functions that curve; None if there are none."""
+        curved, start = [], 0
+        for function in self.functions:
+            if function.matrix is None:
+                curved.append((slice(start, start + function.size), function.value))
+            start += function.size
+        if not curved:
+            return None
+
+        def value(theta: Tensor, mu: Tensor) -> Tensor:
+            return torch.stack([(mu[where] * phi(theta)).sum().to(mu.dtype) for where, phi in curved]).sum()
+
+        return value

@@ -10,7 +10,7 @@ ROOT = Path(dif.__file__).parent
 # From the bottom up; modules of one line may not import each other.
 LAYERS = [
     ["errors"],
-    ["parameters", "progress", "reading"],
+    ["parameters", "progress", "reading", "files", "limits", "metric", "trust_region"],
     ["perturbation", "structure"],
     ["constraint"],
     ["term"],
@@ -19,8 +19,8 @@ LAYERS = [
     ["rows"],
     ["probe"],
     ["program", "stack"],
-    ["direction", "kkt", "curvature", "reduced_qp"],
-    ["active_set", "conjugate_gradients"],
+    ["direction", "kkt", "curvature", "reduced_qp", "checkpoint", "primal_dual"],
+    ["active_set", "conjugate_gradients", "augmented_lagrangian"],
     ["linear_solve", "refinement"],
     ["kkt_step"],
     ["solution"],

@@ -196,10 +196,10 @@ def _pushed_forward(
         try:
             # on one column too: a map over a single one costs more than the pass itself
             if V.shape[1] == 1:
-                value, slope = jvp(fn, (theta,), (V[:, 0],))
+                value, slope = jvp(fn, (theta,), (V[:, 0],))[:2]
                 return value.detach(), slope.detach()[:, None]
             pushed = vmap(lambda v: jvp(fn, (theta,), (v,)), 1, (0, 1), chunk_size=together, randomness="same")
-            value, slope = pushed(V)
+            value, slope = pushed(V)[:2]
             return value[0].detach(), slope.detach()
         except (RuntimeError, NotImplementedError) as error:
             if not unsupported(error):

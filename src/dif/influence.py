@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from dif.agreement import Agreement
 from dif.errors import InvalidInputError
+from dif.files import written
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.reading import as_index
@@ -107,7 +106,6 @@ class Influence:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one file (npz, no pickle), complete or not at all."""
-        path = Path(path)
         about = {
             "format": _FORMAT,
             "estimator": self.estimator,
@@ -115,19 +113,8 @@ class Influence:
             "perturbations": self.perturbations,
             "targets": self.targets,
         }
-        if not path.parent.is_dir():
-            raise FileNotFoundError(f"no folder {os.fspath(path.parent)!r} to save {path.name!r} in: make it first")
-        descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                np.savez(file, values=self.values.numpy(), about=np.array(json.dumps(about)))
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(unfinished, 0o666 & ~mask)
-            os.replace(unfinished, path)
-        except BaseException:
-            Path(unfinished).unlink(missing_ok=True)
-            raise
+        with written(path) as file:
+            np.savez(file, values=self.values.numpy(), about=np.array(json.dumps(about)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:

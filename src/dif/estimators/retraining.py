@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.checkpoint import Standing
 from dif.derivatives import in_flight, unsupported
 from dif.direction import Direction, chunks
 from dif.errors import DifError, NotConvergedError
 from dif.fit import Found, check_limits, default_tolerance, solve
 from dif.influence import Change, Influence
+from dif.limits import Limits
 from dif.linearisation import trust
 from dif.nearby import Nearby
 from dif.perturbation import Perturbation
@@ -137,7 +139,8 @@ class Retraining:
         """One problem, by all means of `fit`."""
         found, failure = None, None
         try:
-            found = solve(direction.carried_out(p), begun.theta, begun.lam, tol=self.tol, max_iter=self.max_iter)
+            start = Standing(begun.theta, begun.lam)
+            found = solve(direction.carried_out(p), start, Limits(self.max_iter), tol=self.tol)
             if not found.reached:
                 failure = self._not_solved(direction.perturbation[p], found.residual)
         except DifError as error:

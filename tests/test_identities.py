@@ -123,7 +123,7 @@ def test_solves_the_auxiliary_variational_inequality(make, renormalise):
     solution = solved(problem)
     influence = dif.DirectionalInfluence(solution)
     theta, lam, active, n = solution.theta, solution.lam, solution.active, len(train)
-    X, y = train._data
+    X, y = train.storage.data
     loss = train.loss
     losses = torch.func.jacrev(lambda t, X, y: loss({"theta": t}, (X, y)))
     L, DL = loss({"theta": theta}, (X, y)), losses(theta, X, y)  # (n,), (n, d)

@@ -14,6 +14,7 @@ LAYERS = [
     ["perturbation", "structure"],
     ["constraint"],
     ["term"],
+    ["storage"],
     ["samples", "problem"],
     ["derivatives"],
     ["rows"],

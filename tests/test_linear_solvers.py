@@ -122,7 +122,7 @@ def _lagrangian(solution):
     group = torch.arange(60) % 3
 
     def value(theta):
-        losses = train.loss({"theta": theta}, train._data)
+        losses = train.loss({"theta": theta}, train.storage.data)
         risk = losses.mean()
         gaps = torch.stack([losses[group == g].mean() - risk for g in (1, 2)])
         return risk + 0.025 * (theta**2).sum() + solution.lam @ gaps

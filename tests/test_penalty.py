@@ -12,7 +12,7 @@ RHO, K = 30.0, 50.0
 
 def penalised(train, weights, bounds, kind):
     """L̃(θ, w): the objective with weights w on the samples, ρ/2 (equality)² and k (inequality)₊³."""
-    X, y = train._data
+    X, y = train.storage.data
 
     def value(theta, w):
         losses = train.loss({"theta": theta}, (X, y))

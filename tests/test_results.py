@@ -104,7 +104,7 @@ def test_the_sign_of_a_score():
     actual = dif.Retraining(solution).change(train.remove([7])).flat
     loss = train.loss
     before, after = (
-        float(loss({"theta": t}, (train._data[0], train._data[1]))[7])
+        float(loss({"theta": t}, (train.storage.data[0], train.storage.data[1]))[7])
         for t in (solution.theta, solution.theta + actual)
     )
     assert after > before

@@ -22,6 +22,7 @@ from dif.estimators.retraining import Retraining
 from dif.fit import fit
 from dif.influence import Change, Influence
 from dif.kkt import KKT
+from dif.parameters import variable
 from dif.perturbation import Perturbation
 from dif.problem import Problem
 from dif.refinement import Refinement
@@ -62,4 +63,5 @@ __all__ = [
     "fit",
     "linear",
     "ridge",
+    "variable",
 ]

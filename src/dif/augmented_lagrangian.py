@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.curvature import DENSE_LIMIT, Curvature
+from dif.curvature import Curvature
 from dif.errors import InfeasibleError, UnboundedError
 from dif.limits import Limits
 from dif.metric import Metric
@@ -40,7 +40,7 @@ class AugmentedLagrangian:
         self.accuracy = 1e-3
         self.violation = float("inf")
         self.start_size = max(float((self.root * theta).norm()), H0.noise, float((J[0] / self.root).norm())) or 1.0
-        self.radius = self.start_size
+        self.radius, self.smallest = self.start_size, torch.finfo(theta.dtype).eps * self.start_size
         gaps = self._gaps(f, J)[1]
         self.nearest = float(gaps.max()) if len(gaps) else 0.0  # least violation seen, as a step in √D·θ
         self.gap, self.stuck = float("inf"), False
@@ -148,20 +148,20 @@ class AugmentedLagrangian:
         pushing = self.program.equality | (force > 0)
         stiffness = (self.penalty / self.row_scale)[pushing]
         H = Curvature(self.program.rows, self.theta, self.program.weights(force)).with_rows(J[1:][pushing], stiffness)
-        scaled = gradient / self.root
-        if self.theta.numel() <= DENSE_LIMIT:
-            pairs = torch.linalg.eigh(self.metric.scaled(H.dense()))
+        pairs = None
+        sketched = H if H.assembled else H.sketched()
+        if sketched is not None:
+            pairs = torch.linalg.eigh(self.metric.scaled(sketched.dense()))
             self.metric = self.metric.with_eigenpairs(*pairs)
-        else:
-            pairs = None
         for _ in range(_SHRINKINGS):
-            if pairs is not None:
-                p, gain = exact_step(*pairs, scaled, self.radius)
+            if pairs is not None and H.assembled:
+                p, gain = exact_step(*pairs, gradient / self.root, self.radius)
+                trial = self.theta + p / self.root
             else:
                 p, gain = steihaug_step(
-                    lambda v: H.product((v / self.root)[:, None])[:, 0] / self.root, scaled, self.radius, _INNER
+                    lambda v: self._product(H, v), self.metric.gradient(gradient), self.radius, _INNER
                 )
-            trial = self.theta + p / self.root
+                trial = self.theta + self.metric.to_theta(p)
             there, slope = self._evaluate(trial)
             ratio = float(there - value) / gain if gain < 0 else -1.0
             if ratio > 0.75:
@@ -169,10 +169,14 @@ class AugmentedLagrangian:
             if ratio > 0.1 and bool(torch.isfinite(slope).all()):
                 self.theta = trial
                 return there, slope, True
-            self.radius = 0.25 * float(p.norm())
-            if self.limits.spent():
+            self.radius = max(0.25 * float(p.norm()), self.smallest)
+            if self.radius == self.smallest or self.limits.spent():
                 break
         return value, gradient, False
+
+    def _product(self, H: Curvature, v: Tensor) -> Tensor:
+        """H·v in u."""
+        return self.metric.gradient(H.product(self.metric.to_theta(v)[:, None])[:, 0])
 
     def _unbounded(self) -> None:
         raise UnboundedError(

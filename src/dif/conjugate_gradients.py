@@ -8,8 +8,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dif.curvature import Operator
+from dif.curvature import Curvature, Operator
 from dif.errors import DegenerateError, NotConvergedError
+from dif.metric import Metric
 
 
 class Preconditioner(Protocol):
@@ -73,6 +74,27 @@ class Nystrom:
         return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
 
 
+class Sketch:
+    """|H_ρ| assembled from some of the samples: eigenvalues by their absolute value, the smallest raised."""
+
+    def __init__(self, curvature: Scaled, sketched: Curvature) -> None:
+        metric = Metric(curvature.root)
+        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scaled(sketched.dense())))
+
+    def apply(self, R: Tensor) -> Tensor:
+        """P⁻¹·r for every column of R."""
+        return self.metric.inverse(R)
+
+
+def chosen_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:
+    """A sketch of the matrix where it can be assembled from some of the samples, else Nyström's."""
+    operator = curvature.operator
+    sketched = operator.sketched() if isinstance(operator, Curvature) and rank else None
+    if sketched is not None:
+        return Sketch(curvature, sketched)
+    return Nystrom(curvature, rank) if rank else None
+
+
 class ConjugateGradients:
     """Conjugate gradients on H_ρ, prepared once (the preconditioner), then any number of right-hand sides.
 
@@ -84,7 +106,8 @@ class ConjugateGradients:
         tolerance: ‖B − H X‖ / ‖B‖ to reach in every column, in coordinates that curve alike (None: 3e-11 in float64,
             3e-5 in float32).
         max_iter: Limit on iterations per solve.
-        rank: Of the Nyström preconditioner; 0 for none.
+        rank: Of the Nyström preconditioner; 0 for none but the diagonal. Where the matrix of a fair number of samples
+            can be assembled, its inverse preconditions instead.
     """
 
     def __init__(
@@ -93,7 +116,7 @@ class ConjugateGradients:
         self.curvature = Scaled.of(curvature)
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
-        self.preconditioner = Nystrom(self.curvature, rank) if rank else None
+        self.preconditioner = chosen_preconditioner(self.curvature, rank)
         self.residual = 0.0  # the largest seen, relative
         self.steps = 0  # products with all columns, over all solves
         self._check_sign()

@@ -9,10 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dif.derivatives import sample_slopes
+from dif.derivatives import cost, sample_slopes
 from dif.rows import Rows
 
-DENSE_LIMIT = 2500  # parameters up to which a Hessian is assembled
+DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
+_AFFORDABLE = {"cpu": 2e12, "cuda": 2e13}  # if it takes no more multiplications than this
+_PER_PRODUCT = 8  # evaluations of the losses that one product with the Hessian costs
+_FEWEST = 256  # samples from which a Hessian may be sketched
 _PROBES = 16
 _LANCZOS = 60  # steps
 
@@ -28,6 +31,11 @@ class Operator(Protocol):
     @property
     def like(self) -> Tensor:
         """A tensor of its type, on its device."""
+        ...
+
+    @property
+    def assembled(self) -> bool:
+        """Whether the matrix can be had at a fair price."""
         ...
 
     def dense(self) -> Tensor:
@@ -52,6 +60,7 @@ class Matrix:
     """An assembled Hessian."""
 
     H: Tensor  # (d, d)
+    assembled = True
 
     @property
     def d(self) -> int:
@@ -112,6 +121,33 @@ class Curvature:
         """A tensor of its type, on its device."""
         return self.theta
 
+    @property
+    def price(self) -> float:
+        """Multiplications that it takes to assemble the matrix."""
+        tables = self.rows.tables
+        evaluation = sum(len(t.samples) * cost(t.samples, self.rows.parameters, self.theta).flops for t in tables)
+        return float(_PER_PRODUCT * self.d * evaluation)
+
+    @property
+    def assembled(self) -> bool:
+        """Whether the matrix can be had at a fair price."""
+        return self.d <= DENSE_LIMIT and self.price <= _AFFORDABLE.get(self.theta.device.type, 2e12)
+
+    def sketched(self, seed: int = 0) -> Curvature | None:
+        """The same from as many samples as make the matrix affordable; None if those are too few, or all of them."""
+        affordable = _AFFORDABLE.get(self.theta.device.type, 2e12)
+        share = min(1.0, affordable / max(self.price, 1.0))
+        counts = [int(share * len(t.samples)) for t in self.rows.tables]
+        if self.d > DENSE_LIMIT or share == 1.0 or min(counts, default=0) < _FEWEST:
+            return None
+        generator = torch.Generator().manual_seed(seed)
+        some = [
+            torch.randperm(len(t.samples), generator=generator)[:count]
+            for t, count in zip(self.rows.tables, counts, strict=True)
+        ]
+        plain = None if self.plain is None else replace(self.plain, rows=self.rows.over(some))
+        return replace(self, rows=self.rows.over(some), plain=plain)
+
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:
         """With GᵀRG and δI in it, beside what is there already."""
         if self.G is not None and self.R is not None:
@@ -154,7 +190,7 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The same, 0 for coordinates that do not curve at all."""
-        return _curved(self._dense) if self.d <= DENSE_LIMIT else self._estimated_scale()
+        return _curved(self._dense) if self.assembled else self._estimated_scale()
 
     def _estimated_scale(self) -> Tensor:
         """Squared slopes of the samples tell the coordinates apart, a few products how large they are together."""
@@ -213,7 +249,7 @@ def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, floa
 
     inf if the tangent space is {0}. Exact where H is assembled; else the smallest Ritz value of a Lanczos run.
     """
-    if H.d <= DENSE_LIMIT:
+    if H.assembled:
         dense, root = H.dense().double(), root.double()
         return _smallest(dense, G.double()), _smallest(dense / root / root[:, None], G.double() / root)
     return _lanczos(H, G, torch.ones_like(root)), _lanczos(H, G, root)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
@@ -28,7 +29,7 @@ _NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
 class Cost:
     """What the loss of one sample takes."""
 
-    elements: int  # numbers kept for the backward pass
+    elements: int  # numbers made on the way, as many as are kept for the way back
     flops: int  # of one evaluation
 
 
@@ -46,22 +47,32 @@ def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
 
 
 def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int]:
-    """Numbers kept for the backward pass of a batch, and multiplications of its forward pass."""
-    from torch.utils.flop_counter import FlopCounterMode  # slow to import
+    """Numbers that a batch leaves behind on its way forward, and the multiplications it takes."""
+    _, batch = next(samples.batches(torch.arange(count), device=theta.device))
+    with torch.no_grad(), _Counted() as counted:
+        tensors = {name: t.clone() for name, t in parameters.tensors(theta).items()}
+        _losses(samples, parameters.bind(tensors), batch, count)
+    return counted.elements, counted.flops
 
-    _, batch = next(samples.batches(torch.arange(count)))
-    given, kept = {t.untyped_storage().data_ptr() for t in leaves(batch)}, 0
 
-    def keep(t: Tensor) -> Tensor:
-        nonlocal kept
-        kept += 0 if t.untyped_storage().data_ptr() in given else t.numel()
-        return t
+class _Counted(TorchDispatchMode):
+    """Counts the numbers that operators make, and the multiplications it takes them."""
 
-    hooks, counter = torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False)
-    with torch.enable_grad(), hooks, counter:
-        tensors = parameters.tensors(theta.detach().requires_grad_())
-        _losses(samples, parameters.bind({name: t.clone() for name, t in tensors.items()}), batch, count)
-    return kept, int(counter.get_total_flops())
+    elements = flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [t for t in args if isinstance(t, Tensor)]
+        if isinstance(out, Tensor) and all(out.untyped_storage() is not t.untyped_storage() for t in given):
+            name, factors = func.__name__.split(".")[0], [t for t in given if t.dim() > 0]
+            each = 1
+            if name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv") and len(factors) >= 2:
+                each = 2 * factors[-2].shape[-1]
+            elif "convolution" in name and len(factors) >= 2:
+                each = 2 * factors[1][0].numel()
+            self.elements += out.numel()
+            self.flops += out.numel() * each
+        return out
 
 
 def in_flight(like: Tensor, cpu: int = _IN_FLIGHT) -> int:
@@ -81,7 +92,7 @@ def passes(
     As many samples at once as fit.
     """
     fits = max(1, in_flight(theta) // cost(samples, parameters, theta).elements)
-    for place, batch in samples.batches(indices, at_most=fits if at_most is None else min(fits, at_most)):
+    for place, batch in samples.batches(indices, fits if at_most is None else min(fits, at_most), theta.device):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from dif.augmented_lagrangian import PATIENCE, AugmentedLagrangian
 from dif.checkpoint import Checkpoint, Standing
 from dif.conjugate_gradients import ConjugateGradients
-from dif.curvature import DENSE_LIMIT, Curvature
+from dif.curvature import Curvature
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
@@ -235,7 +235,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
 
 def _solver(H: Curvature, residual: float) -> Solver:
     """Cholesky where H is assembled; else conjugate gradients, only as exact as the step deserves."""
-    if H.d <= DENSE_LIMIT:
+    if H.assembled:
         return None
     exact = torch.finfo(H.theta.dtype).eps ** 0.672
     return lambda shifted: ConjugateGradients(shifted, tolerance=max(exact, min(1e-3, 1e-2 * residual)))

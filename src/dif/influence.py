@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -104,24 +105,37 @@ class Influence:
         index = pandas.Index(self.perturbations, name="perturbation")
         return pandas.DataFrame(self.values.numpy(), index=index, columns=list(self.targets))
 
+    def _about(self) -> str:
+        return json.dumps(
+            {
+                "format": _FORMAT,
+                "estimator": self.estimator,
+                "diagnostics": self.diagnostics,
+                "perturbations": self.perturbations,
+                "targets": self.targets,
+            }
+        )
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one file (npz, no pickle), complete or not at all."""
-        about = {
-            "format": _FORMAT,
-            "estimator": self.estimator,
-            "diagnostics": self.diagnostics,
-            "perturbations": self.perturbations,
-            "targets": self.targets,
-        }
         with written(path) as file:
-            np.savez(file, values=self.values.numpy(), about=np.array(json.dumps(about)))
+            np.savez(file, values=self.values.numpy(), about=np.array(self._about()))
+
+    def describe(self, path: str | os.PathLike[str]) -> None:
+        """Write everything but the values beside the file of values that was filled during scoring."""
+        with written(_beside(path)) as file:
+            file.write(self._about().encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:
-        """Read what `save` wrote."""
+        """Read what `save` wrote, or `scores(..., out=path)`; the latter stays on disk and is read as needed."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
+            if os.fspath(path).endswith(".npy"):
+                values = torch.from_numpy(np.lib.format.open_memmap(os.fspath(path), mode="r+"))
+                about = json.loads(_beside(path).read_text())
+            else:
+                with np.load(path, allow_pickle=False) as file:
+                    values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
             found, shape = about["format"], (len(about["perturbations"]), len(about["targets"]))
             about = {key: about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")}
         except FileNotFoundError:
@@ -136,6 +150,29 @@ class Influence:
 
     def __repr__(self) -> str:
         return f"Influence({self.estimator}: {len(self)} perturbations × {len(self.targets)} targets)"
+
+
+def values_on_disk(path: str | os.PathLike[str], shape: tuple[int, int]) -> Tensor:
+    """A tensor (P, T) that lives in a file, NaN to begin with."""
+    name = os.fspath(path)
+    if not name.endswith(".npy"):
+        raise InvalidInputError(
+            "out=",
+            measured=repr(name),
+            threshold="a file name ending in .npy",
+            meaning="The scores are written as one array of numpy; what they are about goes into a .json beside it.",
+            cure="Name it scores.npy, say.",
+        )
+    if not Path(name).parent.is_dir():
+        raise FileNotFoundError(f"no folder {str(Path(name).parent)!r} to save {Path(name).name!r} in: make it first")
+    _beside(path).unlink(missing_ok=True)
+    values = np.lib.format.open_memmap(name, mode="w+", dtype=np.float64, shape=shape)
+    values[:] = np.nan
+    return torch.from_numpy(values)
+
+
+def _beside(path: str | os.PathLike[str]) -> Path:
+    return Path(path).with_suffix(".json")
 
 
 def _unreadable(path: str | os.PathLike[str], found: str) -> InvalidInputError:

@@ -9,14 +9,19 @@ import torch
 from torch import Tensor
 
 from dif.conjugate_gradients import ConjugateGradients
-from dif.curvature import DENSE_LIMIT, Operator
+from dif.curvature import Operator
 from dif.errors import DegenerateError, NotConvergedError
 
 
 class LinearSolver(Protocol):
     """What the engine needs of a solver for H_ρ x = B."""
 
-    residual: float
+    residual: float  # the largest seen, relative
+
+    @property
+    def steps(self) -> int:
+        """Products with the curvature so far; 0 for a factorisation."""
+        ...
 
     def solve(self, B: Tensor) -> Tensor:
         """X with H_ρ X = B, for B (d, c)."""
@@ -37,6 +42,8 @@ class DenseCholesky:
     >>> solver.solve(torch.eye(2, dtype=torch.float64)).diagonal().tolist()
     [0.5, 0.25]
     """
+
+    steps = 0
 
     def __init__(self, H: Tensor, tolerance: float | None = None) -> None:
         self.H = H
@@ -95,7 +102,7 @@ def prepare(
     on {Gω = −r} that changes nothing, so any R that works gives the same answer. Without a solver of your own, H is
     factorised where it can be assembled, and met by conjugate gradients where not.
     """
-    chosen = solver or (_factorised if H.d <= DENSE_LIMIT else ConjugateGradients)
+    chosen = solver or (_factorised if H.assembled else ConjugateGradients)
     if rho is not None or len(G) == 0:
         R = torch.full_like(G[:, 0], rho or 0.0)
         return chosen(H.with_rows(G, R, damping)), R

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.direction import Direction, chunks
-from dif.influence import Change, Influence
+from dif.direction import Direction, check_kind, chunks
+from dif.influence import Change, Influence, values_on_disk
 from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
+from dif.progress import progress
 from dif.reading import check_number
 from dif.reduced_qp import no_direction, solve_reduced_qp
 from dif.solution import Solution
 from dif.targets import Targets
+
+_PIECE = 2**25  # slopes held at once
+_PIECES, _FEWEST = 64, 2**14  # pieces of a sweep at most, perturbations in one at least (memory permitting)
 
 
 class Linearisation:
@@ -86,22 +91,31 @@ class Linearisation:
         omega = -self.solver.solve((b + force[0] @ self.G)[:, None])[:, 0]
         return omega, nu[0], {}
 
-    def scores(self, targets: Targets, perturbations: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
-        """qᵀΔθ for every target and perturbation, (P, T), the multipliers, (P, k), and what could not be answered."""
+    def scores(
+        self, targets: Targets, perturbations: Perturbation, values: Tensor, show_progress: bool
+    ) -> tuple[Tensor, dict[str, str]]:
+        """Fill values (P, T) with qᵀΔθ; the multipliers, (P, k), and what could not be answered are returned.
+
+        One sweep over the perturbed samples, in pieces: beside the results nothing grows with their number.
+        """
         Q = targets.gradients(self.at.theta)
         k = len(self.kept)
         columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
         through = self.G @ columns[:, k:]  # (k, T)
-        scores, multipliers, unanswered = [], [], {}
-        for some in chunks(perturbations):
-            direction = Direction(self.at.program, some)
-            bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
-            r = (df[:, 1:] - direction.dtau)[:, self.kept]
-            nu, force, missing = self.push(bV[:, :k], r, some)
-            unanswered |= missing
-            scores.append(-bV[:, k:] - force @ through)
-            multipliers.append(nu)
-        return torch.cat(scores), torch.cat(multipliers), unanswered
+        multipliers, unanswered, done = [], {}, 0
+        size = max(1, min(_PIECE // max(1, columns.shape[1]), max(_FEWEST, len(perturbations) // _PIECES)))
+        with progress("scores", len(perturbations), show_progress) as report:
+            for some in chunks(perturbations, size):
+                direction = Direction(self.at.program, some)
+                bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
+                r = (df[:, 1:] - direction.dtau)[:, self.kept]
+                nu, force, missing = self.push(bV[:, :k], r, some)
+                unanswered |= missing
+                values[done : done + len(some)] = (-bV[:, k:] - force @ through).to(values)
+                multipliers.append(nu)
+                done += len(some)
+                report(done)
+        return torch.cat(multipliers), unanswered
 
     # Results
 
@@ -113,17 +127,38 @@ class Linearisation:
             theta=program.parameters.tensors(omega),
             multipliers=PerConstraint.of(program, self.multiplier_change(nu[None])[0]),
             flat=omega,
-            diagnostics={**diagnostics, "solver_residual": self.solver.residual, "unanswered": unanswered},
+            diagnostics={**diagnostics, **self._work(), "unanswered": unanswered},
         )
 
     def influence(
-        self, name: str, target: Any, perturbations: Perturbation, diagnostics: dict[str, Any]
+        self,
+        name: str,
+        target: Any,
+        perturbations: Perturbation,
+        diagnostics: dict[str, Any],
+        out: str | os.PathLike[str] | None = None,
+        show_progress: bool = True,
     ) -> tuple[Influence, Tensor]:
-        """The Influence of many on a target, and the multipliers of the kept rows, (P, k)."""
+        """The Influence of many on a target, in a file where one is named; and the multipliers of the kept rows."""
         targets = Targets(target, self.at)
-        scores, nu, unanswered = self.scores(targets, perturbations)
-        trusted = {**diagnostics, "solver_residual": self.solver.residual, "unanswered": unanswered}
-        return Influence(scores.double().cpu(), perturbations, targets.names, name, trusted), nu
+        check_kind(perturbations)
+        shape = (len(perturbations), len(targets.names))
+        values = torch.full(shape, float("nan"), dtype=torch.float64) if out is None else values_on_disk(out, shape)
+        nu, unanswered = self.scores(targets, perturbations, values, show_progress)
+        trusted = {**diagnostics, **self._work(), "unanswered": unanswered}
+        influence = Influence(values, perturbations, targets.names, name, trusted)
+        if out is not None:
+            influence.describe(out)
+        return influence, nu
+
+    def _work(self) -> dict[str, Any]:
+        """What the solves took, and what torch could not do with the losses."""
+        return {
+            "solver": type(self.solver).__name__,
+            "solver_residual": self.solver.residual,
+            "solver_steps": self.solver.steps,
+            "fallbacks": sorted({f for table in self.at.program.rows.tables for f in table.samples.fallbacks}),
+        }
 
 
 def checked_damping(damping: float) -> float:

@@ -45,3 +45,9 @@ class Metric:
     def scaled(self, H: Tensor) -> Tensor:
         """D^−½ H D^−½."""
         return H / self.root / self.root[:, None]
+
+    def inverse(self, R: Tensor) -> Tensor:
+        """Q |Λ|⁻¹ Qᵀ r for every column r of R (d, c), in √D·θ."""
+        if self.eigenvalues is None or self.vectors is None:
+            return R
+        return self.vectors @ ((self.vectors.T @ R) / self.eigenvalues[:, None])

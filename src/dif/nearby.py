@@ -8,8 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.conjugate_gradients import ConjugateGradients
-from dif.curvature import DENSE_LIMIT
 from dif.errors import DegenerateError
 from dif.kkt import Scales, residuals
 from dif.linear_solve import prepare
@@ -49,14 +47,13 @@ class Nearby:
     def __init__(self, at: Solution) -> None:
         self.at = at
         program = at.program
-        solver = None if at.curvature.d <= DENSE_LIMIT else ConjugateGradients
         self.held = program.equality
         try:
-            self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
+            self.solver, self.R = prepare(at.curvature, at.G[self.held])
         except DegenerateError:  # convex on the binding rows alone
             self.held = program.equality.clone()
             self.held[list(at.active.binding)] = True
-            self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
+            self.solver, self.R = prepare(at.curvature, at.G[self.held])
         self.kept = self.held.clone()
         self.kept[list(at.active.active)] = True
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, few
 
 
 class BoundModule(dict[str, Tensor]):
@@ -26,6 +27,32 @@ class BoundModule(dict[str, Tensor]):
         """Run the module with these tensors, and copies of what else it holds, in place of its own."""
         copies = {name: t.clone() for name, t in self.fixed.items()}
         return torch.func.functional_call(self.module, {**self, **copies}, args, kwargs)
+
+
+def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
+    """Params of a module of which only some are variable: the last layer, adapters; the others stay as they are.
+
+    Args:
+        module: Read, never changed; `requires_grad` is not asked.
+        names: Of parameters, or patterns such as "head.*" or "*lora*".
+
+    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    >>> list(variable(model, "2.*"))
+    ['2.weight', '2.bias']
+    """
+    patterns = [names] if isinstance(names, str) else list(names)
+    own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
+    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in own)]
+    if idle or not patterns:
+        raise InvalidInputError(
+            "names of variable parameters",
+            measured=", ".join(map(repr, idle)) or "none",
+            threshold="names or patterns that match parameters of an nn.Module",
+            meaning="Nothing would be variable under such a name.",
+            cure=f"The parameters are {few(list(own))}." if own else "Pass the module first, then the names.",
+        )
+    chosen = {n: t.detach() for n, t in own.items() if any(fnmatchcase(n, p) for p in patterns)}
+    return BoundModule(module, chosen, _fixed(module, chosen))
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.limits import Limits
 from dif.program import Program
 from dif.progress import Reporter
-from dif.rows import Rows, Table
+from dif.rows import Rows
 
 _ASCENT = 10.0  # steps of λ relative to the rate of Adam, where its row moves as fast as the objective
 _MEMORY = (0.9, 0.999)
@@ -63,11 +63,10 @@ class PrimalDual:
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
         orders = [torch.randperm(len(table.samples), generator=generator) for table in rows.tables]
         for step in range(self.steps):
-            tables = []
-            for table, order in zip(rows.tables, orders, strict=True):
-                n = len(order)
-                size = min(self.batch_size, n)
-                some = order[torch.arange(step * size, (step + 1) * size) % n]
-                U = table.U[:, some.to(table.U.device)] * (n / size)
-                tables.append(Table(table.samples.take(some), table.sums, U))
-            yield Rows(rows.parameters, tuple(tables), rows.functions, rows.C)
+            sizes = [min(self.batch_size, len(order)) for order in orders]
+            yield rows.over(
+                [
+                    order[torch.arange(step * size, (step + 1) * size) % len(order)]
+                    for order, size in zip(orders, sizes, strict=True)
+                ]
+            )

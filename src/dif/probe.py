@@ -71,7 +71,7 @@ def check_used(
     """Refuse parameters that no loss and no function (a ridge apart) depends on."""
     used = dict.fromkeys(parameters.names, False)
     for samples in every_samples:
-        _, batch = next(samples.batches(torch.arange(min(_FEW, len(samples)))))
+        _, batch = next(samples.batches(torch.arange(min(_FEW, len(samples))), device=theta.device))
         _mark(used, parameters, theta, lambda params, s=samples, b=batch: s.loss(params, b))
     for f in functions:
         if not f.regulariser:
@@ -111,10 +111,10 @@ def _mark(
 
 
 def check_tensors(samples: Samples, parameters: Parameters) -> None:
-    """Refuse data of another type or on another device than the parameters."""
-    for t in samples.tensors():
+    """Refuse data of another type than the parameters, or on an accelerator where they are not."""
+    for t in samples.storage.tensors():
         wrong_type = t.is_floating_point() and t.dtype != parameters.dtype
-        if wrong_type or t.device != parameters.device:
+        if wrong_type or t.device not in (parameters.device, torch.device("cpu")):
             raise InvalidInputError(
                 f"data of Samples {samples.name!r}",
                 measured=f"{t.dtype} on {t.device}",

@@ -146,6 +146,14 @@ class Rows:
             columns += [f.matrix is None] * f.size
         return (self.C[:, torch.tensor(columns, dtype=torch.bool, device=self.C.device)] != 0).any(1)
 
+    def over(self, indices: Sequence[Tensor]) -> Rows:
+        """The rows estimated from some samples of each table: weights grow so that the sums keep their size."""
+        tables = tuple(
+            Table(t.samples.take(some), t.sums, t.U[:, some.to(t.U.device)] * (len(t.samples) / len(some)))
+            for t, some in zip(self.tables, indices, strict=True)
+        )
+        return Rows(self.parameters, tables, self.functions, self.C)
+
     def parts(self, theta: Tensor) -> Tensor:
         """p(θ), (K,)."""
         with torch.no_grad():

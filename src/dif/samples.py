@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor
 from dif.errors import InvalidInputError, few
 from dif.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
 from dif.reading import as_index, as_numbers, as_tensor
-from dif.structure import Cast, described, leaves, mapped, tensors_of
+from dif.storage import Storage
+from dif.structure import described
 from dif.term import SampleSum, Term
 
 
@@ -23,10 +24,12 @@ class Samples:
     Args:
         loss: Gets the params (a dict of tensors; with an `nn.Module`, something to call like it) and a batch of
             `data`; returns one number per sample.
-        data: A tensor, a tuple or dict of tensors (first dimension: samples), or a torch `Dataset`. Held, not copied:
-            leave it as it is while you use these samples.
+        data: A tensor, a tuple or dict of tensors (first dimension: samples), memory-mapped arrays, a torch `Dataset`,
+            or a `DataLoader` (its Dataset, collate function, batch size and workers are used; its order is not: sample
+            i is item i). Held, not copied: leave it as it is while you use these samples. Batches are moved to the
+            device of the parameters.
         name: Shown in labels, errors and reports.
-        batch_size: Samples per pass; None takes all at once. No result depends on it.
+        batch_size: Samples per pass; None takes as many as fit. No result depends on it.
 
     >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
     >>> train.mean(), len(train)
@@ -54,21 +57,20 @@ class Samples:
                 measured=batch_size,
                 threshold="an integer ≥ 1, or None",
                 meaning="It is the number of samples per pass.",
-                cure="Leave it out to take all samples at once.",
+                cure="Leave it out to take as many as fit.",
             )
         self.loss = loss
         self.name = name
-        self.batch_size = None if batch_size is None else as_index(batch_size)
-        self._data, self._n = _read(data, name)
-        self._chosen: Tensor | None = None  # of a view: which samples of the data are in it
+        self.storage = Storage.of(data, name)
+        self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
         self.costs: dict[int, Any] = {}  # what a sample takes, by number of parameters; shared by views
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what was done instead
 
     def __len__(self) -> int:
-        return self._n
+        return len(self.storage)
 
     def __repr__(self) -> str:
-        return f"Samples({self.name!r}, n={self._n})"
+        return f"Samples({self.name!r}, n={len(self)})"
 
     # What objectives and constraints are made of
 
@@ -106,7 +108,7 @@ class Samples:
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """One perturbation per sample (all of them, or those listed)."""
-        index = torch.arange(self._n) if indices is None else torch.tensor(self._indices(indices))
+        index = torch.arange(len(self)) if indices is None else torch.tensor(self._indices(indices))
         return self._perturb(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
 
     def remove_groups(
@@ -167,48 +169,26 @@ class Samples:
 
     # How the numbers are reached
 
-    def batches(self, indices: Tensor | None = None, at_most: int | None = None) -> Iterator[tuple[slice, Any]]:
+    def batches(
+        self, indices: Tensor | None = None, at_most: int | None = None, device: torch.device | None = None
+    ) -> Iterator[tuple[slice, Any]]:
         """Batches of the data in order (of all samples, or of those listed), each with its positions."""
-        total = self._n if indices is None else len(indices)
+        total = len(self) if indices is None else len(indices)
         step = min(size for size in (self.batch_size, at_most, max(total, 1)) if size is not None)
-        for begin in range(0, total, step):
-            place = slice(begin, min(begin + step, total))
-            yield place, self._take(place if indices is None else indices[place])
+        return self.storage.batches(indices, step, device)
 
     def take(self, indices: Tensor | None) -> Samples:
         """The samples listed (None: all of them), as Samples of their own; nothing is copied."""
-        return self if indices is None else self._view(indices, self._data)
-
-    def _view(self, chosen: Tensor | None, data: Any) -> Samples:
-        view = copy(self)
-        view._data = data
-        if chosen is not None:
-            view._chosen = chosen if self._chosen is None else self._chosen[chosen]
-            view._n = len(chosen)
-        return view
+        return self if indices is None else self._with(self.storage.view(indices))
 
     def to(self, dtype: torch.dtype) -> Samples:
         """The same samples with their real numbers in another precision."""
+        return self._with(self.storage.to(dtype))
 
-        def cast(t: Tensor) -> Tensor:
-            return t.to(dtype) if t.is_floating_point() else t
-
-        return self._view(None, Cast(self._data, cast) if self._is_dataset() else mapped(self._data, cast))
-
-    def _is_dataset(self) -> bool:
-        return not isinstance(self._data, Tensor | tuple | list | dict)
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the data (of one sample, for a Dataset)."""
-        return leaves(self._take(slice(0, 1)) if self._is_dataset() else self._data)
-
-    def _take(self, where: slice | Tensor) -> Any:
-        if self._chosen is not None:
-            where = self._chosen[where]
-        if not self._is_dataset():
-            return mapped(self._data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
-        index = range(len(self._data))[where] if isinstance(where, slice) else where.tolist()
-        return torch.utils.data.default_collate([self._data[i] for i in index])
+    def _with(self, storage: Storage) -> Samples:
+        other = copy(self)
+        other.storage = storage
+        return other
 
     def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
         return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
@@ -218,13 +198,13 @@ class Samples:
 
     def _mask(self, where: Any) -> Tensor:
         if where is None:
-            return torch.ones(self._n, dtype=torch.bool)
+            return torch.ones(len(self), dtype=torch.bool)
         mask = as_tensor(where, f"where= over {self.name!r}").cpu()
-        if mask.dtype != torch.bool or mask.shape != (self._n,) or not bool(mask.any()):
+        if mask.dtype != torch.bool or mask.shape != (len(self),) or not bool(mask.any()):
             raise InvalidInputError(
                 f"where= over {self.name!r}",
                 measured=f"{mask.dtype}, shape {tuple(mask.shape)}, {int((mask != 0).sum())} true",
-                threshold=f"torch.bool, shape ({self._n},), at least one true",
+                threshold=f"torch.bool, shape ({len(self)},), at least one true",
                 meaning="The mask says which samples the term is taken over.",
                 cure="Build it by a comparison, such as group == 2.",
             )
@@ -232,12 +212,12 @@ class Samples:
 
     def _vector(self, values: Any, what: str) -> Tensor:
         vector = as_numbers(values, f"{what} over {self.name!r}")
-        if vector.shape != (self._n,) or not bool(torch.isfinite(vector).all()) or not bool((vector != 0).any()):
+        if vector.shape != (len(self),) or not bool(torch.isfinite(vector).all()) or not bool((vector != 0).any()):
             raise InvalidInputError(
                 f"{what} over {self.name!r}",
                 measured=f"shape {tuple(vector.shape)}, {int((~torch.isfinite(vector)).sum())} not finite, "
                 f"{int((vector != 0).sum())} nonzero",
-                threshold=f"shape ({self._n},), all finite, at least one nonzero",
+                threshold=f"shape ({len(self)},), all finite, at least one nonzero",
                 meaning="One weight per sample is needed.",
                 cure="Pass a vector as long as the data.",
             )
@@ -248,12 +228,12 @@ class Samples:
             indices = indices.tolist()  # type: ignore[union-attr]
         given = list(indices) if isinstance(indices, Iterable) else [indices]
         index = [as_index(i) for i in given]
-        unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < self._n]
+        unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < len(self)]
         if unknown or not index:
             raise InvalidInputError(
                 f"sample indices of {self.name!r}",
                 measured=few(unknown) if index else "none",
-                threshold=f"integers 0 … {self._n - 1}, at least one",
+                threshold=f"integers 0 … {len(self) - 1}, at least one",
                 meaning="No such sample." if index else "Nothing would change.",
                 cure="Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
             )
@@ -286,7 +266,7 @@ class Samples:
         return torch.tensor(index).expand(count)
 
     def _check_structure(self, new: Samples) -> None:
-        old_kind, new_kind = described(self._take(slice(0, 1))), described(new._take(slice(0, 1)))
+        old_kind, new_kind = described(self.storage.one()), described(new.storage.one())
         if old_kind != new_kind:
             raise InvalidInputError(
                 f"new data for {self.name!r}",
@@ -295,49 +275,6 @@ class Samples:
                 meaning="New samples go through the same loss as the old ones.",
                 cure="Give them the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
             )
-
-
-def _read(data: Any, name: str) -> tuple[Any, int]:
-    what = f"data of Samples {name!r}"
-    if isinstance(data, Mapping | tuple | list):
-        data = tensors_of(tuple(data) if isinstance(data, list) else data, what)
-    elif isinstance(data, Tensor) or hasattr(data, "__array__"):
-        data = as_tensor(data, what)
-    elif isinstance(data, str | bytes) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
-        raise InvalidInputError(
-            what,
-            measured=type(data).__name__,
-            threshold="a tensor, a tuple or dict of tensors, or a Dataset with a length",
-            meaning="Samples must be countable and addressable by index.",
-            cure="Load an iterable into tensors first.",
-        )
-    else:
-        return data, _count([len(data)], name)
-    tensors = leaves(data)
-    n = _count([len(t) if t.dim() else -1 for t in tensors], name)
-    for t in tensors:
-        if t.is_floating_point() and t.device.type != "meta" and not bool(torch.isfinite(t).all()):
-            bad = torch.nonzero((~torch.isfinite(t)).reshape(n, -1).any(1)).reshape(-1)
-            raise InvalidInputError(
-                f"data of Samples {name!r}",
-                measured=f"NaN or infinite in {len(bad)} samples ({few(bad.tolist())})",
-                threshold="0",
-                meaning="A loss of such a sample is not finite, and neither is its influence.",
-                cure="Drop or impute those samples first.",
-            )
-    return data, n
-
-
-def _count(lengths: list[int], name: str) -> int:
-    if len(set(lengths)) != 1 or lengths[0] < 1:
-        raise InvalidInputError(
-            f"number of samples in {name!r}",
-            measured=", ".join("a scalar" if n < 0 else str(n) for n in lengths) or "no tensor",
-            threshold="one length ≥ 1 for all tensors",
-            meaning="The first dimension of every tensor counts the samples.",
-            cure="Make the first dimensions equal.",
-        )
-    return lengths[0]
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from dif.reading import as_tensor
@@ -49,16 +48,3 @@ def described(batch: Any) -> str:
     if isinstance(batch, tuple | list) and not all(isinstance(v, str) for v in batch):
         return "(" + ", ".join(described(v) for v in batch) + ")"
     return "text" if isinstance(batch, list | tuple) else type(batch).__name__
-
-
-class Cast(torch.utils.data.Dataset[Any]):
-    """A Dataset whose tensors are cast on the way out."""
-
-    def __init__(self, data: Any, cast: Callable[[Tensor], Tensor]) -> None:
-        self.data, self.cast = data, cast
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, i: int) -> Any:
-        return mapped(self.data[i], self.cast)

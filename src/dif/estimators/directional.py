@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -90,10 +91,21 @@ class DirectionalInfluence:
             change.diagnostics["switched"] = bool(self._switched(change.multipliers.flat[None] + self.solution.lam))
         return change
 
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
-        """Predicted change of each target under each perturbation, qᵀΔθ."""
+    def scores(
+        self,
+        target: Any,
+        perturbations: Perturbation,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        show_progress: bool = True,
+    ) -> Influence:
+        """Predicted change of each target under each perturbation, qᵀΔθ.
+
+        With `out`, a file name ending in .npy, the scores go there as they come (NaN until then) and are not held in
+        memory; `Influence.load` reads them.
+        """
         name = self.name + (" (switching)" if self.switching else "")
-        influence, nu = self.linearisation.influence(name, target, perturbations, self._diagnostics)
+        influence, nu = self.linearisation.influence(name, target, perturbations, self._diagnostics, out, show_progress)
         if self.switching:
             influence.diagnostics["switched"] = int(self._switched(nu).sum())
             held = self.linearisation.free & ~self.solution.program.equality

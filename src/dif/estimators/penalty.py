@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -71,9 +72,20 @@ class PenaltyInfluence:
         """Δθ of one perturbation; Δλ is the change of the penalties' forces."""
         return self.linearisation.change(perturbation, self._diagnostics)
 
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
-        """Predicted change of each target under each perturbation, qᵀΔθ."""
-        return self.linearisation.influence(self.name, target, perturbations, self._diagnostics)[0]
+    def scores(
+        self,
+        target: Any,
+        perturbations: Perturbation,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        show_progress: bool = True,
+    ) -> Influence:
+        """Predicted change of each target under each perturbation, qᵀΔθ.
+
+        With `out`, a file name ending in .npy, the scores go there as they come (NaN until then) and are not held in
+        memory; `Influence.load` reads them.
+        """
+        return self.linearisation.influence(self.name, target, perturbations, self._diagnostics, out, show_progress)[0]
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """First derivative of the penalties (behind a 1 for f₀), (1 + m,), and the second, (m,)."""

@@ -12,6 +12,8 @@ from dif.curvature import Curvature, Operator
 from dif.errors import DegenerateError, NotConvergedError
 from dif.metric import Metric
 
+_PATIENCE = 300  # iterations without progress after which a solve counts as stalled
+
 
 class Preconditioner(Protocol):
     """An approximate inverse of H_ρ."""
@@ -116,10 +118,11 @@ class ConjugateGradients:
         self.curvature = Scaled.of(curvature)
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
-        self.preconditioner = chosen_preconditioner(self.curvature, rank)
         self.residual = 0.0  # the largest seen, relative
         self.steps = 0  # products with all columns, over all solves
+        self.preconditioner = None
         self._check_sign()
+        self.preconditioner = chosen_preconditioner(self.curvature, rank)
 
     def _check_sign(self) -> None:
         """A few steps on a random right-hand side: negative curvature is better met now than in the middle of work."""
@@ -167,8 +170,8 @@ class ConjugateGradients:
         Z = self._precondition(R)
         D, rz = Z.clone(), (R * Z).sum(0)
         live = torch.linalg.vector_norm(R, dim=0) > goal
-        used = 0
-        while bool(live.any()) and used < limit:
+        used, best, since = 0, float("inf"), 0
+        while bool(live.any()) and used < limit and since < _PATIENCE:
             used += 1
             some = torch.nonzero(live).reshape(-1)
             d = D[:, some]
@@ -184,7 +187,10 @@ class ConjugateGradients:
             new = (R[:, some] * Z).sum(0)
             D[:, some] = Z + (new / rz[some]) * d
             rz[some] = new
-            live = torch.linalg.vector_norm(R, dim=0) > goal
+            sizes = torch.linalg.vector_norm(R, dim=0)
+            live = sizes > goal
+            worst = float((sizes[live] / goal[live]).max()) if bool(live.any()) else 0.0
+            best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
         self.steps += used
         return X, used
 

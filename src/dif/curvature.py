@@ -110,6 +110,7 @@ class Curvature:
     R: Tensor | None = None  # (k,)
     damping: float = 0.0
     plain: Curvature | None = None  # the same without GᵀRG and δI
+    gauss_newton: bool = False  # without the curvature of the model itself
 
     @property
     def d(self) -> int:
@@ -158,11 +159,12 @@ class Curvature:
         """The same operator in another precision."""
         G, R = (None if t is None else t.to(dtype) for t in (self.G, self.R))
         moved = (self.theta.to(dtype), self.weights.to(dtype))
-        return Curvature(self.rows.to(dtype), *moved, G=G, R=R, damping=self.damping)
+        return Curvature(self.rows.to(dtype), *moved, G=G, R=R, damping=self.damping, gauss_newton=self.gauss_newton)
 
     def product(self, V: Tensor) -> Tensor:
         """H_ρ·v for every column v of V (d, c)."""
-        return self._extended(self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V), V)
+        HV = self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V, self.gauss_newton)
+        return self._extended(HV, V)
 
     def _extended(self, HV: Tensor, V: Tensor) -> Tensor:
         if self.G is not None and self.R is not None and len(self.G):
@@ -190,7 +192,11 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The same, 0 for coordinates that do not curve at all."""
-        return _curved(self._dense) if self.assembled else self._estimated_scale()
+        if self.assembled:
+            return _curved(self._dense)
+        if self.plain is None or self.G is None or self.R is None:
+            return self._estimated_scale()
+        return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
     def _estimated_scale(self) -> Tensor:
         """Squared slopes of the samples tell the coordinates apart, a few products how large they are together."""

@@ -18,8 +18,9 @@ from dif.structure import leaves, mapped
 
 _PROBED = 8  # samples on which the cost of one is measured
 _IN_FLIGHT = 2**23  # numbers held at once by a pass on the CPU: bounds memory, changes no result
-_PER_ENTRY = 128  # what an entry of a per-sample gradient costs (written, read, multiplied), in multiplications
-_GRADIENTS = 2**24  # entries of per-sample gradients held at once on the CPU
+_ACCELERATOR = 16  # times as many on an accelerator
+_PER_ENTRY = 192  # what an entry of a per-sample gradient costs (written, read, multiplied), in multiplications
+_GRADIENTS = 2**22  # entries of per-sample gradients held at once on the CPU
 _NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
 _NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
 _NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
@@ -47,12 +48,13 @@ def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
 
 
 def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int]:
-    """Numbers that a batch leaves behind on its way forward, and the multiplications it takes."""
+    """Numbers that a batch brings and leaves behind on its way forward, and the multiplications it takes."""
     _, batch = next(samples.batches(torch.arange(count), device=theta.device))
     with torch.no_grad(), _Counted() as counted:
         tensors = {name: t.clone() for name, t in parameters.tensors(theta).items()}
         _losses(samples, parameters.bind(tensors), batch, count)
-    return counted.elements, counted.flops
+    fetched = 0 if samples.storage.tensors_held else sum(t.numel() for t in leaves(batch))
+    return counted.elements + fetched, counted.flops
 
 
 class _Counted(TorchDispatchMode):
@@ -76,12 +78,11 @@ class _Counted(TorchDispatchMode):
 
 
 def in_flight(like: Tensor, cpu: int = _IN_FLIGHT) -> int:
-    """How many numbers a pass may hold at once: fixed on the CPU, part of what is free on an accelerator."""
+    """How many numbers a pass may hold at once: more on an accelerator, where there is room."""
     if like.device.type != "cuda":
         return cpu
-    free = torch.cuda.mem_get_info(like.device)[0]
-    unused = torch.cuda.memory_reserved(like.device) - torch.cuda.memory_allocated(like.device)
-    return max(cpu, int((free + unused) / (8 * like.element_size())))
+    room = torch.cuda.get_device_properties(like.device).total_memory - torch.cuda.memory_allocated(like.device)
+    return max(cpu, min(_ACCELERATOR * cpu, int(room / (8 * like.element_size()))))
 
 
 def passes(
@@ -98,7 +99,7 @@ def passes(
 
 def _columns(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> int:
     """How many columns may go through a batch of this many samples together."""
-    return max(1, in_flight(theta) // (count * cost(samples, parameters, theta).elements))
+    return max(1, in_flight(theta) // (count * cost(samples, parameters, theta).elements + 4 * len(theta)))
 
 
 def fitting(samples: Samples, parameters: Parameters, theta: Tensor, place: slice, columns: int) -> int:
@@ -250,6 +251,34 @@ def hessian_products(
                 raise
             fallbacks.add(_NO_FORWARD_OVER_REVERSE)
     return _reverse_over_reverse(scalar, theta, V, options)
+
+
+def batch_gauss_newton_products(
+    samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, w: Tensor, V: Tensor
+) -> Tensor:
+    """Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ·v for every column v of V (d, c): J of the model's outputs, ∇² of the loss in them."""
+    if samples.parted is None:
+        raise InvalidInputError(
+            f"Gauss–Newton curvature of {samples.name!r}",
+            measured="a loss of the params",
+            threshold="outputs of the model, and a loss of these",
+            meaning="Gauss–Newton leaves out the curvature of the model, so it must know where the model ends.",
+            cure="Say dif.Samples(loss, data, outputs=lambda params, z: ...), the loss then gets the outputs.",
+        )
+    outputs, criterion = samples.parted
+
+    def model(t: Tensor) -> Tensor:
+        return outputs(parameters.bind(parameters.tensors(t)), batch)
+
+    made, pull = forward(model, theta)
+    slope = grad(lambda out: criterion(out, batch) @ w)
+
+    def one(v: Tensor) -> Tensor:
+        along = jvp(model, (theta,), (v,))[1]
+        return pull(jvp(slope, (made,), (along,))[1])
+
+    together = _columns(samples, parameters, theta, len(w))
+    return vmap(one, 1, 1, chunk_size=together, randomness="same")(V).detach()
 
 
 def _reverse_over_reverse(

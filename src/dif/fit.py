@@ -28,6 +28,8 @@ from dif.progress import Reporter, progress
 from dif.reading import as_index
 from dif.solution import Solution, check_gradients, checked_tolerance
 
+_NEAR = 1.0  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
+
 
 def fit(
     problem: Problem,
@@ -211,6 +213,8 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
     kkt, f, J = _judge(program, at.theta, at.lam, H)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
+    if not H.assembled and at.residual > _NEAR:
+        return  # far away, where a step is costly and seldom good
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")

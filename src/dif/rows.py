@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives import (
+    batch_gauss_newton_products,
     batch_hessian_products,
     batch_pulled_back,
     forward,
@@ -237,8 +238,11 @@ class Rows:
         H = self.hessian_products(theta, weights, torch.eye(theta.numel()).to(theta))
         return 0.5 * (H + H.T)
 
-    def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor) -> Tensor:
-        """Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), the sum over the data inside: one sweep, (d, c)."""
+    def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor, gauss_newton: bool = False) -> Tensor:
+        """Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), the sum over the data inside: one sweep, (d, c).
+
+        With `gauss_newton` the samples' part without the curvature of the model.
+        """
         total = torch.zeros_like(V)
         curved, start = [], sum(len(t.U) for t in self.tables)
         for f in self.functions:
@@ -256,7 +260,10 @@ class Rows:
             w = weights[self.columns(number)] @ table.U
             if not bool((w != 0).any()):
                 continue
-            for place, _, loss in passes(table.samples, self.parameters, theta):
+            for place, batch, loss in passes(table.samples, self.parameters, theta):
+                if gauss_newton:
+                    total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
+                    continue
 
                 def scalar(t: Tensor, f=loss, here=w[place], more=pending) -> Tensor:
                     return f(t) @ here if more is None else f(t) @ here + more(t)

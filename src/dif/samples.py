@@ -30,6 +30,8 @@ class Samples:
             device of the parameters.
         name: Shown in labels, errors and reports.
         batch_size: Samples per pass; None takes as many as fit. No result depends on it.
+        outputs: What the model makes of a batch, `outputs(params, batch)` → (n, ...); the loss then gets these in place
+            of the params, `loss(outputs, batch)`. Only Gauss–Newton curvature needs the two apart.
 
     >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
     >>> train.mean(), len(train)
@@ -42,11 +44,12 @@ class Samples:
         data: Any,
         name: str = "samples",
         batch_size: int | None = None,
+        outputs: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
-        if not callable(loss):
+        if not callable(loss) or not (outputs is None or callable(outputs)):
             raise InvalidInputError(
                 f"loss of Samples {name!r}",
-                measured=type(loss).__name__,
+                measured=type(outputs if callable(loss) else loss).__name__,
                 threshold="a callable loss(params, batch)",
                 meaning="Samples(loss, data): the loss comes first.",
                 cure="Pass a function that returns one loss per sample.",
@@ -59,7 +62,8 @@ class Samples:
                 meaning="It is the number of samples per pass.",
                 cure="Leave it out to take as many as fit.",
             )
-        self.loss = loss
+        self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
+        self.parted = None if outputs is None else (outputs, loss)
         self.name = name
         self.storage = Storage.of(data, name)
         self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
@@ -144,7 +148,7 @@ class Samples:
         a weighted sum, only you know: `like=i` (one index, or one per new sample) gives them the memberships and
         weights of sample i.
         """
-        new = Samples(self.loss, data, name=f"new {self.name}", batch_size=self.batch_size)
+        new = self._new(data, "new")
         self._check_structure(new)
         entries = Entries.of([list(range(len(new)))])
         return self._perturb(Addition(self, new, entries, self._like(like, len(new)), renormalise, _terms(terms)))
@@ -152,7 +156,7 @@ class Samples:
     def replace(self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """One perturbation that puts new data (a corrected label, say) in the place of these samples."""
         index = self._indices(indices)
-        new = Samples(self.loss, data, name=f"corrected {self.name}", batch_size=self.batch_size)
+        new = self._new(data, "corrected")
         self._check_structure(new)
         if len(new) != len(index):
             raise InvalidInputError(
@@ -184,6 +188,12 @@ class Samples:
     def to(self, dtype: torch.dtype) -> Samples:
         """The same samples with their real numbers in another precision."""
         return self._with(self.storage.to(dtype))
+
+    def _new(self, data: Any, kind: str) -> Samples:
+        """Other data under the same loss."""
+        new = self._with(Storage.of(data, f"{kind} {self.name}"))
+        new.name = f"{kind} {self.name}"
+        return new
 
     def _with(self, storage: Storage) -> Samples:
         other = copy(self)

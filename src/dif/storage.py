@@ -106,7 +106,10 @@ class Storage:
 
     def _take(self, where: slice | Tensor) -> Any:
         if not self.tensors_held:
-            return self._cast(self.collate([self.data[i] for i in self._indices(where)]))
+            indices = self._indices(where)
+            many = getattr(self.data, "__getitems__", None)  # a Dataset may know how to fetch several at once
+            items = [self.data[i] for i in indices] if many is None else many(list(indices))
+            return self._cast(self.collate(items))
         if self.chosen is not None:
             where = self.chosen[where]
         return mapped(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])

@@ -24,23 +24,33 @@ class ClassicalInfluence:
     Args:
         solution: A certified solution.
         damping: δ in H + δI. It changes the answer, and is reported.
+        gauss_newton: Leave the curvature of the model out of H (the Samples must know their `outputs`): positive where
+            H is not. It changes the answer, and is reported.
         solver: Prepares a solver for H (None: Cholesky up to a few thousand parameters, conjugate gradients above).
         strict: Raise where the point is not a solution; False records it instead.
     """
 
     name = "classical IF"
 
-    def __init__(self, solution: Solution, *, damping: float = 0.0, solver: Solver = None, strict: bool = True) -> None:
+    def __init__(
+        self,
+        solution: Solution,
+        *,
+        damping: float = 0.0,
+        gauss_newton: bool = False,
+        solver: Solver = None,
+        strict: bool = True,
+    ) -> None:
         self.solution = expect_solution(solution)
         damping = checked_damping(damping)
         if strict:
             solution.check()
         weights = solution.program.weights(torch.zeros_like(solution.lam))
-        H = Curvature(solution.program.rows, solution.theta, weights)
+        H = Curvature(solution.program.rows, solution.theta, weights, gauss_newton=gauss_newton)
         prepared, none = prepare(H, solution.G[:0], damping=damping, solver=solver)
         rows = torch.zeros(0, dtype=torch.long, device=solution.theta.device)
         self.linearisation = Linearisation(solution, weights, prepared, rows, rows.bool(), none)
-        self._diagnostics = {**trust(solution), "damping": damping, "strict": strict}
+        self._diagnostics = {**trust(solution), "damping": damping, "gauss_newton": gauss_newton, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ of one perturbation, constraints ignored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,6 +28,8 @@ class DirectionalInfluence:
             better where a constraint is nearly weak.
         rho: Weight of GᵀG in H_ρ (None: chosen). It does not change the answer.
         damping: δ in H + δI. It changes the answer, and is reported.
+        gauss_newton: Leave the curvature of the model out of H (the Samples must know their `outputs`): positive where
+            H is not. It changes the answer, and is reported.
         solver: Prepares a solver for H_ρ (None: Cholesky up to a few thousand parameters, conjugate gradients above).
         strict: Raise where the point is not a solution or the derivative does not exist; False records it instead.
     """
@@ -40,11 +43,13 @@ class DirectionalInfluence:
         switching: bool = False,
         rho: float | None = None,
         damping: float = 0.0,
+        gauss_newton: bool = False,
         solver: Solver = None,
         strict: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
         self.switching, self.strict = switching, strict
+        self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
         damping = checked_damping(damping)
         if rho is not None:
             rho = check_number(
@@ -52,15 +57,16 @@ class DirectionalInfluence:
             )
         if strict:
             solution.check()
-            solution.active.check(damped=damping > 0)
-        self._diagnostics = {**trust(solution), "damping": damping, "switching": switching, "strict": strict}
+            solution.active.check(damped=damping > 0 or gauss_newton)
+        settings = {"damping": damping, "gauss_newton": gauss_newton, "switching": switching, "strict": strict}
+        self._diagnostics = {**trust(solution), **settings}
         self.linearisation = (self._switching if switching else self._local)(rho, damping, solver, strict)
 
     def _local(self, rho: float | None, damping: float, solver: Solver, strict: bool) -> Linearisation:
         at, active = self.solution, self.solution.active
         kept = _index(active.active, at.theta)
         free = torch.isin(kept, _index(active.binding, at.theta))
-        prepared, R_free = prepare(at.curvature, at.G[kept][free], rho, damping, solver)
+        prepared, R_free = prepare(self._curvature, at.G[kept][free], rho, damping, solver)
         return Linearisation(at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free), strict=strict)
 
     def _switching(self, rho: float | None, damping: float, solver: Solver, strict: bool) -> Linearisation:
@@ -68,10 +74,10 @@ class DirectionalInfluence:
         kept = torch.arange(at.program.m, device=at.theta.device)
         free = at.program.equality
         try:
-            prepared, R_free = prepare(at.curvature, at.G[free], rho, damping, solver)
+            prepared, R_free = prepare(self._curvature, at.G[free], rho, damping, solver)
         except DegenerateError:  # not convex on the equalities alone: hold the binding rows, check their signs later
             free = torch.isin(kept, _index(at.active.binding, at.theta))
-            prepared, R_free = prepare(at.curvature, at.G[free], rho, damping, solver)
+            prepared, R_free = prepare(self._curvature, at.G[free], rho, damping, solver)
         return Linearisation(
             at,
             at.program.weights(at.lam),

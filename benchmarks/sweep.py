@@ -1,0 +1,168 @@
+"""The scoring sweep: time per column of V relative to a plain forward pass, and whether memory grows with N.
+
+Per-sample slopes ∇ℓᵢ·v for all samples and all columns v are what scoring every sample costs beside the solves. Data
+are made on the fly by a Dataset or held in memory; peak memory is measured in a process of its own for each N.
+
+    python benchmarks/sweep.py            CPU, and the accelerator if there is one
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+from torch import nn
+
+import dif
+from dif.direction import Direction
+from dif.linearisation import Linearisation
+from dif.solution import Solution
+
+
+def cross_entropy(model, z):
+    return nn.functional.cross_entropy(model(z[0]), z[1], reduction="none")
+
+
+def conv(into, out, size, stride):
+    return nn.Sequential(nn.Conv2d(into, out, size, stride, padding=size // 2), nn.Tanh())
+
+
+def models():
+    yield "logistic", nn.Linear(784, 10), (784,)
+    yield "tanh 784-256-10", nn.Sequential(nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 10)), (784,)
+    layers = [conv(1, 8, 3, 1), conv(8, 8, 3, 2), conv(8, 8, 3, 1), conv(8, 8, 3, 2), conv(8, 10, 1, 1)]
+    yield "5 convolutions", nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten()), (1, 28, 28)
+
+
+class Made(torch.utils.data.Dataset):
+    """Samples made when asked for: nothing is held."""
+
+    def __init__(self, n, shape, dtype):
+        self.n, self.shape, self.dtype = n, shape, dtype
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return torch.full(self.shape, 0.001 * (i % 997), dtype=self.dtype), i % 10
+
+    def __getitems__(self, indices):
+        index = torch.tensor(indices)
+        X = (0.001 * (index % 997)).to(self.dtype).reshape(-1, *(1 for _ in self.shape)).expand(-1, *self.shape)
+        return list(zip(X, index % 10, strict=True))
+
+
+def solution_of(model, data):
+    train = dif.Samples(cross_entropy, data, name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(0.01), [train.mean() <= 100.0])
+    return train, Solution(problem, model, [0.0])
+
+
+def seconds(work, device, repeats=3):
+    best = float("inf")
+    for _ in range(repeats + 1):
+        begun = time.perf_counter()
+        work()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - begun)
+    return best
+
+
+def times(device, dtype, many, report):
+    for name, model, shape in models():
+        n = many if len(shape) == 1 else many // 10  # convolutions take longer
+        model = model.to(device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(0)
+        X = torch.randn(n, *shape, generator=generator).to(device=device, dtype=dtype)
+        y = torch.randint(0, 10, (n,), generator=generator).to(device)
+        train, solution = solution_of(model, (X, y))
+        step = 2000 if device == "cpu" else 50_000
+
+        def plain(model=model, X=X, y=y, step=step, n=n):
+            with torch.no_grad():
+                for begin in range(0, n, step):
+                    cross_entropy(model, (X[begin : begin + step], y[begin : begin + step]))
+
+        base = seconds(plain, device)
+        direction = Direction(solution.program, train.remove_each())
+        weights = solution.program.weights(solution.lam)
+        for columns in (1, 4, 16, 64):
+            V = torch.randn(solution.theta.numel(), columns, generator=generator).to(solution.theta)
+            at = (solution.theta, weights, solution.p, solution.Dp, V)
+            took = seconds(lambda at=at, direction=direction: direction.moves(*at), device)
+            ratio = took / base / columns
+            key = f"{device} {dtype}, {name}, {columns} columns".replace("torch.", "")
+            report[key] = ratio
+            print(f"{key}: {ratio:.2f} forward passes per column ({took:.3f} s, forward {base:.3f} s)", flush=True)
+
+
+class Unprepared:
+    """Stands for a solver: only the sweep is measured."""
+
+    residual, steps = 0.0, 0
+
+    def solve(self, B):
+        """What it is given."""
+        return B
+
+    approximate = solve
+
+
+def memory(device, n):
+    """Peak memory of scoring n samples on 10 targets, made on the fly and written to disk, in MiB."""
+    model = nn.Sequential(nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 10)).to(device)
+    # on the CPU made on the fly; for an accelerator (whose memory alone counts) one image seen n times
+    y = torch.zeros(1, dtype=torch.long).expand(n)
+    data = Made(n, (784,), torch.float32) if device == "cpu" else (torch.rand(1, 784).expand(n, 784), y)
+    train, solution = solution_of(model, data)
+    test = dif.Samples(cross_entropy, Made(10, (784,), torch.float32), name="test")
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    weights = solution.program.weights(solution.lam)
+    swept = Linearisation(solution, weights, Unprepared(), none, none.bool(), none.float())
+    with tempfile.TemporaryDirectory() as folder:
+        done, _ = swept.influence("sweep", test, train.remove_each(), {}, out=f"{folder}/scores.npy")
+    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else host
+    print(json.dumps({"peak": peak, "scored": len(done)}))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=40_000, help="of the timings; ten times as many on CUDA")
+    parser.add_argument("--memory", type=int, default=20_000, help="N of the measurement of memory, and ten times it")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.peak_of:
+        memory(options.device, options.peak_of)
+        return
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    report: dict[str, object] = {}
+    for device in devices:
+        n = options.samples * (10 if device == "cuda" else 1)
+        times(device, torch.float64 if device == "cpu" else torch.float32, n, report)
+    for device in devices:
+        found = []
+        many = options.memory * (10 if device == "cuda" else 1)
+        for n in (many, 10 * many):
+            command = [sys.executable, __file__, "--peak-of", str(n), "--device", device]
+            answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+            found.append(json.loads(answer.splitlines()[-1]))
+        small, large = (f["peak"] for f in found)
+        print(f"{device}: peak memory {small:.0f} MiB for N = {many}, {large:.0f} MiB for ten times as many")
+        report[f"{device} memory, MiB"] = [small, large]
+    if options.out:
+        with open(options.out, "w") as file:
+            json.dump(report, file, indent=2)
+
+
+if __name__ == "__main__":
+    main()

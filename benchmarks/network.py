@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs=2, default=(1000, 300))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--l2", type=float, default=1e-3)
-    parser.add_argument("--tau", type=float, default=0.003)
+    parser.add_argument("--tau", type=float, default=0.01)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=60, help="limit of the full-batch phases of fit")
     parser.add_argument("--damping", type=float, nargs="+", default=[5e-3])
@@ -67,9 +67,12 @@ def main() -> None:
     problem = dif.Problem(risk + dif.ridge(options.l2), constraints)
 
     begun = time.perf_counter()
-    settings = {"epochs": options.epochs, "batch_size": 512, "rate": 1e-3, "max_iter": 10**6}
-    solution = dif.fit(problem, model, max_seconds=options.seconds, **settings)
-    phase("fit", begun)
+    steps = options.epochs * -(-n // 512)
+    start = dif.fit(problem, model, epochs=options.epochs, batch_size=512, max_iter=steps)
+    phase("fit, mini-batches", begun)
+    begun = time.perf_counter()
+    solution = dif.fit(problem, start.params, multipliers=start.multipliers, max_seconds=options.seconds, tol=1e-3)
+    phase("fit, whole data", begun)
     print(f"d = {solution.theta.numel():,}; {solution}; λ = {solution.lam.tolist()}")
     begun = time.perf_counter()
     print(solution.active)
@@ -104,9 +107,11 @@ def main() -> None:
             found = scores.diagnostics
             print(f"{name}: {tuple(scores.values.shape)} scores, solver residual {found['solver_residual']:.1e}")
             report[name] = {"residual": found["solver_residual"], "steps": found["solver_steps"]}
-            if previous is not None:
+            if found["unanswered"]:
+                print(f"  without an answer (dependent constraints): {len(found['unanswered'])}")
+            elif previous is not None:
                 print(f"  against the one before: {scores.compare(previous)}")
-            previous = scores
+            previous = scores if not found["unanswered"] else previous
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")
 

@@ -153,29 +153,34 @@ class AugmentedLagrangian:
         if sketched is not None:
             pairs = torch.linalg.eigh(self.metric.scaled(sketched.dense()))
             self.metric = self.metric.with_eigenpairs(*pairs)
+        slope = self.metric.gradient(gradient)
+        shape = None  # of the step, where it is not exact: shrinking keeps its direction
         for _ in range(_SHRINKINGS):
+            if self.limits.spent():
+                break
             if pairs is not None and H.assembled:
                 p, gain = exact_step(*pairs, gradient / self.root, self.radius)
                 trial = self.theta + p / self.root
             else:
-                p, gain = steihaug_step(
-                    lambda v: self._product(H, v), self.metric.gradient(gradient), self.radius, _INNER
-                )
+                shape = shape or steihaug_step(lambda v: self._product(H, v), slope, self.radius, _INNER)
+                t = min(1.0, self.radius / max(float(shape[0].norm()), self.smallest))
+                p, gain = t * shape[0], float(t * slope @ shape[0] + 0.5 * t**2 * shape[0] @ shape[1])
                 trial = self.theta + self.metric.to_theta(p)
-            there, slope = self._evaluate(trial)
+            there, changed = self._evaluate(trial)
             ratio = float(there - value) / gain if gain < 0 else -1.0
             if ratio > 0.75:
                 self.radius = max(self.radius, 2 * float(p.norm()))
-            if ratio > 0.1 and bool(torch.isfinite(slope).all()):
+            if ratio > 0.1 and bool(torch.isfinite(changed).all()):
                 self.theta = trial
-                return there, slope, True
+                return there, changed, True
             self.radius = max(0.25 * float(p.norm()), self.smallest)
-            if self.radius == self.smallest or self.limits.spent():
+            if self.radius == self.smallest:
                 break
         return value, gradient, False
 
     def _product(self, H: Curvature, v: Tensor) -> Tensor:
         """H·v in u."""
+        self.limits.used += 1
         return self.metric.gradient(H.product(self.metric.to_theta(v)[:, None])[:, 0])
 
     def _unbounded(self) -> None:

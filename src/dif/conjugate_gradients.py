@@ -110,19 +110,27 @@ class ConjugateGradients:
         max_iter: Limit on iterations per solve.
         rank: Of the Nyström preconditioner; 0 for none but the diagonal. Where the matrix of a fair number of samples
             can be assembled, its inverse preconditions instead.
+        preconditioner: One that is known already, of a curvature nearby.
     """
 
     def __init__(
-        self, curvature: Operator, *, tolerance: float | None = None, max_iter: int = 5000, rank: int = 64
+        self,
+        curvature: Operator,
+        *,
+        tolerance: float | None = None,
+        max_iter: int = 5000,
+        rank: int = 64,
+        preconditioner: Preconditioner | None = None,
     ) -> None:
         self.curvature = Scaled.of(curvature)
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
         self.residual = 0.0  # the largest seen, relative
         self.steps = 0  # products with all columns, over all solves
-        self.preconditioner = None
+        self.preconditioner = preconditioner
         self._check_sign()
-        self.preconditioner = chosen_preconditioner(self.curvature, rank)
+        if preconditioner is None:
+            self.preconditioner = chosen_preconditioner(self.curvature, rank)
 
     def _check_sign(self) -> None:
         """A few steps on a random right-hand side: negative curvature is better met now than in the middle of work."""

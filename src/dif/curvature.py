@@ -111,6 +111,7 @@ class Curvature:
     damping: float = 0.0
     plain: Curvature | None = None  # the same without GᵀRG and δI
     gauss_newton: bool = False  # without the curvature of the model itself
+    assumed: Tensor | None = None  # (d,) how much each coordinate curves, known from a point nearby
 
     @property
     def d(self) -> int:
@@ -195,23 +196,31 @@ class Curvature:
         if self.assembled:
             return _curved(self._dense)
         if self.plain is None or self.G is None or self.R is None:
-            return self._estimated_scale()
+            return self._estimated_scale() if self.assumed is None else self.assumed
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
     def _estimated_scale(self) -> Tensor:
-        """Squared slopes of the samples tell the coordinates apart, a few products how large they are together."""
+        """Samples: their squared slopes tell the coordinates apart, a few products how large they are together.
+
+        Functions: a few products. What is estimated of samples is noisy, so coordinates that differ by less than a
+        factor of four from the middle of their tensor count as curved alike.
+        """
         weights = self.weights @ self.rows.C
         squares = torch.zeros_like(self.theta)
         for number, table in enumerate(self.rows.tables):
             mu = (weights[self.rows.columns(number)] @ table.U).abs().sqrt()
             signs = _signs(mu, _PROBES).T * mu  # (probes, n)
             squares += (self.rows.pulled(number, self.theta, signs)[1] ** 2).mean(0)
+        squares = torch.cat([_levelled(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
-        total = float(squares.mean())
+        apart = weights.clone()
+        apart[: sum(len(table.U) for table in self.rows.tables)] = 0
+        smooth = (signs * self.rows.hessian_products(self.theta, apart, signs)).mean(1).abs()
+        total, rest = float(squares.mean()), max(mean - float(smooth.mean()), 1e-3 * mean)
         if not (0 < total < float("inf") and 0 < mean < float("inf")):
             return torch.full_like(self.theta, mean if 0 < mean < float("inf") else 1.0)
-        return (squares * (mean / total)).clamp(min=1e-12 * mean)
+        return (squares * (rest / total) + smooth).clamp(min=1e-12 * mean)
 
     @cached_property
     def noise(self) -> float:
@@ -231,6 +240,12 @@ class Curvature:
 def _signs(like: Tensor, columns: int) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     return (2 * torch.randint(0, 2, (len(like), columns), generator=generator) - 1).to(like)
+
+
+def _levelled(D: Tensor) -> Tensor:
+    """D, with the middle of all for those within a factor of four of it."""
+    middle = D.median()
+    return torch.where((0.25 * middle < D) & (4 * middle > D), middle, D)
 
 
 def _curved(H: Tensor) -> Tensor:

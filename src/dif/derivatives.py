@@ -31,6 +31,7 @@ class Cost:
     """What the loss of one sample takes."""
 
     elements: int  # numbers made on the way, as many as are kept for the way back
+    inputs: int  # numbers that the sample consists of
     flops: int  # of one evaluation
 
 
@@ -40,21 +41,22 @@ def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
     if known is None:
         many = min(_PROBED, len(samples), samples.batch_size or _PROBED)
         few = many // 2
-        kept, flops = _measured(samples, parameters, theta, many)
-        less, _ = _measured(samples, parameters, theta, few) if few else (0, 0)  # what does not depend on the samples
-        known = Cost(max(1, (kept - less) // (many - few)), max(flops // many, 1))
+        more, less = _measured(samples, parameters, theta, many), _measured(samples, parameters, theta, few)
+        each = [max(0, (x - y) // (many - few)) for x, y in zip(more, less, strict=True)]  # per sample, overheads gone
+        known = Cost(max(1, each[0]), each[1], max(1, more[2] // many))
         samples.costs[len(theta)] = known
     return known
 
 
-def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int]:
-    """Numbers that a batch brings and leaves behind on its way forward, and the multiplications it takes."""
+def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int, int]:
+    """Numbers that a batch leaves behind on its way forward, those it consists of, and the multiplications it takes."""
+    if count == 0:
+        return 0, 0, 0
     _, batch = next(samples.batches(torch.arange(count), device=theta.device))
     with torch.no_grad(), _Counted() as counted:
         tensors = {name: t.clone() for name, t in parameters.tensors(theta).items()}
         _losses(samples, parameters.bind(tensors), batch, count)
-    fetched = 0 if samples.storage.tensors_held else sum(t.numel() for t in leaves(batch))
-    return counted.elements + fetched, counted.flops
+    return counted.elements, sum(t.numel() for t in leaves(batch)), counted.flops
 
 
 class _Counted(TorchDispatchMode):
@@ -92,7 +94,9 @@ def passes(
 
     As many samples at once as fit.
     """
-    fits = max(1, in_flight(theta) // cost(samples, parameters, theta).elements)
+    price = cost(samples, parameters, theta)
+    held = samples.storage.tensors_held and theta.device.type != "cpu"  # slices of what is there already
+    fits = max(1, in_flight(theta) // (price.elements + (0 if held else price.inputs)))
     for place, batch in samples.batches(indices, fits if at_most is None else min(fits, at_most), theta.device):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
 
@@ -103,8 +107,10 @@ def _columns(samples: Samples, parameters: Parameters, theta: Tensor, count: int
 
 
 def fitting(samples: Samples, parameters: Parameters, theta: Tensor, place: slice, columns: int) -> int:
-    """How many θ, with so many columns each, may go through a batch together."""
-    return max(1, _columns(samples, parameters, theta, place.stop - place.start) // max(1, columns))
+    """How many θ, with so many columns each, may go through a batch together: at worst each copies its inputs."""
+    price, count = cost(samples, parameters, theta), place.stop - place.start
+    each = count * (price.inputs + price.elements * max(1, columns)) + 4 * len(theta) * max(1, columns)
+    return max(1, in_flight(theta) // each)
 
 
 def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
@@ -305,7 +311,7 @@ def stacked_gradients(
         losses, pull = forward(loss, theta)
         return w @ losses, vmap(pull, randomness="same")(w)
 
-    value, slope = vmap(one, chunk_size=together, randomness="same")(thetas, W)
+    value, slope = _stacked(one, together, thetas, W)
     return value.detach(), slope.detach()
 
 
@@ -318,7 +324,17 @@ def stacked_products(
         gradient = grad(lambda t: scalar(t, *more))
         return vmap(lambda v: jvp(gradient, (theta,), (v,))[1], 1, 1, randomness="same")(V)
 
-    return vmap(one, chunk_size=together, randomness="same")(thetas, V, *more).detach()
+    return _stacked(one, together, thetas, V, *more).detach()
+
+
+def _stacked(fn: Callable[..., Any], together: int, *arguments: Tensor) -> Any:
+    """Map fn over the first dimension of its arguments, `together` at once."""
+    if together > 1 and len(arguments[0]) > 1:
+        return vmap(fn, chunk_size=together, randomness="same")(*arguments)
+    results = [fn(*one) for one in zip(*arguments, strict=True)]
+    if isinstance(results[0], Tensor):
+        return torch.stack(results)
+    return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
 def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:

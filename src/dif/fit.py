@@ -13,13 +13,12 @@ from torch import Tensor
 
 from dif.augmented_lagrangian import PATIENCE, AugmentedLagrangian
 from dif.checkpoint import Checkpoint, Standing
-from dif.conjugate_gradients import ConjugateGradients
-from dif.curvature import Curvature
+from dif.conjugate_gradients import ConjugateGradients, Preconditioner
+from dif.curvature import Curvature, Operator
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
 from dif.limits import Limits
-from dif.linear_solve import Solver
 from dif.parameters import Parameters
 from dif.primal_dual import PrimalDual
 from dif.problem import Problem
@@ -208,25 +207,28 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     """Newton on the KKT system while the residual falls; `at` is moved to the best point.
 
     After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
-    nearly weak ones.
+    nearly weak ones; where the Hessian is not assembled that would be dear, and it stops.
     """
-    H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    kkt, f, J = _judge(program, at.theta, at.lam, H)
+    units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
+    kkt, f, J = _judge(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
     if not H.assembled and at.residual > _NEAR:
         return  # far away, where a step is costly and seldom good
+    solver = _Inexact()
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
         try:
-            step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0, _solver(H, at.residual))
+            solver.residual = at.residual
+            chosen = None if H.assembled else solver
+            step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0, chosen)
         except (DegenerateError, NotConvergedError):
             return
         length = 1.0
         while True:
             theta = at.theta + length * step.omega
             lam = at.lam + length * (step.lam - at.lam)
-            kkt, f, J = _judge(program, theta, lam, H)
+            kkt, f, J = _judge(program, theta, lam, units)
             if _finite(kkt) and kkt.residual < (1 - 0.1 * length) * at.residual:
                 break
             length *= 0.5
@@ -234,15 +236,24 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
                 return
         at.theta, at.lam, at.residual = theta, lam, kkt.residual
         at.goal = max(goal, 16 * kkt.rounding)
-        H = Curvature(program.rows, theta, program.weights(lam))
+        if at.reached and not H.assembled:
+            return
+        H = Curvature(program.rows, theta, program.weights(lam), assumed=None if H.assembled else units.own)
+        units = H if H.assembled else units
 
 
-def _solver(H: Curvature, residual: float) -> Solver:
-    """Cholesky where H is assembled; else conjugate gradients, only as exact as the step deserves."""
-    if H.assembled:
-        return None
-    exact = torch.finfo(H.theta.dtype).eps ** 0.672
-    return lambda shifted: ConjugateGradients(shifted, tolerance=max(exact, min(1e-3, 1e-2 * residual)))
+class _Inexact:
+    """Conjugate gradients only as exact as the step deserves, with one preconditioner for all steps."""
+
+    residual = 1.0  # of the optimality conditions
+    known: Preconditioner | None = None
+
+    def __call__(self, shifted: Operator) -> ConjugateGradients:
+        exact = torch.finfo(shifted.like.dtype).eps ** 0.672
+        tolerance = max(exact, min(1e-3, 1e-2 * self.residual))
+        solver = ConjugateGradients(shifted, tolerance=tolerance, preconditioner=self.known)
+        self.known = solver.preconditioner
+        return solver
 
 
 def _finite(kkt: KKT) -> bool:

@@ -43,8 +43,8 @@ def exact_step(eigenvalues: Tensor, vectors: Tensor, g: Tensor, radius: float) -
 
 def steihaug_step(
     product: Callable[[Tensor], Tensor], g: Tensor, radius: float, limit: int, accuracy: float = 0.1
-) -> tuple[Tensor, float]:
-    """A step that does as well as conjugate gradients can inside ‖p‖ ≤ radius, and what the model gains by it.
+) -> tuple[Tensor, Tensor]:
+    """A step that does as well as conjugate gradients can inside ‖p‖ ≤ radius: p and Hp.
 
     It stops at the border, at negative curvature (followed to the border), or where the residual is small.
     """
@@ -65,7 +65,7 @@ def steihaug_step(
             break
         new = float(r @ r)
         d, rr = -r + (new / rr) * d, new
-    return p, float(g @ p + 0.5 * p @ Hp)
+    return p, Hp
 
 
 def _to_border(p: Tensor, d: Tensor, radius: float) -> float:

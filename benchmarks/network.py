@@ -1,8 +1,9 @@
 """A network with a million parameters in float32: trained under group constraints, every sample scored, phases timed.
 
-min mean loss + ridge, subject to: the risk of each of three groups of digits (label mod 3) at most the mean risk + tau.
-A tanh network 784-1000-300-10 on MNIST. In float32 such a point is not certified and its curvature is not positive
-everywhere, so damping is needed and stated; where conjugate gradients meet negative curvature still, they refuse.
+min mean loss + ridge, subject to: the risk of two of three groups of digits (label mod 3: 0 and 2) at most the mean
+risk plus tau (with a row for the third, one would depend on the others where all are at their bounds). A tanh network
+784-1000-300-10 on MNIST. In float32 its curvature is not certified to be positive everywhere, so damping is needed and
+stated; where conjugate gradients meet negative curvature still, they refuse.
 """
 
 import argparse
@@ -32,7 +33,7 @@ def main() -> None:
     parser.add_argument("--widths", type=int, nargs=2, default=(1000, 300))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--l2", type=float, default=1e-3)
-    parser.add_argument("--tau", type=float, default=0.01)
+    parser.add_argument("--tau", type=float, default=0.003)
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--seconds", type=float, default=60, help="limit of the full-batch phases of fit")
     parser.add_argument("--damping", type=float, nargs="+", default=[5e-3])
@@ -63,7 +64,7 @@ def main() -> None:
     model = torch.nn.Sequential(*layers).to(device)
     train = dif.Samples(loss, (X, y), name="train", outputs=outputs)
     risk, group = train.mean(), (y % 3).cpu()
-    constraints = [(train.mean(where=group == g) <= risk + options.tau).named(f"group {g}") for g in range(3)]
+    constraints = [(train.mean(where=group == g) <= risk + options.tau).named(f"group {g}") for g in (0, 2)]
     problem = dif.Problem(risk + dif.ridge(options.l2), constraints)
 
     begun = time.perf_counter()

@@ -56,8 +56,8 @@ class Made(torch.utils.data.Dataset):
         return list(zip(X, index % 10, strict=True))
 
 
-def solution_of(model, data):
-    train = dif.Samples(cross_entropy, data, name="train")
+def solution_of(model, data, batch_size=None):
+    train = dif.Samples(cross_entropy, data, name="train", batch_size=batch_size)
     problem = dif.Problem(train.mean() + dif.ridge(0.01), [train.mean() <= 100.0])
     return train, Solution(problem, model, [0.0])
 
@@ -78,7 +78,7 @@ def times(device, dtype, many, report):
         n = many if len(shape) == 1 else many // 10  # convolutions take longer
         model = model.to(device=device, dtype=dtype)
         generator = torch.Generator().manual_seed(0)
-        X = torch.randn(n, *shape, generator=generator).to(device=device, dtype=dtype)
+        X = torch.rand(n, *shape, device=device, dtype=dtype)
         y = torch.randint(0, 10, (n,), generator=generator).to(device)
         train, solution = solution_of(model, (X, y))
         step = 2000 if device == "cpu" else 50_000
@@ -119,7 +119,7 @@ def memory(device, n):
     # on the CPU made on the fly; for an accelerator (whose memory alone counts) one image seen n times
     y = torch.zeros(1, dtype=torch.long).expand(n)
     data = Made(n, (784,), torch.float32) if device == "cpu" else (torch.rand(1, 784).expand(n, 784), y)
-    train, solution = solution_of(model, data)
+    train, solution = solution_of(model, data, batch_size=4096)
     test = dif.Samples(cross_entropy, Made(10, (784,), torch.float32), name="test")
     none = torch.zeros(0, dtype=torch.long, device=device)
     weights = solution.program.weights(solution.lam)
@@ -133,11 +133,11 @@ def memory(device, n):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=40_000, help="of the timings; ten times as many on CUDA")
+    parser.add_argument("--samples", type=int, default=20_000, help="of the timings; fifty times as many on CUDA")
     parser.add_argument("--memory", type=int, default=20_000, help="N of the measurement of memory, and ten times it")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
+    parser.add_argument("--device", help="cpu or cuda (default: what there is)")
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -145,19 +145,19 @@ def main() -> None:
         memory(options.device, options.peak_of)
         return
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = [options.device] if options.device else devices
     report: dict[str, object] = {}
     for device in devices:
-        n = options.samples * (10 if device == "cuda" else 1)
+        n = options.samples * (50 if device == "cuda" else 1)
         times(device, torch.float64 if device == "cpu" else torch.float32, n, report)
     for device in devices:
         found = []
-        many = options.memory * (10 if device == "cuda" else 1)
-        for n in (many, 10 * many):
+        for n in (options.memory, 10 * options.memory):
             command = [sys.executable, __file__, "--peak-of", str(n), "--device", device]
             answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
             found.append(json.loads(answer.splitlines()[-1]))
         small, large = (f["peak"] for f in found)
-        print(f"{device}: peak memory {small:.0f} MiB for N = {many}, {large:.0f} MiB for ten times as many")
+        print(f"{device}: peak memory {small:.0f} MiB for N = {options.memory}, {large:.0f} MiB for ten times as many")
         report[f"{device} memory, MiB"] = [small, large]
     if options.out:
         with open(options.out, "w") as file:

@@ -17,9 +17,10 @@ from dif.samples import Samples
 from dif.structure import leaves, mapped
 
 _PROBED = 8  # samples on which the cost of one is measured
-_IN_FLIGHT = 2**23  # numbers held at once by a pass on the CPU: bounds memory, changes no result
-_ACCELERATOR = 16  # times as many on an accelerator
-_PER_ENTRY = 192  # what an entry of a per-sample gradient costs (written, read, multiplied), in multiplications
+_PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
+_IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
+_ACCELERATED = 2**29  # either, on an accelerator
+_PER_ENTRY = {"cpu": 192, "cuda": 2048}  # an entry of a per-sample gradient (written, read, multiplied) costs, in flops
 _GRADIENTS = 2**22  # entries of per-sample gradients held at once on the CPU
 _NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
 _NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
@@ -80,11 +81,11 @@ class _Counted(TorchDispatchMode):
 
 
 def in_flight(like: Tensor, cpu: int = _IN_FLIGHT) -> int:
-    """How many numbers a pass may hold at once: more on an accelerator, where there is room."""
+    """How many numbers may be held at once: more on an accelerator, where there is room."""
     if like.device.type != "cuda":
         return cpu
     room = torch.cuda.get_device_properties(like.device).total_memory - torch.cuda.memory_allocated(like.device)
-    return max(cpu, min(_ACCELERATOR * cpu, int(room / (8 * like.element_size()))))
+    return max(cpu, min(_ACCELERATED, int(room / (8 * like.element_size()))))
 
 
 def passes(
@@ -95,8 +96,7 @@ def passes(
     As many samples at once as fit.
     """
     price = cost(samples, parameters, theta)
-    held = samples.storage.tensors_held and theta.device.type != "cpu"  # slices of what is there already
-    fits = max(1, in_flight(theta) // (price.elements + (0 if held else price.inputs)))
+    fits = max(1, in_flight(theta, _PASS) // (price.elements + price.inputs))  # vectorised maps may copy inputs
     for place, batch in samples.batches(indices, fits if at_most is None else min(fits, at_most), theta.device):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
 
@@ -160,7 +160,7 @@ def sample_slopes(
     """
     d, columns = V.shape
     flops = cost(samples, parameters, theta).flops
-    by_gradients = columns > 1 and 3 * flops + _PER_ENTRY * d < 2 * flops * columns
+    by_gradients = columns > 1 and 3 * flops + _PER_ENTRY.get(theta.device.type, 2048) * d < 2 * flops * columns
     losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
     fits = max(1, in_flight(theta, _GRADIENTS) // d) if by_gradients else None
     for place, batch, loss in passes(samples, parameters, theta, indices, fits):

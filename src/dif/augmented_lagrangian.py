@@ -90,6 +90,10 @@ class AugmentedLagrangian:
         self.accuracy = max(self.accuracy * 0.1, 1e-12)
         return True
 
+    def escape(self) -> None:
+        """Leave a saddle along its most negative curvature."""
+        self._renew(*self._evaluate(self.theta))
+
     def _minimise(self) -> bool:
         """Minimise over θ: L-BFGS, and where that is slow the curvature is looked at anew; False if θ runs away."""
         value, gradient = self._evaluate(self.theta)

@@ -315,6 +315,19 @@ def stacked_gradients(
     return value.detach(), slope.detach()
 
 
+def stacked_pullback(
+    loss: Callable[[Tensor], Tensor], thetas: Tensor, W: Tensor, weights: Tensor, together: int
+) -> tuple[Tensor, Tensor]:
+    """W_p ℓ(θ_p), (P, k), and the gradient of its sum with weights (P, k), (P, d), for several θ (P, d)."""
+
+    def one(theta: Tensor, w: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+        losses, pull = forward(loss, theta)
+        return w @ losses, pull(mu @ w)
+
+    value, slope = _stacked(one, together, thetas, W, weights)
+    return value.detach(), slope.detach()
+
+
 def stacked_products(
     scalar: Callable[..., Tensor], thetas: Tensor, more: tuple[Tensor, ...], V: Tensor, together: int
 ) -> Tensor:

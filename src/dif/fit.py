@@ -14,7 +14,7 @@ from torch import Tensor
 from dif.augmented_lagrangian import PATIENCE, AugmentedLagrangian
 from dif.checkpoint import Checkpoint, Standing
 from dif.conjugate_gradients import ConjugateGradients, Preconditioner
-from dif.curvature import Curvature, Operator
+from dif.curvature import Curvature, Operator, tangent_curvature
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
@@ -148,11 +148,12 @@ class Found:
     goal: float = 0.0  # the tolerance, or what rounding allows
     iterations: int = 0
     stopped_by: str = "max_iter"
+    saddle: bool = False  # the Lagrangian curves downwards along the binding rows
 
     @property
     def reached(self) -> bool:
-        """Whether the residual is within the tolerance."""
-        return self.residual <= self.goal
+        """Whether the residual is within the tolerance, at what may be a minimum."""
+        return self.residual <= self.goal and not self.saddle
 
 
 def solve(
@@ -173,14 +174,18 @@ def solve(
         rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report)
         rounds.penalty, rounds.accuracy = begun.penalty or rounds.penalty, begun.accuracy or rounds.accuracy
     waited = 0
+    trial = best
     while rounds is not None and not best.reached and limits.spent() is None:
+        if trial.saddle:
+            rounds.escape()
         if not rounds.round():
             continue  # ran away; the next round has a stiffer penalty
         keep(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
         trial = Found(rounds.theta, rounds.lam)
         _newton(program, trial, goal, limits, report)
-        waited = 0 if trial.residual < 0.5 * best.residual else waited + 1
-        if trial.residual < best.residual:
+        better = trial.residual < 0.5 * best.residual or (best.saddle and not trial.saddle)
+        waited = 0 if better else waited + 1
+        if better or (trial.residual < best.residual and not trial.saddle):
             best = trial
         if not best.reached and (waited > PATIENCE or rounds.raised > PATIENCE + 2):
             rounds.judge(goal)
@@ -218,11 +223,12 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
+        binding, solver.residual = at.lam > 0, at.residual
         try:
-            solver.residual = at.residual
-            chosen = None if H.assembled else solver
-            step = kkt_step(J[0], H, f[1:] - program.tau, J[1:], program.equality, at.lam > 0, chosen)
+            gradient, chosen = program.weights(at.lam) @ J, None if H.assembled else solver
+            step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, binding, chosen)
         except (DegenerateError, NotConvergedError):
+            at.saddle = at.residual <= at.goal and _curves_down(H, J[1:][program.equality | binding])
             return
         length = 1.0
         while True:
@@ -240,6 +246,11 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
             return
         H = Curvature(program.rows, theta, program.weights(lam), assumed=None if H.assembled else units.own)
         units = H if H.assembled else units
+
+
+def _curves_down(H: Curvature, G: Tensor) -> bool:
+    """Whether H is negative somewhere on {Gω = 0}, beyond doubt."""
+    return H.assembled and tangent_curvature(H, G, H.scale().sqrt())[1] < -1e-6
 
 
 class _Inexact:

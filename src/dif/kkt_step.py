@@ -24,9 +24,18 @@ class Step:
 
 
 def kkt_step(
-    g: Tensor, H: Operator, c: Tensor, G: Tensor, equality: Tensor, binding: Tensor, solver: Solver = None
+    g: Tensor,
+    H: Operator,
+    c: Tensor,
+    G: Tensor,
+    lam: Tensor,
+    equality: Tensor,
+    binding: Tensor,
+    solver: Solver = None,
 ) -> Step:
-    """Min gᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; the multipliers are the new λ.
+    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; its multipliers are the new λ.
+
+    g is ∇L at the multipliers λ: near a solution it is small, so that inexact solves do no harm.
 
     Where H is not convex on the equalities alone, the rows of `binding` are held as equalities too and their signs
     checked afterwards: rows with a negative multiplier are let go, as long as convexity allows it.
@@ -39,7 +48,7 @@ def kkt_step(
     for _ in range(1 + int((held & ~equality).sum())):
         if convex is None:
             break
-        step = _solve(g, c, G, held, *convex)
+        step = _solve(g, c, G, lam, held, *convex)
         wrong = held & ~equality & (step.lam < 0)
         if not bool(wrong.any()):
             return step
@@ -62,16 +71,17 @@ def _try(H: Operator, G: Tensor, solver: Solver) -> tuple[LinearSolver, Tensor] 
         return None
 
 
-def _solve(g: Tensor, c: Tensor, G: Tensor, held: Tensor, solver: LinearSolver, R: Tensor) -> Step:
+def _solve(g: Tensor, c: Tensor, G: Tensor, lam: Tensor, held: Tensor, solver: LinearSolver, R: Tensor) -> Step:
     b = g + G[held].T @ (R * c[held])
     found = solver.solve(torch.cat([b[:, None], G.T], 1))
     free_step, V = found[:, 0], found[:, 1:]
+    S = G @ V
     nu, failed = solve_reduced_qp(
-        (G @ V).double().cpu().numpy(),
-        (c - G @ free_step).double().cpu().numpy()[None],
+        S.double().cpu().numpy(),
+        (c - G @ free_step + S @ lam).double().cpu().numpy()[None],
         held.cpu().numpy().astype(bool),
     )
     if failed:
         raise no_direction("this step", failed[0])
-    lam = torch.as_tensor(np.ascontiguousarray(nu[0])).to(c)
-    return Step(-free_step - V @ lam, lam)
+    new = torch.as_tensor(np.ascontiguousarray(nu[0])).to(c)
+    return Step(-free_step - V @ (new - lam), new)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from dif.conjugate_gradients import ConjugateGradients
 from dif.errors import DegenerateError
-from dif.kkt import Scales, residuals
+from dif.kkt import residuals
 from dif.linear_solve import prepare
 from dif.reduced_qp import solve_reduced_qp
 from dif.solution import Solution
@@ -18,6 +20,8 @@ from dif.stack import Stack
 _STEPS = 30  # Newton steps and shortenings of them
 _INNER = 200  # iterations of conjugate gradients per step
 _SHORTEST = 1 / 64
+_CLOSING = 0.25  # by which a step must shrink the residual, or each program's own curvature is looked at
+_LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
 @dataclass
@@ -39,74 +43,132 @@ class Ends:
 class Nearby:
     """Solves stacks of programs that differ little from the one solved at `at`.
 
-    Each Newton step meets the program's own curvature by conjugate gradients, for which the factors (or the sketch) of
-    the curvature at the solution are the preconditioner: a few products instead of a new matrix. A step is shortened
-    until the KKT residual falls. Programs that resist are handed back unsolved.
+    First by steps with the curvature and the gradients of the rows at the solution, prepared once: each costs one
+    gradient and one solve, and where the perturbation is small they close in quickly. What does not close in goes on
+    by Newton's method: each program's own curvature is met by conjugate gradients, for which what was prepared is the
+    preconditioner, and a step is shortened until the KKT residual falls. Programs that resist are handed back unsolved.
     """
 
     def __init__(self, at: Solution) -> None:
         self.at = at
         program = at.program
+        solver = None if at.curvature.assembled else partial(ConjugateGradients, tolerance=_LOOSE)
         self.held = program.equality
         try:
-            self.solver, self.R = prepare(at.curvature, at.G[self.held])
+            self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
         except DegenerateError:  # convex on the binding rows alone
             self.held = program.equality.clone()
             self.held[list(at.active.binding)] = True
-            self.solver, self.R = prepare(at.curvature, at.G[self.held])
+            self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
         self.kept = self.held.clone()
         self.kept[list(at.active.active)] = True
 
     def solve(self, stack: Stack, tol: float, max_iter: int) -> Ends:
-        """Newton from (θ̄, λ̄) for every program of the stack."""
+        """From (θ̄, λ̄) to the solution of every program of the stack."""
         P, at = len(stack), self.at
         theta, lam = at.theta.expand(P, -1).clone(), at.lam.expand(P, -1).clone()
-        f, J = stack.gradients(theta)
-        residual, goal = self._judge(stack, theta, lam, f, J, tol)
-        ends = Ends(theta, lam, residual, goal, torch.zeros(P, dtype=torch.long))
-        live = torch.arange(P)
+        goal = torch.full((P,), max(tol, 16 * at.scales.rounding), dtype=torch.float64)
+        ends = Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
+        self._close_in(stack, ends, max_iter)
+        self._newton(stack, ends, max_iter)
+        return ends
+
+    def _judge(self, c: Tensor, g: Tensor, lam: Tensor) -> Tensor:
+        """KKT residuals, (P,), in the units of the solution."""
+        scales, equality = self.at.scales, self.at.program.equality
+        found = [residuals(scales, g[p], c[p], lam[p], equality).residual for p in range(len(g))]
+        sizes = torch.tensor(found, dtype=torch.float64)
+        return torch.where(torch.isfinite(sizes) & torch.isfinite(c).all(1).cpu(), sizes, float("inf"))
+
+    # With what was prepared at the solution
+
+    def _close_in(self, stack: Stack, ends: Ends, max_iter: int) -> None:
+        """Steps with H̄ and Ḡ while the residual falls fast."""
+        live = torch.arange(len(stack))
+        further = 1e-3 if self.at.curvature.assembled else 1.0  # beyond the goal, where steps cost little
+        aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
+        theta, lam = ends.theta.clone(), ends.lam.clone()
+        prepared: tuple[Tensor, Tensor] | None = None
+        for _ in range(max_iter):
+            some = stack.take(live)
+            f, g = some.pullback(theta[live], _weights(lam[live]))
+            c = f[:, 1:] - some.tau
+            residual = self._judge(c, g, lam[live])
+            better = residual < ends.residual[live]
+            moved = live[better]
+            closing = residual < _CLOSING * ends.residual[live]
+            ends.theta[moved], ends.lam[moved], ends.residual[moved] = theta[moved], lam[moved], residual[better]
+            going = closing & (residual > aim[live])
+            live, c, g = live[going], c[going], g[going]
+            if len(live) == 0:
+                return
+            ends.steps[live] += 1
+            omega, nu, prepared = self._prepared_step(c, g, lam[live], prepared)
+            theta[live], lam[live] = theta[live] + omega, nu
+
+    def _prepared_step(
+        self, c: Tensor, g: Tensor, lam: Tensor, prepared: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """ω, (P, d), the multipliers after it, (P, m), and (kept rows, H̄_ρ⁻¹Ḡᵀ) for the next."""
+        G, held = self.at.G, self.held
+        x = self.solver.solve((g + (self.R * c[:, held]) @ G[held]).T).T
+        while True:
+            kept = torch.nonzero(self.kept).reshape(-1)
+            if prepared is None or not torch.equal(prepared[0], kept):
+                prepared = kept, self.solver.solve(G[kept].T)
+            V = prepared[1]
+            S = G[kept] @ V
+            S = 0.5 * (S + S.T)
+            a = c[:, kept] - x @ G[kept].T + lam[:, kept] @ S
+            nu, failed = solve_reduced_qp(S.double().cpu().numpy(), a.double().cpu().numpy(), held[kept].cpu().numpy())
+            price = torch.zeros_like(lam)
+            price[:, kept] = torch.as_tensor(nu).to(lam)
+            price[list(failed)] = float("nan")
+            price[(price[:, held & ~self.at.program.equality] < 0).any(1)] = float("nan")  # convex only while they hold
+            omega = -x - (price - lam)[:, kept] @ V.T
+            broken = (c + omega @ G.T > 0).any(0) & ~self.kept
+            if not bool(broken.any()):
+                return omega, price, prepared
+            self.kept = self.kept | broken
+
+    # With each program's own curvature
+
+    def _newton(self, stack: Stack, ends: Ends, max_iter: int) -> None:
+        live = torch.nonzero(~ends.reached).reshape(-1)
+        if len(live) == 0:
+            return
+        P, d = ends.theta.shape
+        f, J = ends.lam.new_zeros((P, 1 + ends.lam.shape[1])), ends.lam.new_zeros((P, 1 + ends.lam.shape[1], d))
+        f[live], J[live] = stack.take(live).gradients(ends.theta[live])
         fresh = torch.ones(P, dtype=torch.bool)  # where a new step is due
-        omega, dlam, length = torch.zeros_like(theta), torch.zeros_like(lam), torch.ones(P, dtype=torch.float64)
+        omega, dlam = torch.zeros_like(ends.theta), torch.zeros_like(ends.lam)
+        length = torch.ones(P, dtype=torch.float64)
         for _ in range(min(_STEPS, max_iter)):
             live = live[~ends.reached[live] & (length[live] >= _SHORTEST)]
             if len(live) == 0:
-                break
+                return
             due = live[fresh[live]]
             if len(due):
                 step, found = self._step(stack.take(due), ends, due, f[due], J[due])
                 omega[due], dlam[due], length[due], fresh[due] = *step, found.double(), False
                 live = live[length[live] > 0]
                 if len(live) == 0:
-                    break
+                    return
             ends.steps[live] += 1
-            t = length[live].to(theta)[:, None]
+            t = length[live].to(ends.theta)[:, None]
             trial, price = ends.theta[live] + t * omega[live], ends.lam[live] + t * dlam[live]
-            f_trial, J_trial = stack.take(live).gradients(trial)
-            residual, goal = self._judge(stack.take(live), trial, price, f_trial, J_trial, tol)
+            some = stack.take(live)
+            f_trial, J_trial = some.gradients(trial)
+            gradient = torch.einsum("pj,pjd->pd", _weights(price), J_trial)
+            residual = self._judge(f_trial[:, 1:] - some.tau, gradient, price)
             better = residual < (1 - 0.1 * length[live]) * ends.residual[live]
             moved = live[better]
             ends.theta[moved], ends.lam[moved], f[moved], J[moved] = (
                 x[better] for x in (trial, price, f_trial, J_trial)
             )
-            ends.residual[moved], ends.goal[moved] = residual[better], goal[better]
+            ends.residual[moved] = residual[better]
             length[live[~better]] *= 0.5
             length[moved], fresh[moved] = 1.0, True
-        return ends
-
-    def _judge(
-        self, stack: Stack, theta: Tensor, lam: Tensor, f: Tensor, J: Tensor, tol: float
-    ) -> tuple[Tensor, Tensor]:
-        """KKT residuals, (P,), in the units of the solution; and what they must come down to."""
-        curvature, equality = self.at.curvature, self.at.program.equality
-        found, goals = [], []
-        for p in range(len(theta)):
-            scales = Scales.of(theta[p], J[p], curvature.own, curvature.noise)
-            gradient = J[p, 0] + lam[p] @ J[p, 1:]
-            kkt = residuals(scales, gradient, f[p, 1:] - stack.tau[p], lam[p], equality)
-            finite = bool(torch.isfinite(f[p]).all())
-            found.append(kkt.residual if finite and kkt.residual < float("inf") else float("inf"))
-            goals.append(max(tol, 16 * kkt.rounding))
-        return torch.tensor(found, dtype=torch.float64), torch.tensor(goals, dtype=torch.float64)
 
     def _step(
         self, stack: Stack, ends: Ends, which: Tensor, f: Tensor, J: Tensor
@@ -118,7 +180,7 @@ class Nearby:
         theta, lam = ends.theta[which], ends.lam[which]
         held, c = self.held, f[:, 1:] - stack.tau
         G_held = J[:, 1:][:, held]
-        weights = torch.cat([lam.new_ones((len(lam), 1)), lam], 1)
+        weights = _weights(lam)
         eps = torch.finfo(theta.dtype).eps
         accuracy = (1e-2 * ends.residual[which]).clamp(min=eps**0.672, max=1e-3).to(theta)
 
@@ -126,7 +188,7 @@ class Nearby:
             pushed = self.R[:, None] * (G_held @ V)
             return stack.products(theta, weights, V) + G_held.mT @ pushed
 
-        b = J[:, 0] + torch.einsum("pj,pjd->pd", self.R * c[:, held], G_held)
+        b = torch.einsum("pj,pjd->pd", weights, J) + torch.einsum("pj,pjd->pd", self.R * c[:, held], G_held)
         while True:
             kept = torch.nonzero(self.kept).reshape(-1)
             G = J[:, 1:][:, kept]
@@ -134,21 +196,28 @@ class Nearby:
                 product, self.solver.approximate, torch.cat([b[:, :, None], G.mT], 2), accuracy
             )
             free_step, V = X[:, :, 0], X[:, :, 1:]
-            S, a = G @ V, c[:, kept] - torch.einsum("pkd,pd->pk", G, free_step)
+            S = G @ V
+            S = 0.5 * (S + S.mT)
+            a = c[:, kept] - torch.einsum("pkd,pd->pk", G, free_step) + torch.einsum("pk,pkl->pl", lam[:, kept], S)
             nu = torch.zeros_like(lam)
             free = held[kept].cpu().numpy()
             for p in range(len(lam)):
                 if found[p]:
-                    S_p = (0.5 * (S[p] + S[p].T)).double().cpu().numpy()
-                    answer, failed = solve_reduced_qp(S_p, a[p : p + 1].double().cpu().numpy(), free)
+                    S_p, a_p = S[p].double().cpu().numpy(), a[p : p + 1].double().cpu().numpy()
+                    answer, failed = solve_reduced_qp(S_p, a_p, free)
                     nu[p, kept] = torch.as_tensor(answer[0]).to(nu)
                     found[p] = not failed
-            omega = -free_step - torch.einsum("pdk,pk->pd", V, nu[:, kept])
+            omega = -free_step - torch.einsum("pdk,pk->pd", V, (nu - lam)[:, kept])
             found &= ~(nu[:, held & ~self.at.program.equality] < 0).any(1).cpu()  # convex only while they hold
             broken = (c + torch.einsum("pjd,pd->pj", J[:, 1:], omega) > 0)[found.to(c.device)].any(0) & ~self.kept
             if not bool(broken.any()):
                 return (omega, nu - lam), found
             self.kept = self.kept | broken
+
+
+def _weights(lam: Tensor) -> Tensor:
+    """(1, λ) of each program."""
+    return torch.cat([lam.new_ones((len(lam), 1)), lam], 1)
 
 
 def _conjugate_gradients(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.derivatives import fitting, passes, stacked_gradients, stacked_products
+from dif.derivatives import fitting, passes, stacked_gradients, stacked_products, stacked_pullback
 from dif.parameters import Parameters
 from dif.rows import Smooth
 from dif.samples import Samples
@@ -52,6 +52,25 @@ class Stack:
                 J[p] += C @ slope
             start += function.size
         return f, J
+
+    def pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its θ (P, d), for weights (P, 1 + m)."""
+        f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
+        for samples, W in self.tables:
+            for place, _, loss in passes(samples, self.parameters, thetas[0]):
+                together = fitting(samples, self.parameters, thetas[0], place, 1)
+                value, slope = stacked_pullback(loss, thetas, W[:, :, place], weights, together)
+                f += value
+                g += slope
+        start = 0
+        for function in self.functions:
+            C = self.C[:, start : start + function.size]
+            for p in range(len(thetas)):
+                value, pull = function.forward(thetas[p])
+                f[p] += C @ value.detach()
+                g[p] += pull(weights[p] @ C).detach()
+            start += function.size
+        return f, g
 
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""

@@ -83,7 +83,7 @@ class NewtonInfluence:
         H = at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         try:
-            return kkt_step(J[0], Matrix(H), c, J[1:], at.program.equality, self._binding)
+            return kkt_step(weights @ J, Matrix(H), c, J[1:], at.lam, at.program.equality, self._binding)
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"under the perturbation {perturbation.labels[0]!r}")

@@ -1,0 +1,261 @@
+"""Models that are not convex: the phases of fit, what they keep, and retraining many at once."""
+
+import numpy as np
+import pytest
+import torch
+from problems import F64, class_data, fair_logistic, regression_data, solved, squared, weak_regression, zeros
+from torch import nn
+
+import dif
+from dif.checkpoint import Standing
+from dif.curvature import Curvature
+from dif.direction import Direction
+from dif.limits import Limits
+from dif.nearby import Nearby
+from dif.trust_region import exact_step, steihaug_step
+
+X, Y = class_data(n=60)
+
+
+def small(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def signed(model, z):
+    return nn.functional.softplus(-z[1] * model(z[0])[:, 0])
+
+
+def network_problem(l2=0.02):
+    train = dif.Samples(signed, (X, Y), name="train")
+    group = torch.arange(60) % 3
+    bound = train.mean(where=group == 1) <= train.mean() - 0.06
+    return train, dif.Problem(train.mean() + dif.ridge(l2), [bound.named("group 1")])
+
+
+# Trust regions
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("radius", [0.01, 0.5, 30.0])
+def test_the_exact_step_is_the_best_in_the_ball(seed, radius):
+    generator = torch.Generator().manual_seed(seed)
+    A = torch.randn(5, 5, generator=generator, dtype=F64)
+    H, g = A + A.T, torch.randn(5, generator=generator, dtype=F64)
+    if seed == 5:  # no slope along the most negative direction
+        v = torch.linalg.eigh(H)[1][:, 0]
+        g = g - (g @ v) * v
+    p, gain = exact_step(*torch.linalg.eigh(H), g, radius)
+    assert float(p.norm()) <= radius * (1 + 1e-9)
+    assert gain == pytest.approx(float(g @ p + 0.5 * p @ H @ p), rel=1e-9)
+    others = torch.randn(20000, 5, generator=generator, dtype=F64)
+    others = radius * others / others.norm(dim=1, keepdim=True) * torch.rand(20000, 1, generator=generator) ** 0.2
+    assert gain <= float((others @ g + 0.5 * ((others @ H) * others).sum(1)).min())
+    q, Hq = steihaug_step(lambda v: H @ v, g, radius, 50)
+    np.testing.assert_allclose(Hq, H @ q, atol=1e-10)
+    cauchy = -g * min(radius / float(g.norm()), float(g @ g / (g @ H @ g)) if float(g @ H @ g) > 0 else np.inf)
+    assert float(g @ q + 0.5 * q @ Hq) <= float(g @ cauchy + 0.5 * cauchy @ H @ cauchy) + 1e-12
+
+
+def test_a_saddle_is_left():
+    """(θ₁² − 1)² + θ₂² from its saddle, where the gradient vanishes: negative curvature leads on."""
+    f = dif.Function(lambda p: ((p["x"][0] ** 2 - 1) ** 2 + p["x"][1] ** 2).sum(), name="double well")
+    solution = dif.fit(dif.Problem(f), {"x": torch.tensor([0.0, 0.3], dtype=F64)}, show_progress=False)
+    np.testing.assert_allclose(solution.theta.abs(), [1.0, 0.0], atol=1e-9)
+    assert solution.active.curvature > 0
+
+
+# Phases
+
+
+def test_mini_batches_come_near_and_depend_on_the_seed_alone():
+    _, problem = network_problem()
+    model = small()
+    kept = {name: t.clone() for name, t in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+
+    def near(seed):
+        with pytest.warns(dif.NotConvergedWarning):
+            return dif.fit(
+                problem, model, epochs=40, batch_size=16, rate=0.02, seed=seed, max_iter=160, show_progress=False
+            )
+
+    first, again, other = near(0), near(0), near(1)
+    assert torch.equal(first.theta, again.theta)
+    assert not torch.equal(first.theta, other.theta)
+    begun = dif.Solution(problem, model, [0.0])
+    assert first.objective < begun.objective - 0.1
+    assert not first.converged
+    full = dif.fit(problem, first.params, multipliers=first.multipliers, show_progress=False)
+    assert full.converged
+    assert full.active.curvature > 0
+    assert full.active.binding == (0,)
+    assert abs(float(first.lam[0]) - float(full.lam[0])) < 0.5 * float(full.lam[0])
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert all(torch.equal(kept[name], t) for name, t in model.state_dict().items())
+
+
+def test_an_interrupted_fit_goes_on(tmp_path):
+    _, problem = network_problem()
+    file = tmp_path / "fit.npz"
+    options = {"epochs": 10, "batch_size": 16, "rate": 0.02, "show_progress": False}
+    whole = dif.fit(problem, small(), **options)
+    with pytest.warns(dif.NotConvergedWarning):
+        dif.fit(problem, small(), max_iter=20, checkpoint=file, **options)  # 5 of 10 epochs of 4 steps
+    with np.load(file, allow_pickle=False) as held:
+        assert '"epochs": 5' in str(held["about"]) or '"epochs": 10' in str(held["about"])
+    resumed = dif.fit(problem, small(seed=9), checkpoint=file, **options)  # not from these params
+    assert resumed.converged
+    assert whole.converged
+    once_more = dif.fit(problem, small(seed=5), checkpoint=file, max_iter=3, **options)
+    assert torch.equal(once_more.theta, resumed.theta) or float((once_more.theta - resumed.theta).norm()) < 1e-9
+
+
+def test_a_checkpoint_of_another_problem_is_refused(tmp_path):
+    _, problem = network_problem()
+    file = tmp_path / "fit.npz"
+    dif.fit(problem, small(), checkpoint=file, show_progress=False)
+    _, convex, _ = fair_logistic()
+    damaged = tmp_path / "damaged.npz"
+    damaged.write_bytes(b"nothing")
+    for path in (file, damaged):
+        with pytest.raises(dif.InvalidInputError, match="checkpoint") as caught:
+            dif.fit(convex, zeros(), checkpoint=path, show_progress=False)
+        assert caught.value.meaning == (
+            "It belongs to another model or problem, or is damaged, so there is nothing to go on from."
+        )
+    with pytest.raises(FileNotFoundError, match="make it"):
+        dif.fit(convex, zeros(), checkpoint=tmp_path / "none" / "fit.npz", show_progress=False)
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": -1}, {"batch_size": 0}, {"rate": 0.0}, {"seed": 0.5}, {"rate": "fast"}])
+def test_mini_batches_that_make_no_sense_are_refused(wrong):
+    _, problem = network_problem()
+    with pytest.raises(dif.InvalidInputError, match="mini-batch phase of fit") as caught:
+        dif.fit(problem, small(), **wrong)
+    assert caught.value.meaning == "There is no such phase."
+
+
+# Curvature
+
+
+def test_gauss_newton_is_the_outer_product():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    labels = torch.arange(60) % 3
+    parts = {"outputs": lambda m, z: m(z[0])}
+    loss = lambda out, z: nn.functional.cross_entropy(out, z[1], reduction="none")  # noqa: E731
+    train = dif.Samples(loss, (X, labels), name="train", batch_size=25, **parts)
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=labels == 0) <= train.mean() - 0.05])
+    solution = dif.fit(problem, model, show_progress=False)
+    assert float(solution.lam[0]) > 0
+    program = solution.program
+    H = Curvature(program.rows, solution.theta, program.weights(solution.lam), gauss_newton=True).dense()
+
+    def outputs(theta):
+        return torch.func.functional_call(model, program.parameters.tensors(theta), (X,))
+
+    J, P = torch.func.jacrev(outputs)(solution.theta), torch.softmax(outputs(solution.theta), 1)
+    w = torch.full((60,), 1 / 60, dtype=F64)
+    w = w + solution.lam[0] * ((labels == 0) / (labels == 0).sum().double() - w)
+    bend = torch.diag_embed(P) - P[:, :, None] * P[:, None]
+    expected = torch.einsum("n,nad,nab,nbe->de", w, J, bend, J) + 0.1 * torch.eye(len(H), dtype=F64)
+    np.testing.assert_allclose(H, expected, atol=1e-12)
+    influence = dif.DirectionalInfluence(solution, gauss_newton=True).scores(train, train.remove_each())
+    assert influence.diagnostics["gauss_newton"]
+    exact = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
+    assert 0.001 < influence.compare(exact).relative_error < 0.9
+    _, rest = network_problem()
+    with pytest.raises(dif.InvalidInputError, match="Gauss–Newton curvature of 'train'") as caught:
+        dif.ClassicalInfluence(dif.fit(rest, small(), show_progress=False), gauss_newton=True)
+    assert caught.value.meaning == (
+        "Gauss–Newton leaves out the curvature of the model, so it must know where the model ends."
+    )
+
+
+def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
+    """Where the whole Hessian is too dear, that of some samples makes conjugate gradients quick; the answer stays."""
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(3000, 30, generator=generator, dtype=F64) * torch.logspace(-1.5, 0.5, 30, dtype=F64)
+    y = torch.sign(X @ torch.randn(30, generator=generator, dtype=F64))
+    loss = lambda p, z: nn.functional.softplus(-z[1] * (z[0] @ p["w"]))  # noqa: E731
+    train = dif.Samples(loss, (X, y), name="train")
+    solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-3)), {"w": torch.zeros(30, dtype=F64)})
+    dense = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
+    monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
+    other = dif.Solution(solution.problem, solution.params)
+    assert not other.curvature.assembled
+    assert len(other.curvature.sketched().rows.tables[0].samples) == 600
+    free = dif.DirectionalInfluence(other).scores(train.mean(), train.remove_each())
+    np.testing.assert_allclose(free.values, dense.values, rtol=1e-7, atol=1e-12)
+    assert free.diagnostics["solver"] == "ConjugateGradients"
+    plain = dif.DirectionalInfluence(other, solver=lambda H: dif.ConjugateGradients(H, rank=0))
+    steps = plain.scores(train.mean(), train.remove_each()).diagnostics["solver_steps"]
+    assert free.diagnostics["solver_steps"] < steps
+
+
+# Retraining
+
+
+@pytest.mark.parametrize("make", [fair_logistic, weak_regression])
+def test_many_at_once_is_one_by_one(make):
+    train, problem, *_ = make()
+    solution = solved(problem)
+    groups = train.remove_groups([[0], [1, 2, 3], list(range(5, 15)), [20]]) + problem.constraints[0].shift(0.01)
+    together = Nearby(solution).solve(Direction(solution.program, groups).stacked(), 1e-10, 1000)
+    assert bool(together.reached.all())
+    for p in range(len(groups)):
+        program = Direction(solution.program, groups[p]).carried_out(0)
+        alone = dif.fit.__globals__["solve"](program, Standing(solution.theta, solution.lam), Limits(10_000))
+        np.testing.assert_allclose(together.theta[p], alone.theta, atol=1e-8)
+        np.testing.assert_allclose(together.lam[p], alone.lam, atol=1e-8)
+
+
+def test_networks_are_retrained_together_and_the_truth_is_honest():
+    train, problem = network_problem(l2=0.05)
+    solution = dif.fit(problem, small(), show_progress=False)
+    removals = train.remove_each(range(20))
+    actual = dif.Retraining(solution).scores(train.mean(), removals)
+    assert max(actual.diagnostics["residuals"]) <= 1e-10
+    for i in (0, 7, 13):
+        kept = torch.arange(60) != i
+        left = dif.Samples(signed, (X[kept], Y[kept]), name="left")
+        group = (torch.arange(60) % 3)[kept]
+        changed = dif.Problem(left.mean() + dif.ridge(0.05), [left.mean(where=group == 1) <= left.mean() - 0.06])
+        again = dif.fit(changed, solution.params, multipliers=solution.lam, show_progress=False)
+        change = dif.Retraining(solution).change(train.remove([i]))
+        np.testing.assert_allclose(change.flat, again.theta - solution.theta, atol=1e-7)
+
+
+def test_programs_that_cannot_be_mapped_are_retrained_one_by_one():
+    x, y = regression_data()
+
+    def branching(params, z):  # a branch on data cannot be mapped over parameters
+        return squared(params, z) * (1.0 if float(params["theta"].sum()) < 1e9 else 2.0)
+
+    answers = []
+    for loss in (squared, branching):
+        train = dif.Samples(loss, (x, y), name="train")
+        problem = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= -0.2])
+        answers.append(dif.Retraining(solved(problem)).scores(train.mean(), train.remove_each(range(5))).values)
+    np.testing.assert_allclose(answers[0], answers[1], atol=1e-10)
+
+
+# What is not a solution
+
+
+def test_a_network_that_stopped_early_is_refused():
+    _, problem = network_problem()
+    with pytest.warns(dif.NotConvergedWarning):
+        early = dif.fit(problem, small(), max_iter=5, show_progress=False)
+    for estimator in (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining):
+        with pytest.raises(dif.NotASolutionError, match="KKT residual of the given point"):
+            estimator(early)
+
+
+def test_a_saddle_is_refused():
+    f = dif.Function(lambda p: ((p["x"][0] ** 2 - 1) ** 2 + p["x"][1] ** 2).sum(), name="double well")
+    saddle = dif.Solution(dif.Problem(f), {"x": torch.zeros(2, dtype=F64)})
+    assert saddle.converged
+    with pytest.raises(dif.DegenerateError, match="curvature of the Lagrangian along the binding constraints"):
+        dif.DirectionalInfluence(saddle)

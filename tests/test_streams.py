@@ -1,0 +1,224 @@
+"""Data of any kind and size: the same numbers as from tensors; what cannot be trusted is refused."""
+
+import numpy as np
+import pytest
+import torch
+from problems import F64, class_data, fair_logistic, logistic, solved, zeros
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+import dif
+from dif.derivatives import cost
+from dif.direction import Direction
+
+X, Y = class_data()
+
+
+class Items(Dataset):
+    """Fetched one by one, or several at once."""
+
+    def __init__(self, n=60):
+        self.n = n
+
+    def __len__(self):
+        return self.n
+
+    def __getitem__(self, i):
+        return X[i], Y[i]
+
+
+class Several(Items):
+    def __getitems__(self, indices):
+        return [(X[i], Y[i]) for i in indices]
+
+
+def scored(data, **options):
+    train = dif.Samples(logistic, data, name="train", **options)
+    group, risk = torch.arange(60) % 3, train.mean()
+    constraints = [(train.mean(where=group == g) <= risk + (-0.02 if g == 1 else 0.3)).named(f"{g}") for g in (1, 2)]
+    solution = dif.fit(dif.Problem(risk + dif.ridge(0.05), constraints), zeros(), show_progress=False)
+    return dif.DirectionalInfluence(solution).scores(train, train.remove_each()).values
+
+
+def on_disk(folder):
+    for name, t in (("x", X), ("y", Y)):
+        np.save(folder / f"{name}.npy", t.numpy())
+    return tuple(np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("x", "y"))
+
+
+@pytest.mark.parametrize("kind", ["items", "several", "memory map", "loader", "loader with workers", "shuffled loader"])
+def test_the_same_scores_from_anywhere(kind, tmp_path):
+    data = {
+        "items": Items,
+        "several": Several,
+        "memory map": lambda: on_disk(tmp_path),
+        "loader": lambda: DataLoader(TensorDataset(X, Y), batch_size=7),
+        "loader with workers": lambda: DataLoader(Items(), batch_size=40, num_workers=1),
+        "shuffled loader": lambda: DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True),
+    }[kind]()
+    state = torch.random.get_rng_state()
+    found = scored(data)
+    np.testing.assert_allclose(found, scored((X, Y)), rtol=1e-9, atol=1e-13)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_a_loader_brings_its_batch_size_and_its_collate():
+    collate = lambda items: tuple(torch.stack(t) for t in zip(*items, strict=True))  # noqa: E731
+    loader = DataLoader(Items(), batch_size=9, collate_fn=collate)
+    train = dif.Samples(logistic, loader)
+    assert train.batch_size == 9
+    assert [len(batch[0]) for _, batch in train.batches()] == [9] * 6 + [6]
+    assert dif.Samples(logistic, loader, batch_size=20).batch_size == 20
+
+
+def test_a_dataset_that_changes_its_length_is_refused():
+    data = Items()
+    train = dif.Samples(logistic, data, name="train")
+    solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.05)), zeros(), show_progress=False)
+    influence = dif.DirectionalInfluence(solution)
+    data.n = 50
+    with pytest.raises(dif.InvalidInputError, match="measured 50, allowed 60, as when the Samples were made") as caught:
+        influence.scores(train.mean(), train.remove_each())
+    assert caught.value.meaning == (
+        "The Dataset has changed its length since, so weights and indices no longer belong to it."
+    )
+    assert caught.value.cure == "Make new Samples of the Dataset as it is now."
+
+
+def test_streams_without_an_index_are_refused():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(zip(X, Y, strict=True))
+
+    for data in (Stream(), DataLoader(Stream(), batch_size=4), iter([1.0])):
+        with pytest.raises(dif.InvalidInputError, match="Samples must be countable and addressable by index"):
+            dif.Samples(logistic, data)
+
+
+def test_scores_go_to_disk_as_they_come(tmp_path):
+    train, problem, _ = fair_logistic()
+    influence = dif.DirectionalInfluence(solved(problem))
+    held = influence.scores(train, train.remove_each())
+    path = tmp_path / "scores.npy"
+    written = influence.scores(train, train.remove_each(), out=path)
+    assert torch.equal(written.values, held.values)
+    loaded = dif.Influence.load(path)
+    assert torch.equal(loaded.values, held.values)
+    assert (loaded.perturbations, loaded.targets, loaded.estimator) == (held.perturbations, held.targets, "DIF")
+    assert loaded.compare(held).relative_error == 0
+    assert np.load(path, mmap_mode="r").shape == (60, 60)
+    with pytest.raises(dif.InvalidInputError, match=r"a file name ending in \.npy") as caught:
+        influence.scores(train, train.remove_each(), out=tmp_path / "scores.csv")
+    assert caught.value.meaning == (
+        "The scores are written as one array of numpy; what they are about goes into a .json beside it."
+    )
+    with pytest.raises(FileNotFoundError, match="make it first"):
+        influence.scores(train, train.remove_each(), out=tmp_path / "none" / "scores.npy")
+    path.with_suffix(".json").write_text("{}")
+    with pytest.raises(dif.InvalidInputError, match="influence file"):
+        dif.Influence.load(path)
+
+
+def test_slopes_both_ways_are_one(monkeypatch):
+    """Forward mode and per-sample gradients times V, whatever the price list says; and in passes of any size."""
+    train, problem, _ = fair_logistic()
+    solution = solved(problem)
+    direction = Direction(solution.program, train.remove_each())
+    V = torch.randn(4, 5, dtype=F64, generator=torch.Generator().manual_seed(0))
+    weights = solution.program.weights(solution.lam)
+    found = []
+    for price, size in ((0, 2**21), (10**9, 2**21), (0, 64), (10**9, 64)):
+        monkeypatch.setattr("dif.derivatives._PER_ENTRY", {"cpu": price})
+        monkeypatch.setattr("dif.derivatives._PASS", size)
+        monkeypatch.setattr("dif.derivatives._GRADIENTS", size)
+        found.append(torch.cat(direction.moves(solution.theta, weights, solution.p, solution.Dp, V), 1))
+    for other in found[1:]:
+        np.testing.assert_allclose(other, found[0], rtol=1e-12, atol=1e-15)
+
+
+def test_the_cost_of_a_sample_is_counted():
+    model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)).double()
+    loss = lambda m, z: (m(z) ** 2).sum(1)  # noqa: E731
+    train = dif.Samples(loss, torch.randn(50, 30, dtype=F64))
+    layout, theta = dif.parameters.Parameters.of(model)
+    found = cost(train, layout, theta)
+    assert found.inputs == 30
+    assert 2 * (30 * 20 + 20 * 3) <= found.flops <= 2.2 * (30 * 20 + 20 * 3)
+    assert 20 + 20 + 3 + 3 + 1 <= found.elements <= 60
+
+
+def test_what_torch_cannot_do_is_recorded():
+    """An operator without forward mode: the same scores by another way, and the answer says so."""
+
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(x):
+            return x**2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, slope):
+            return 2 * ctx.saved_tensors[0] * slope
+
+        @staticmethod
+        def vmap(info, dims, x):
+            return x**2, dims[0]
+
+    def plain(params, z):
+        return 0.5 * (z[0] @ params["theta"] - z[1]) ** 2
+
+    def odd(params, z):
+        return 0.5 * Square.apply(z[0] @ params["theta"] - z[1])
+
+    answers = []
+    for loss in (plain, odd):
+        train = dif.Samples(loss, (X, Y), name="train")
+        problem = dif.Problem(train.mean(), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= 0.1])
+        influence = dif.DirectionalInfluence(dif.fit(problem, zeros(), show_progress=False))
+        answers.append(influence.scores(train, train.remove_each()))
+    np.testing.assert_allclose(answers[1].values, answers[0].values, rtol=1e-8, atol=1e-12)
+    assert answers[0].diagnostics["fallbacks"] == []
+    assert any("no forward mode" in text for text in answers[1].diagnostics["fallbacks"])
+
+
+# Which parameters are variable
+
+
+def head_problem(params_of):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+    loss = lambda m, z: torch.nn.functional.softplus(-z[1] * m(z[0])[:, 0])  # noqa: E731
+    train = dif.Samples(loss, (X, Y), name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(0.05), [train.mean(where=torch.arange(60) < 20) <= 0.6])
+    return model, train, dif.fit(problem, params_of(model), show_progress=False)
+
+
+def test_only_the_last_layer_is_variable():
+    model, train, solution = head_problem(lambda m: dif.variable(m, "2.*"))
+    assert list(solution.params) == ["2.weight", "2.bias"]
+    found = dif.DirectionalInfluence(solution).scores(train, train.remove_each()).values
+
+    def frozen(m):
+        m[0].requires_grad_(False)
+        return m
+
+    _, same, other = head_problem(frozen)
+    np.testing.assert_allclose(other.theta, solution.theta, atol=1e-9)
+    np.testing.assert_allclose(
+        dif.DirectionalInfluence(other).scores(same, same.remove_each()).values, found, atol=1e-10
+    )
+    assert all(p.requires_grad for p in model.parameters())
+    again = dif.fit(solution.problem, solution.params, show_progress=False)
+    np.testing.assert_allclose(again.theta, solution.theta, atol=1e-9)
+
+
+def test_names_that_match_nothing_are_refused():
+    model = torch.nn.Linear(2, 1)
+    for names in ("head.*", ["weight", "lora"], []):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            dif.variable(model, names)
+        assert caught.value.meaning == "Nothing would be variable under such a name."
+    with pytest.raises(dif.InvalidInputError, match="names of variable parameters"):
+        dif.variable({"w": torch.zeros(2)}, "w")

@@ -194,6 +194,24 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
     assert free.diagnostics["solver_steps"] < steps
 
 
+@pytest.mark.parametrize("make", [fair_logistic, weak_regression])
+def test_every_estimator_without_a_matrix(make, monkeypatch):
+    """The Hessian is assembled nowhere, neither in fit nor after it: the same answers."""
+    train, problem, *_ = make()
+    solution = solved(problem)
+    kinds = (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining)
+    removals = train.remove_groups([[0], [1, 2], [30]])
+    dense = [kind(solution).scores(train, removals).values for kind in kinds]
+    monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.0})
+    free = dif.fit(problem, zeros(), show_progress=False)
+    np.testing.assert_allclose(free.theta, solution.theta, atol=1e-9)
+    assert free.active.binding == solution.active.binding
+    monkeypatch.setattr(Curvature, "dense", None)
+    for kind, expected in zip(kinds, dense, strict=True):
+        found = kind(free).scores(train, removals)
+        np.testing.assert_allclose(found.values, expected, atol=1e-7 * float(expected.abs().max()))
+
+
 # Retraining
 
 

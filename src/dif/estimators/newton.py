@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.curvature import Matrix
+from dif.conjugate_gradients import ConjugateGradients, Preconditioner
+from dif.curvature import Curvature, Matrix, Operator
 from dif.direction import Direction
 from dif.errors import DegenerateError
 from dif.influence import Change, Influence
 from dif.kkt_step import Step, kkt_step
+from dif.linear_solve import Solver
 from dif.linearisation import trust
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
@@ -24,7 +26,7 @@ class NewtonInfluence:
     """One SQP step at (θ̄, λ̄) on the problem with the changed weights: its own Hessian, every inequality kept.
 
     Exact on quadratic objectives with linear constraints, also where constraints let go or begin to bind. Costs one
-    small Hessian and one factorisation per perturbation.
+    small Hessian and one factorisation per perturbation; where the Hessian is not assembled, a solve by products.
 
     Args:
         solution: A certified solution.
@@ -46,6 +48,7 @@ class NewtonInfluence:
         self._binding = torch.zeros_like(solution.program.equality)
         self._binding[list(solution.active.binding)] = True
         self._part_hessians: dict[int, Tensor] = {}
+        self._known: Preconditioner | None = None
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation."""
@@ -79,17 +82,30 @@ class NewtonInfluence:
         direction = Direction.single(at.program, perturbation)
         weights = at.program.weights(at.lam)
         df, DJ = direction.first_order(0, at.theta, at.p, at.Dp)
-        touched = direction.touched_samples(0).hessian(at.theta, weights)
-        H = at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
+        H, solver = self._curvature(direction, weights)
         try:
-            return kkt_step(weights @ J, Matrix(H), c, J[1:], at.lam, at.program.equality, self._binding)
+            return kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.equality, self._binding, solver)
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"under the perturbation {perturbation.labels[0]!r}")
                 raise
             nothing = float("nan")
             return Step(torch.full_like(at.theta, nothing), torch.full_like(at.lam, nothing), unanswered=str(error))
+
+    def _curvature(self, direction: Direction, weights: Tensor) -> tuple[Operator, Solver]:
+        """∇²L of the changed problem, and what solves with it: assembled from what is known, or met by products."""
+        at = self.solution
+        if at.curvature.assembled:
+            touched = direction.touched_samples(0).hessian(at.theta, weights)
+            return Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))), None
+        return Curvature(direction.carried_out(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
+
+    def _solver(self, H: Operator) -> ConjugateGradients:
+        """Conjugate gradients; the first preconditioner serves all perturbations."""
+        solver = ConjugateGradients(H, preconditioner=self._known)
+        self._known = solver.preconditioner
+        return solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Σₖ scaleₖ ∇²pₖ, each part's Hessian computed once."""

@@ -20,7 +20,11 @@ _PROBED = 8  # samples on which the cost of one is measured
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
 _IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
 _ACCELERATED = 2**29  # either, on an accelerator
-_PER_ENTRY = {"cpu": 192, "cuda": 2048}  # an entry of a per-sample gradient (written, read, multiplied) costs, in flops
+_PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that an entry of a per-sample gradient is worth (written, read, used),
+    "cpu": 128,
+    "cuda": 2048,
+}  # an entry of a per-sample gradient (written, read, multiplied) costs, in flops,
+_LONGER = 1e-3  # and this more per entry of the gradient: fewer of them are held at once
 _GRADIENTS = 2**22  # entries of per-sample gradients held at once on the CPU
 _NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
 _NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
@@ -160,7 +164,8 @@ def sample_slopes(
     """
     d, columns = V.shape
     flops = cost(samples, parameters, theta).flops
-    by_gradients = columns > 1 and 3 * flops + _PER_ENTRY.get(theta.device.type, 2048) * d < 2 * flops * columns
+    entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
+    by_gradients = columns > 1 and 3 * flops + entry * d < 2 * flops * columns
     losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
     fits = max(1, in_flight(theta, _GRADIENTS) // d) if by_gradients else None
     for place, batch, loss in passes(samples, parameters, theta, indices, fits):

@@ -94,6 +94,15 @@ def test_streams_without_an_index_are_refused():
             dif.Samples(logistic, data)
 
 
+@pytest.mark.parametrize("options", [{"batch_size": None}, {"sampler": range(30)}])
+def test_loaders_that_leave_samples_out_are_refused(options):
+    with pytest.raises(dif.InvalidInputError, match="a loader of batches over all its samples") as caught:
+        dif.Samples(logistic, DataLoader(TensorDataset(X, Y), **options))
+    assert (
+        caught.value.meaning == "Sample i is item i of the Dataset: a loader's own choice of samples has no place here."
+    )
+
+
 def test_scores_go_to_disk_as_they_come(tmp_path):
     train, problem, _ = fair_logistic()
     influence = dif.DirectionalInfluence(solved(problem))
@@ -109,11 +118,14 @@ def test_scores_go_to_disk_as_they_come(tmp_path):
     with pytest.raises(dif.InvalidInputError, match=r"a file name ending in \.npy") as caught:
         influence.scores(train, train.remove_each(), out=tmp_path / "scores.csv")
     assert caught.value.meaning == (
-        "The scores are written as one array of numpy; what they are about goes into a .json beside it."
+        "The scores are written as one array of numpy, what they are about into a .npy.json beside it."
     )
+    with pytest.raises(dif.InvalidInputError, match="no term of the problem uses these samples"):
+        influence.scores(train, dif.Samples(logistic, (X, Y)).remove_each(), out=path)
+    assert torch.equal(dif.Influence.load(path).values, held.values)  # what was there stays
     with pytest.raises(FileNotFoundError, match="make it first"):
         influence.scores(train, train.remove_each(), out=tmp_path / "none" / "scores.npy")
-    path.with_suffix(".json").write_text("{}")
+    (tmp_path / "scores.npy.json").write_text("{}")
     with pytest.raises(dif.InvalidInputError, match="influence file"):
         dif.Influence.load(path)
 

@@ -90,9 +90,17 @@ class AugmentedLagrangian:
         self.accuracy = max(self.accuracy * 0.1, 1e-12)
         return True
 
-    def escape(self) -> None:
-        """Leave a saddle along its most negative curvature."""
-        self._renew(*self._evaluate(self.theta))
+    def escape(self, direction: Tensor) -> None:
+        """Leave a saddle along a direction of negative curvature (in √D·θ), whichever side falls."""
+        value, _ = self._evaluate(self.theta)
+        length = self.radius
+        for _ in range(_SHRINKINGS):
+            for side in (length, -length):
+                trial = self.theta + side * direction / self.root / direction.norm()
+                if float(self._evaluate(trial)[0]) < float(value):
+                    self.theta = trial
+                    return
+            length *= 0.25
 
     def _minimise(self) -> bool:
         """Minimise over θ: L-BFGS, and where that is slow the curvature is looked at anew; False if θ runs away."""

@@ -273,7 +273,7 @@ def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, floa
     if H.assembled:
         dense, root = H.dense().double(), root.double()
         return _smallest(dense, G.double()), _smallest(dense / root / root[:, None], G.double() / root)
-    return _lanczos(H, G, torch.ones_like(root)), _lanczos(H, G, root)
+    return lanczos(H, G, torch.ones_like(root))[0], lanczos(H, G, root)[0]
 
 
 def _unit(G: Tensor) -> Tensor:
@@ -289,8 +289,8 @@ def _smallest(H: Tensor, G: Tensor) -> float:
     return float(torch.linalg.eigvalsh(H)[0]) if len(H) else float("inf")
 
 
-def _lanczos(H: Operator, G: Tensor, root: Tensor) -> float:
-    """Smallest Ritz value of H on {Gω = 0}, in the coordinates root·θ."""
+def lanczos(H: Operator, G: Tensor, root: Tensor) -> tuple[float, Tensor]:
+    """Smallest Ritz value of H on {Gω = 0}, in the coordinates root·θ, and its direction there."""
     U, sizes, _ = torch.linalg.svd(_unit(G.double() / root.double()).T, full_matrices=False)
     normal = U[:, sizes > 1e-10].to(G)
 
@@ -310,9 +310,6 @@ def _lanczos(H: Operator, G: Tensor, root: Tensor) -> float:
         if beside[-1] <= 1e-7 * max(abs(x) for x in diagonal):
             break
         basis.append(w / w.norm())
-    T = (
-        torch.diag(torch.tensor(diagonal))
-        + torch.diag(torch.tensor(beside[:-1]), 1)
-        + torch.diag(torch.tensor(beside[:-1]), -1)
-    )
-    return float(torch.linalg.eigvalsh(T.double())[0])
+    along, off = torch.tensor(diagonal, dtype=torch.float64), torch.tensor(beside[:-1], dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(torch.diag(along) + torch.diag(off, 1) + torch.diag(off, -1))
+    return float(values[0]), torch.stack(basis[: len(along)], 1) @ vectors[:, 0].to(normal)

@@ -21,9 +21,6 @@ _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU:
 _IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
 _ACCELERATED = 2**29  # either, on an accelerator
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that an entry of a per-sample gradient is worth (written, read, used),
-    "cpu": 128,
-    "cuda": 2048,
-}  # an entry of a per-sample gradient (written, read, multiplied) costs, in flops,
 _LONGER = 1e-3  # and this more per entry of the gradient: fewer of them are held at once
 _GRADIENTS = 2**22  # entries of per-sample gradients held at once on the CPU
 _NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
@@ -297,7 +294,9 @@ def _reverse_over_reverse(
 ) -> Tensor:
     try:
         return vmap(forward(grad(scalar), theta)[1], **options)(V).detach()
-    except NotImplementedError as error:
+    except (NotImplementedError, RuntimeError) as error:
+        if not unsupported(error):
+            raise
         raise InvalidInputError(
             "second derivative of a loss or function",
             measured=str(error).splitlines()[0],
@@ -375,5 +374,5 @@ def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, ba
 
 def unsupported(error: Exception) -> bool:
     """Whether torch cannot transform the loss (branches on data, kernels without forward mode), rather than run it."""
-    words = ("vmap", "functorch", "forward AD", "forward-mode", "data-dependent")
+    words = ("vmap", "functorch", "forward AD", "forward-mode", "data-dependent", "is not implemented")
     return isinstance(error, NotImplementedError) or any(word in str(error) for word in words)

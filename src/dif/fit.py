@@ -14,7 +14,7 @@ from torch import Tensor
 from dif.augmented_lagrangian import PATIENCE, AugmentedLagrangian
 from dif.checkpoint import Checkpoint, Standing
 from dif.conjugate_gradients import ConjugateGradients, Preconditioner
-from dif.curvature import Curvature, Operator, tangent_curvature
+from dif.curvature import Curvature, Operator, lanczos
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
@@ -57,13 +57,13 @@ def fit(
         multipliers: Start of λ (per constraint or flat); zero when left out.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
         max_iter: Limit on iterations, all phases together: sweeps of L-BFGS over the data, and Newton steps.
-        max_seconds: Limit on time.
+        max_seconds: Limit on time, looked at between steps: one that has begun (a Hessian, say) is finished.
         epochs: Passes over the data in mini-batches before all that: Adam on θ, ascent on λ.
         batch_size: Samples per mini-batch.
         rate: First step size of Adam; it falls to zero over the epochs.
         seed: Of the order of the mini-batches.
         checkpoint: A file that keeps where the work stands (after each epoch and round). Called again with the same
-            file, `fit` goes on from there.
+            file, `fit` goes on from there (Adam's averages begin anew).
         show_progress: Show a line with the residual on a terminal.
 
     Returns:
@@ -91,21 +91,32 @@ def fit(
     with progress("fit", None, show_progress) as report:
         if begun.penalty is None and begun.epochs < epochs:
             warm = PrimalDual(program, epochs, batch_size, rate, seed, limits, report)
-            begun = Standing(*warm.run(begun.theta, begun.lam, begun.epochs, keep), epochs)
+            begun = Standing(*warm.run(begun.theta, begun.lam, begun.epochs, keep))
         found = solve(
-            program, begun, limits, tol=tol, report=report, keep=lambda *now: keep(now[0], now[1], epochs, *now[2:])
+            program,
+            begun,
+            limits,
+            tol=tol,
+            report=report,
+            keep=lambda *now: keep(now[0], now[1], begun.epochs, *now[2:]),
         )
     solution = Solution.of_program(program, found.theta, found.lam)
     if not found.reached:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
             f"allowed {found.goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is "
-            f"{'nearly' if solution.converged else 'not'} a solution. Raise max_iter or max_seconds, start nearer, "
+            f"{_verdict(found, solution)}. Raise max_iter or max_seconds, start nearer, "
             "or add a ridge if the curvature vanishes.",
             NotConvergedWarning,
             stacklevel=2,
         )
     return solution
+
+
+def _verdict(found: Found, solution: Solution) -> str:
+    if found.down is not None:
+        return f"a saddle (curvature {found.down[0]:.3g} along one direction, in scaled coordinates; allowed ≥ 0)"
+    return "nearly a solution" if solution.converged else "not a solution"
 
 
 def default_tolerance(theta: Tensor) -> float:
@@ -127,7 +138,7 @@ def check_limits(max_iter: int, max_seconds: float | None) -> None:
 
 
 def _check_batches(epochs: int, batch_size: int, rate: float, seed: int) -> None:
-    whole = all(as_index(number) is not None for number in (epochs, batch_size, seed))
+    whole = all(as_index(number) is not None for number in (epochs, batch_size, seed)) and abs(seed) < 2**31
     if not whole or epochs < 0 or batch_size < 1 or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
         raise InvalidInputError(
             "mini-batch phase of fit",
@@ -148,12 +159,12 @@ class Found:
     goal: float = 0.0  # the tolerance, or what rounding allows
     iterations: int = 0
     stopped_by: str = "max_iter"
-    saddle: bool = False  # the Lagrangian curves downwards along the binding rows
+    down: tuple[float, Tensor] | None = None  # at a saddle: the curvature that is negative, and along what in √D·θ
 
     @property
     def reached(self) -> bool:
         """Whether the residual is within the tolerance, at what may be a minimum."""
-        return self.residual <= self.goal and not self.saddle
+        return self.residual <= self.goal and self.down is None
 
 
 def solve(
@@ -169,6 +180,7 @@ def solve(
     goal = default_tolerance(begun.theta) if tol is None else checked_tolerance(tol)
     best = Found(begun.theta, begun.lam)
     _newton(program, best, goal, limits, report)
+    _look_down(program, best)
     rounds = None
     if not best.reached:
         rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report)
@@ -176,16 +188,17 @@ def solve(
     waited = 0
     trial = best
     while rounds is not None and not best.reached and limits.spent() is None:
-        if trial.saddle:
-            rounds.escape()
+        if trial.down is not None:
+            rounds.escape(trial.down[1])
         if not rounds.round():
             continue  # ran away; the next round has a stiffer penalty
         keep(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
         trial = Found(rounds.theta, rounds.lam)
         _newton(program, trial, goal, limits, report)
-        better = trial.residual < 0.5 * best.residual or (best.saddle and not trial.saddle)
-        waited = 0 if better else waited + 1
-        if better or (trial.residual < best.residual and not trial.saddle):
+        _look_down(program, trial)
+        left = best.down is not None and trial.down is None
+        waited = 0 if left or trial.residual < 0.5 * best.residual else waited + 1
+        if left or (trial.residual < best.residual and (trial.down is None or best.down is not None)):
             best = trial
         if not best.reached and (waited > PATIENCE or rounds.raised > PATIENCE + 2):
             rounds.judge(goal)
@@ -194,7 +207,8 @@ def solve(
     else:
         best.stopped_by = limits.spent() or "converged"
     best.iterations = limits.used
-    keep(best.theta, best.lam, *((rounds.penalty, rounds.accuracy) if rounds is not None else ()))
+    others = (rounds.penalty, rounds.accuracy) if rounds is not None and rounds.rounds > 0 else ()
+    keep(best.theta, best.lam, *others)
     return best
 
 
@@ -228,7 +242,6 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
             gradient, chosen = program.weights(at.lam) @ J, None if H.assembled else solver
             step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, binding, chosen)
         except (DegenerateError, NotConvergedError):
-            at.saddle = at.residual <= at.goal and _curves_down(H, J[1:][program.equality | binding])
             return
         length = 1.0
         while True:
@@ -248,9 +261,15 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         units = H if H.assembled else units
 
 
-def _curves_down(H: Curvature, G: Tensor) -> bool:
-    """Whether H is negative somewhere on {Gω = 0}, beyond doubt."""
-    return H.assembled and tangent_curvature(H, G, H.scale().sqrt())[1] < -1e-6
+def _look_down(program: Program, at: Found) -> None:
+    """Where the conditions of first order hold: does the Lagrangian curve downwards along the binding rows?"""
+    if not at.residual <= at.goal:
+        return
+    H = Curvature(program.rows, at.theta, program.weights(at.lam))
+    G = program.rows.gradients(at.theta)[1][1:][program.equality | (at.lam > 0)]
+    lowest, direction = lanczos(H, G, H.scale().sqrt())
+    if lowest < -1e-6:
+        at.down = lowest, direction
 
 
 class _Inexact:

@@ -160,7 +160,7 @@ def values_on_disk(path: str | os.PathLike[str], shape: tuple[int, int]) -> Tens
             "out=",
             measured=repr(name),
             threshold="a file name ending in .npy",
-            meaning="The scores are written as one array of numpy; what they are about goes into a .json beside it.",
+            meaning="The scores are written as one array of numpy, what they are about into a .npy.json beside it.",
             cure="Name it scores.npy, say.",
         )
     if not Path(name).parent.is_dir():
@@ -172,7 +172,7 @@ def values_on_disk(path: str | os.PathLike[str], shape: tuple[int, int]) -> Tens
 
 
 def _beside(path: str | os.PathLike[str]) -> Path:
-    return Path(path).with_suffix(".json")
+    return Path(f"{os.fspath(path)}.json")
 
 
 def _unreadable(path: str | os.PathLike[str], found: str) -> InvalidInputError:

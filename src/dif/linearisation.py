@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.direction import Direction, check_kind, chunks
+from dif.direction import Direction, chunks
 from dif.influence import Change, Influence, values_on_disk
 from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
@@ -141,7 +141,8 @@ class Linearisation:
     ) -> tuple[Influence, Tensor]:
         """The Influence of many on a target, in a file where one is named; and the multipliers of the kept rows."""
         targets = Targets(target, self.at)
-        check_kind(perturbations)
+        for some in chunks(perturbations):  # malformed ones are refused before any file is touched
+            Direction(self.at.program, some)
         shape = (len(perturbations), len(targets.names))
         values = torch.full(shape, float("nan"), dtype=torch.float64) if out is None else values_on_disk(out, shape)
         nu, unanswered = self.scores(targets, perturbations, values, show_progress)

@@ -34,14 +34,14 @@ class PrimalDual:
 
     def run(
         self, theta: Tensor, lam: Tensor, done: int, keep: Callable[[Tensor, Tensor, int], None]
-    ) -> tuple[Tensor, Tensor]:
-        """All epochs that are left after `done` of them; `keep` is called after each."""
+    ) -> tuple[Tensor, Tensor, int]:
+        """All epochs that are left after `done` of them; `keep` is called after each. Also how many are done then."""
         theta, lam = theta.clone(), lam.clone()
         first, second, count = torch.zeros_like(theta), torch.zeros_like(theta), 0
         for epoch in range(done, self.epochs):
             for step, rows in enumerate(self._batches(epoch)):
                 if self.limits.spent():
-                    return theta, lam
+                    return theta, lam, epoch
                 share = (epoch + step / self.steps) / self.epochs
                 rate = self.rate * 0.5 * (1 + math.cos(math.pi * share))
                 f, g = rows.pullback(theta, lambda f, lam=lam: self.program.weights(lam))
@@ -55,12 +55,12 @@ class PrimalDual:
                 self.limits.used += 1
             self.report(self.limits.used, f"(mini-batches, epoch {epoch + 1} of {self.epochs})")
             keep(theta, lam, epoch + 1)
-        return theta, lam
+        return theta, lam, self.epochs
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
         """The rows over one batch of every table after the other, each an unbiased estimate of the whole."""
         rows = self.program.rows
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**62)
         orders = [torch.randperm(len(table.samples), generator=generator) for table in rows.tables]
         for step in range(self.steps):
             sizes = [min(self.batch_size, len(order)) for order in orders]

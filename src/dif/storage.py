@@ -38,6 +38,7 @@ class Storage:
         if isinstance(data, DataLoader):
             _refuse_streams(data.dataset, what)
             n = _count([len(data.dataset)], name)  # type: ignore[arg-type]
+            _refuse_choices(data, n, what)
             held = {"batch_size": data.batch_size, "collate": data.collate_fn, "workers": data.num_workers}
             return cls(data.dataset, name, n, False, **held)  # type: ignore[arg-type]
         if isinstance(data, Mapping | tuple | list):
@@ -139,6 +140,18 @@ def _refuse_streams(data: Any, what: str) -> None:
             threshold="a tensor, a tuple or dict of tensors, or a Dataset with a length",
             meaning="Samples must be countable and addressable by index.",
             cure="Load an iterable into tensors first.",
+        )
+
+
+def _refuse_choices(loader: DataLoader[Any], n: int, what: str) -> None:
+    chosen = len(loader.sampler) if hasattr(loader.sampler, "__len__") else n  # type: ignore[arg-type]
+    if chosen != n or (loader.batch_size is None and loader.batch_sampler is None):
+        raise InvalidInputError(
+            what,
+            measured=f"{chosen} of {n} samples chosen by its sampler" if chosen != n else "a loader without batches",
+            threshold="a loader of batches over all its samples",
+            meaning="Sample i is item i of the Dataset: a loader's own choice of samples has no place here.",
+            cure="Pass the Dataset (or torch.utils.data.Subset of it), or a loader with a batch size and no sampler.",
         )
 
 

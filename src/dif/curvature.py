@@ -293,6 +293,8 @@ def lanczos(H: Operator, G: Tensor, root: Tensor) -> tuple[float, Tensor]:
     """Smallest Ritz value of H on {Gω = 0}, in the coordinates root·θ, and its direction there."""
     U, sizes, _ = torch.linalg.svd(_unit(G.double() / root.double()).T, full_matrices=False)
     normal = U[:, sizes > 1e-10].to(G)
+    if normal.shape[1] >= H.d:
+        return float("inf"), torch.zeros_like(root)
 
     def tangent(v: Tensor) -> Tensor:
         return v - normal @ (normal.T @ v)

@@ -65,6 +65,18 @@ def test_a_saddle_is_left():
     assert solution.active.curvature > 0
 
 
+def test_a_saddle_is_left_without_a_matrix(monkeypatch):
+    """A network at zero: every unit sees the same, the gradient vanishes, the curvature does not."""
+    monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.0})
+    loss = lambda p, z: nn.functional.softplus(-z[1] * (torch.tanh(z[0] @ p["a"]) @ p["v"]))  # noqa: E731
+    train = dif.Samples(loss, (X, Y), name="train")
+    start = {"a": torch.zeros(4, 6, dtype=F64), "v": torch.zeros(6, dtype=F64)}
+    solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-2)), start, show_progress=False)
+    assert solution.converged
+    assert solution.objective < np.log(2) - 0.1
+    assert solution.active.curvature > -1e-6
+
+
 # Phases
 
 

@@ -206,6 +206,20 @@ class ConjugateGradients:
         return R.clone() if self.preconditioner is None else self.preconditioner.apply(R)
 
 
+class Repeated:
+    """Prepares conjugate gradients for operators near each other: the first preconditioner serves them all."""
+
+    def __init__(self) -> None:
+        self.tolerance: float | None = None  # of the next one
+        self._known: Preconditioner | None = None
+
+    def __call__(self, curvature: Operator) -> ConjugateGradients:
+        """One more."""
+        solver = ConjugateGradients(curvature, tolerance=self.tolerance, preconditioner=self._known)
+        self._known = solver.preconditioner
+        return solver
+
+
 def not_positive(found: float) -> DegenerateError:
     """Negative curvature was met."""
     return DegenerateError(

@@ -36,7 +36,7 @@ class Direction:
     """P directions (δw, δτ) on the rows of a program."""
 
     def __init__(self, program: Program, perturbation: Perturbation) -> None:
-        check_kind(perturbation)
+        _check_kind(perturbation)
         program.parameters.check_mode()
         self.program = program
         self.perturbation = perturbation
@@ -315,8 +315,7 @@ def _not_finite(name: str, count: str) -> InvalidInputError:
     )
 
 
-def check_kind(perturbation: object) -> None:
-    """Refuse what is not a Perturbation."""
+def _check_kind(perturbation: object) -> None:
     if not isinstance(perturbation, Perturbation):
         raise InvalidInputError(
             "perturbation",
@@ -330,5 +329,5 @@ def check_kind(perturbation: object) -> None:
 
 def chunks(perturbation: Perturbation, size: int = 2**16) -> Sequence[Perturbation]:
     """The perturbations in pieces of at most `size`."""
-    check_kind(perturbation)
+    _check_kind(perturbation)
     return [perturbation[begin : min(begin + size, len(perturbation))] for begin in range(0, len(perturbation), size)]

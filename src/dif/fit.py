@@ -13,8 +13,8 @@ from torch import Tensor
 
 from dif.augmented_lagrangian import PATIENCE, AugmentedLagrangian
 from dif.checkpoint import Checkpoint, Standing
-from dif.conjugate_gradients import ConjugateGradients, Preconditioner
-from dif.curvature import Curvature, Operator, lanczos
+from dif.conjugate_gradients import Repeated
+from dif.curvature import Curvature, lanczos
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
@@ -179,8 +179,7 @@ def solve(
     """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
     goal = default_tolerance(begun.theta) if tol is None else checked_tolerance(tol)
     best = Found(begun.theta, begun.lam)
-    _newton(program, best, goal, limits, report)
-    _look_down(program, best)
+    _approach(program, best, goal, limits, report)
     rounds = None
     if not best.reached:
         rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report)
@@ -194,8 +193,7 @@ def solve(
             continue  # ran away; the next round has a stiffer penalty
         keep(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
         trial = Found(rounds.theta, rounds.lam)
-        _newton(program, trial, goal, limits, report)
-        _look_down(program, trial)
+        _approach(program, trial, goal, limits, report)
         left = best.down is not None and trial.down is None
         waited = 0 if left or trial.residual < 0.5 * best.residual else waited + 1
         if left or (trial.residual < best.residual and (trial.down is None or best.down is not None)):
@@ -222,8 +220,10 @@ def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[
     return kkt, f, J
 
 
-def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter) -> None:
+def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter) -> bool:
     """Newton on the KKT system while the residual falls; `at` is moved to the best point.
+
+    Whether factors there have shown that the Lagrangian is convex along the rows that hold.
 
     After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
     nearly weak ones; where the Hessian is not assembled that would be dear, and it stops.
@@ -232,17 +232,17 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     kkt, f, J = _judge(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
     if not H.assembled and at.residual > _NEAR:
-        return  # far away, where a step is costly and seldom good
-    solver = _Inexact()
+        return False  # far away, where a step is costly and seldom good
+    solver, exact = Repeated(), torch.finfo(at.theta.dtype).eps ** 0.672
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
-        binding, solver.residual = at.lam > 0, at.residual
+        solver.tolerance = max(exact, min(1e-3, 1e-2 * at.residual))  # only as exact as the step deserves
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.assembled else solver
-            step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, binding, chosen)
+            step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, at.lam > 0, chosen)
         except (DegenerateError, NotConvergedError):
-            return
+            return False
         length = 1.0
         while True:
             theta = at.theta + length * step.omega
@@ -252,38 +252,25 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
                 break
             length *= 0.5
             if length < 1e-3 or at.reached or limits.spent():
-                return
+                return H.assembled
         at.theta, at.lam, at.residual = theta, lam, kkt.residual
         at.goal = max(goal, 16 * kkt.rounding)
         if at.reached and not H.assembled:
-            return
+            return False
         H = Curvature(program.rows, theta, program.weights(lam), assumed=None if H.assembled else units.own)
         units = H if H.assembled else units
+    return False
 
 
-def _look_down(program: Program, at: Found) -> None:
-    """Where the conditions of first order hold: does the Lagrangian curve downwards along the binding rows?"""
-    if not at.residual <= at.goal:
+def _approach(program: Program, at: Found, goal: float, limits: Limits, report: Reporter) -> None:
+    """Newton; and where it ends with the conditions of first order alone, a look whether that is a saddle."""
+    if _newton(program, at, goal, limits, report) or not at.residual <= at.goal:
         return
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
     G = program.rows.gradients(at.theta)[1][1:][program.equality | (at.lam > 0)]
     lowest, direction = lanczos(H, G, H.scale().sqrt())
     if lowest < -1e-6:
         at.down = lowest, direction
-
-
-class _Inexact:
-    """Conjugate gradients only as exact as the step deserves, with one preconditioner for all steps."""
-
-    residual = 1.0  # of the optimality conditions
-    known: Preconditioner | None = None
-
-    def __call__(self, shifted: Operator) -> ConjugateGradients:
-        exact = torch.finfo(shifted.like.dtype).eps ** 0.672
-        tolerance = max(exact, min(1e-3, 1e-2 * self.residual))
-        solver = ConjugateGradients(shifted, tolerance=tolerance, preconditioner=self.known)
-        self.known = solver.preconditioner
-        return solver
 
 
 def _finite(kkt: KKT) -> bool:

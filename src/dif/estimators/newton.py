@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.conjugate_gradients import ConjugateGradients, Preconditioner
+from dif.conjugate_gradients import Repeated
 from dif.curvature import Curvature, Matrix, Operator
 from dif.direction import Direction
 from dif.errors import DegenerateError
@@ -48,7 +48,7 @@ class NewtonInfluence:
         self._binding = torch.zeros_like(solution.program.equality)
         self._binding[list(solution.active.binding)] = True
         self._part_hessians: dict[int, Tensor] = {}
-        self._known: Preconditioner | None = None
+        self._solver = Repeated()
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation."""
@@ -100,12 +100,6 @@ class NewtonInfluence:
             touched = direction.touched_samples(0).hessian(at.theta, weights)
             return Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))), None
         return Curvature(direction.carried_out(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
-
-    def _solver(self, H: Operator) -> ConjugateGradients:
-        """Conjugate gradients; the first preconditioner serves all perturbations."""
-        solver = ConjugateGradients(H, preconditioner=self._known)
-        self._known = solver.preconditioner
-        return solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Σₖ scaleₖ ∇²pₖ, each part's Hessian computed once."""

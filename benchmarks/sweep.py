@@ -8,7 +8,6 @@ are made on the fly by a Dataset or held in memory; peak memory is measured in a
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -113,6 +112,12 @@ class Unprepared:
     approximate = solve
 
 
+def host_peak():
+    """Peak resident memory of this process, in MiB (getrusage would count the parent's at the fork)."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
+
+
 def memory(device, n):
     """Peak memory of scoring n samples on 10 targets, made on the fly and written to disk, in MiB."""
     model = nn.Sequential(nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 10)).to(device)
@@ -126,8 +131,7 @@ def memory(device, n):
     swept = Linearisation(solution, weights, Unprepared(), none, none.bool(), none.float())
     with tempfile.TemporaryDirectory() as folder:
         done, _ = swept.influence("sweep", test, train.remove_each(), {}, out=f"{folder}/scores.npy")
-    host = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else host
+    peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else host_peak()
     print(json.dumps({"peak": peak, "scored": len(done)}))
 
 

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from problems import F64, class_data, fair_logistic, logistic, solved, zeros
+from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dif
-from dif.derivatives import cost
+from dif.derivatives import cost, sample_gradients, sample_slopes
 from dif.direction import Direction
+from dif.parameters import Parameters
 
 X, Y = class_data()
 
@@ -234,3 +236,25 @@ def test_names_that_match_nothing_are_refused():
         assert caught.value.meaning == "Nothing would be variable under such a name."
     with pytest.raises(dif.InvalidInputError, match="names of variable parameters"):
         dif.variable({"w": torch.zeros(2)}, "w")
+
+
+def _through_transforms(W, x):
+    """A loss with transforms of its own: the slope of a network in its input."""
+    inner = vmap(lambda one: grad(lambda q: torch.tanh(q @ W["a"].T) @ W["b"])(one))(x)
+    return (inner**2).sum(1) + torch.nn.functional.linear(x, W["a"]) @ W["b"]
+
+
+def _both_factors(W, x):
+    return torch.tanh(x @ W["a"].T) @ W["b"] + (W["a"] @ W["a"].T).sum() * x[:, 0] + torch.mm(x, W["a"].T).sum(1)
+
+
+@pytest.mark.parametrize("loss", [_through_transforms, _both_factors])
+def test_one_column_is_the_gradient_along_it(loss):
+    torch.manual_seed(0)
+    params = {"a": torch.randn(4, 3, dtype=torch.float64), "b": torch.randn(4, dtype=torch.float64)}
+    x = torch.randn(7, 3, dtype=torch.float64)
+    train, v = dif.Samples(loss, x), torch.randn(16, 1, dtype=torch.float64)
+    parameters, theta = Parameters.of(params)
+    losses, slopes = sample_slopes(train, parameters, theta, v)
+    torch.testing.assert_close(slopes, sample_gradients(train, parameters, theta) @ v, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(losses, loss(params, x), rtol=1e-12, atol=1e-12)

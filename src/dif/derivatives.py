@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.func import grad, jvp, vjp, vmap
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dif.errors import InvalidInputError
@@ -216,7 +220,8 @@ def _pushed_forward(
         try:
             # on one column too: a map over a single one costs more than the pass itself
             if V.shape[1] == 1:
-                value, slope = jvp(fn, (theta,), (V[:, 0],))[:2]
+                with _ConstantFactors():
+                    value, slope = jvp(fn, (theta,), (V[:, 0],))[:2]
                 return value.detach(), slope.detach()[:, None]
             pushed = vmap(lambda v: jvp(fn, (theta,), (v,)), 1, (0, 1), chunk_size=together, randomness="same")
             value, slope = pushed(V)[:2]
@@ -227,6 +232,26 @@ def _pushed_forward(
             samples.fallbacks.add(_NO_FORWARD)
     value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together)
     return value.detach(), gradients.detach() @ V
+
+
+class _ConstantFactors(TorchFunctionMode):
+    """Spares matrix products the tangent of a factor that has none: torch would multiply by a matrix of zeros.
+
+    Only in the outermost transform: what a loss does inside transforms of its own is left as it is.
+    """
+
+    products = (linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.products or kwargs or maybe_current_level() != 1:
+            return func(*args, **(kwargs or {}))
+        first, second = unpack_dual(args[0]), unpack_dual(args[1])
+        bias = [unpack_dual(b) for b in args[2:] if b is not None]
+        if (first.tangent is None) == (second.tangent is None) or any(b.tangent is None for b in bias):
+            return func(*args)
+        primal = func(first.primal, second.primal, *(b.primal for b in bias))
+        factors = (first.primal, second.tangent) if first.tangent is None else (first.tangent, second.primal)
+        return make_dual(primal, func(*factors, *(b.tangent for b in bias)))
 
 
 def batch_hessian_products(

@@ -327,7 +327,7 @@ def _check_kind(perturbation: object) -> None:
         )
 
 
-def chunks(perturbation: Perturbation, size: int = 2**16) -> Sequence[Perturbation]:
+def chunks(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
     """The perturbations in pieces of at most `size`."""
     _check_kind(perturbation)
     return [perturbation[begin : min(begin + size, len(perturbation))] for begin in range(0, len(perturbation), size)]

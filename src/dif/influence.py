@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +22,7 @@ from dif.program import PerConstraint
 from dif.reading import as_index
 
 _FORMAT = "dif influence 1"
+_LABELS = 4096  # written at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,26 +107,26 @@ class Influence:
         index = pandas.Index(self.perturbations, name="perturbation")
         return pandas.DataFrame(self.values.numpy(), index=index, columns=list(self.targets))
 
-    def _about(self) -> str:
-        return json.dumps(
-            {
-                "format": _FORMAT,
-                "estimator": self.estimator,
-                "diagnostics": self.diagnostics,
-                "perturbations": self.perturbations,
-                "targets": self.targets,
-            }
-        )
+    def _about(self) -> Iterator[str]:
+        """Everything but the values as JSON, piece by piece: the words of a million removals are never held."""
+        about = {"format": _FORMAT, "estimator": self.estimator, "diagnostics": self.diagnostics}
+        yield json.dumps(about | {"targets": self.targets})[:-1] + ', "perturbations": ['
+        done = self.carried_out
+        for begin in range(0, len(self), _LABELS):
+            some = done[begin : min(begin + _LABELS, len(self))]
+            labels = some.labels if isinstance(some, Perturbation) else list(some)
+            yield (", " if begin else "") + json.dumps(labels)[1:-1]
+        yield "]}"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write to one file (npz, no pickle), complete or not at all."""
         with written(path) as file:
-            np.savez(file, values=self.values.numpy(), about=np.array(self._about()))
+            np.savez(file, values=self.values.numpy(), about=np.array("".join(self._about())))
 
     def describe(self, path: str | os.PathLike[str]) -> None:
         """Write everything but the values beside the file of values that was filled during scoring."""
         with written(_beside(path)) as file:
-            file.write(self._about().encode())
+            file.writelines(piece.encode() for piece in self._about())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:

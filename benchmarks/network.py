@@ -11,11 +11,10 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
-from mnist import idx
 
 import dif
+from dif.data import mnist
 
 
 def outputs(model, z):
@@ -50,14 +49,9 @@ def main() -> None:
         report[name] = {"seconds": time.perf_counter() - begun, "peak_GiB": memory}
         print(f"{name}: {report[name]['seconds']:.1f} s, peak {memory:.2f} GiB", flush=True)
 
-    def read(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-        images = idx(options.data / f"{kind}-images-idx3-ubyte.gz")
-        labels = idx(options.data / f"{kind}-labels-idx1-ubyte.gz")
-        X = torch.as_tensor(images.reshape(len(images), 784) / 255, dtype=torch.float32, device=device)
-        return X, torch.as_tensor(labels.astype(np.int64), device=device)
-
-    (X, y), (X_test, y_test) = read("train"), read("t10k")
-    X, y = X[:n], y[:n]
+    digits = mnist(n, 10_000, data=options.data)
+    X, X_test = ((t.reshape(len(t), 784) / 255).to(device) for t in (digits.train, digits.test))
+    y, y_test = digits.train_labels.to(device), digits.test_labels.to(device)
     torch.manual_seed(0)
     a, b = options.widths
     layers = torch.nn.Linear(784, a), torch.nn.Tanh(), torch.nn.Linear(a, b), torch.nn.Tanh(), torch.nn.Linear(b, 10)

@@ -16,11 +16,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from mnist import idx
 from torch import Tensor
 
 import dif
 from dif import rows, stack
+from dif.data import mnist
 
 
 def features(images: np.ndarray, count: int, device: str, dtype: torch.dtype) -> Tensor:
@@ -85,12 +85,9 @@ def main() -> None:
 
     begun = time.perf_counter()
     n = options.samples
-    train_images, train_labels = (idx(options.data / f"train-{k}-ubyte.gz")[:n] for k in ("images-idx3", "labels-idx1"))
-    test_images, test_labels = (idx(options.data / f"t10k-{k}-ubyte.gz") for k in ("images-idx3", "labels-idx1"))
-    y = torch.as_tensor(train_labels.astype(np.int64), device=options.device)
-    y_test = torch.as_tensor(test_labels.astype(np.int64), device=options.device)
-    Z = features(train_images, options.features, options.device, dtype)
-    Z_test = features(test_images, options.features, options.device, dtype)
+    digits = mnist(n, 10_000, data=options.data)
+    y, y_test = digits.train_labels.to(options.device), digits.test_labels.to(options.device)
+    Z, Z_test = (features(t.numpy(), options.features, options.device, dtype) for t in (digits.train, digits.test))
     phase("features", begun)
 
     train = dif.Samples(loss, (Z, y), name="train")

@@ -68,6 +68,7 @@ def test_a_saddle_is_left():
 def test_a_saddle_is_left_without_a_matrix(monkeypatch):
     """A network at zero: every unit sees the same, the gradient vanishes, the curvature does not."""
     monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.curvature._ANYWAY", 0)
     loss = lambda p, z: nn.functional.softplus(-z[1] * (torch.tanh(z[0] @ p["a"]) @ p["v"]))  # noqa: E731
     train = dif.Samples(loss, (X, Y), name="train")
     start = {"a": torch.zeros(4, 6, dtype=F64), "v": torch.zeros(6, dtype=F64)}
@@ -195,6 +196,7 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-3)), {"w": torch.zeros(30, dtype=F64)})
     dense = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
     monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
+    monkeypatch.setattr("dif.curvature._ANYWAY", 0)
     other = dif.Solution(solution.problem, solution.params)
     assert not other.curvature.assembled
     assert len(other.curvature.sketched().rows.tables[0].samples) == 600
@@ -215,6 +217,7 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
     removals = train.remove_groups([[0], [1, 2], [30]])
     dense = [kind(solution).scores(train, removals).values for kind in kinds]
     monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.curvature._ANYWAY", 0)
     free = dif.fit(problem, zeros(), show_progress=False)
     np.testing.assert_allclose(free.theta, solution.theta, atol=1e-9)
     assert free.active.binding == solution.active.binding

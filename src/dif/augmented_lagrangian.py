@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +21,19 @@ _FAR = 1e9  # ‖θ‖ relative to the start: beyond it a problem counts as unbo
 _BLOCK = 50  # iterations of L-BFGS between looks
 _BLOCKS = 40  # per round
 _RENEWED = 2  # blocks between looks at the curvature
+_LOOK = 3000  # evaluations of all losses that such a look may cost where it is not exact
 _SHRINKINGS = 8  # of the trust region, per step
+_SKETCHED = 3  # attempts with the curvature of some samples before that of all is looked at
 _INNER = 100  # products per trust-region step where the Hessian is not assembled
 
 
 class AugmentedLagrangian:
     """Rounds of minimising f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between."""
 
-    def __init__(self, program: Program, theta: Tensor, lam: Tensor, limits: Limits, report: Reporter) -> None:
-        self.program, self.limits, self.report = program, limits, report
+    def __init__(
+        self, program: Program, theta: Tensor, lam: Tensor, limits: Limits, report: Reporter, keep: Callable[..., None]
+    ) -> None:
+        self.program, self.limits, self.report, self._keep = program, limits, report, keep
         self.theta, self.lam = theta.clone(), lam.clone()
         f, J = program.rows.gradients(theta)
         H0 = Curvature(program.rows, theta, program.weights(torch.zeros_like(lam)))
@@ -125,6 +130,7 @@ class AugmentedLagrangian:
             stalled = torch.equal(before, self.theta)
             if block % _RENEWED == 0 or stalled:
                 value, gradient, moved = self._renew(value, gradient)
+                self._keep(self.theta, self.lam, self.penalty, self.accuracy)
                 if stalled and not moved:
                     break
         return True
@@ -161,16 +167,16 @@ class AugmentedLagrangian:
         stiffness = (self.penalty / self.row_scale)[pushing]
         H = Curvature(self.program.rows, self.theta, self.program.weights(force)).with_rows(J[1:][pushing], stiffness)
         pairs = None
-        sketched = H if H.assembled else H.sketched()
+        sketched = H if H.cheap else H.sketched(_LOOK)
         if sketched is not None:
-            pairs = torch.linalg.eigh(self.metric.scaled(sketched.dense()))
+            pairs = torch.linalg.eigh(self.metric.scaled(H.dense() if H.cheap else sketched.rough()))
             self.metric = self.metric.with_eigenpairs(*pairs)
         slope = self.metric.gradient(gradient)
         shape = None  # of the step, where it is not exact: shrinking keeps its direction
-        for _ in range(_SHRINKINGS):
+        for attempt in range(_SHRINKINGS):
             if self.limits.spent():
                 break
-            if pairs is not None and H.assembled:
+            if pairs is not None and (H.cheap or attempt < _SKETCHED):
                 p, gain = exact_step(*pairs, gradient / self.root, self.radius)
                 trial = self.theta + p / self.root
             else:

@@ -12,6 +12,7 @@ from dif.curvature import Curvature, Operator
 from dif.errors import DegenerateError, NotConvergedError
 from dif.metric import Metric
 
+_SOLVING = 8000  # evaluations of all losses that a preconditioner may cost: no more than solving without it
 _PATIENCE = 300  # iterations without progress after which a solve counts as stalled
 
 
@@ -81,7 +82,7 @@ class Sketch:
 
     def __init__(self, curvature: Scaled, sketched: Curvature) -> None:
         metric = Metric(curvature.root)
-        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scaled(sketched.dense())))
+        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scaled(sketched.rough())))
 
     def apply(self, R: Tensor) -> Tensor:
         """P⁻¹·r for every column of R."""
@@ -91,7 +92,7 @@ class Sketch:
 def chosen_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:
     """A sketch of the matrix where it can be assembled from some of the samples, else Nyström's."""
     operator = curvature.operator
-    sketched = operator.sketched() if isinstance(operator, Curvature) and rank else None
+    sketched = operator.sketched(_SOLVING) if isinstance(operator, Curvature) and rank else None
     if sketched is not None:
         return Sketch(curvature, sketched)
     return Nystrom(curvature, rank) if rank else None

@@ -13,8 +13,10 @@ from dif.derivatives import cost, sample_slopes
 from dif.rows import Rows
 
 DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
-_AFFORDABLE = {"cpu": 2e12, "cuda": 2e13}  # if it takes no more multiplications than this
+_AFFORDABLE = {"cpu": 2.5e11, "cuda": 2e14}  # if it takes no more multiplications than this (seconds),
+_ANYWAY = 1000  # or has no more columns than solving without it would take
 _PER_PRODUCT = 8  # evaluations of the losses that one product with the Hessian costs
+_PER_ELEMENT = 128  # multiplications that a number made on the way is worth: written, read, and more than once
 _FEWEST = 256  # samples from which a Hessian may be sketched
 _PROBES = 16
 _LANCZOS = 60  # steps
@@ -125,30 +127,44 @@ class Curvature:
 
     @property
     def price(self) -> float:
-        """Multiplications that it takes to assemble the matrix."""
-        tables = self.rows.tables
-        evaluation = sum(len(t.samples) * cost(t.samples, self.rows.parameters, self.theta).flops for t in tables)
-        return float(_PER_PRODUCT * self.d * evaluation)
+        """Multiplications that it takes to assemble the matrix, or what else takes as long."""
+        known = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
+        return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in known))
+
+    @property
+    def cheap(self) -> bool:
+        """Whether the matrix is a matter of seconds, so that it can be had at every step."""
+        return self.d <= DENSE_LIMIT and self.price <= _AFFORDABLE.get(self.theta.device.type, 2.5e11)
 
     @property
     def assembled(self) -> bool:
-        """Whether the matrix can be had at a fair price."""
-        return self.d <= DENSE_LIMIT and self.price <= _AFFORDABLE.get(self.theta.device.type, 2e12)
+        """Whether the matrix can be had at a fair price, once."""
+        return self.d <= min(DENSE_LIMIT, _ANYWAY) or self.cheap
 
-    def sketched(self, seed: int = 0) -> Curvature | None:
-        """The same from as many samples as make the matrix affordable; None if those are too few, or all of them."""
-        affordable = _AFFORDABLE.get(self.theta.device.type, 2e12)
-        share = min(1.0, affordable / max(self.price, 1.0))
-        counts = [int(share * len(t.samples)) for t in self.rows.tables]
-        if self.d > DENSE_LIMIT or share == 1.0 or min(counts, default=0) < _FEWEST:
+    def sketched(self, evaluations: float | None = None, seed: int = 0) -> Curvature | None:
+        """The same from as many samples as make the matrix affordable; None if those are too few.
+
+        `evaluations`: how many of all losses the matrix may cost. None: so many that it takes seconds.
+        """
+        share = _AFFORDABLE.get(self.theta.device.type, 2.5e11) / max(self.price, 1.0)
+        if evaluations is not None:
+            share = max(share, evaluations / (_PER_PRODUCT * self.d))
+        if share >= 1.0:
+            return self if self.d <= DENSE_LIMIT else None
+        if self.d > DENSE_LIMIT or min((int(share * len(t.samples)) for t in self.rows.tables), default=0) < _FEWEST:
             return None
-        generator = torch.Generator().manual_seed(seed)
-        some = [
-            torch.randperm(len(t.samples), generator=generator)[:count]
-            for t, count in zip(self.rows.tables, counts, strict=True)
-        ]
-        plain = None if self.plain is None else replace(self.plain, rows=self.rows.over(some))
-        return replace(self, rows=self.rows.over(some), plain=plain)
+        base = self.plain or self
+        known = base._sketches.get((share, seed))
+        if known is None:
+            generator = torch.Generator().manual_seed(seed)
+            sizes = [len(t.samples) for t in self.rows.tables]
+            some = [torch.randperm(n, generator=generator)[: int(share * n)] for n in sizes]
+            known = base._sketches[share, seed] = replace(base, rows=self.rows.over(some))
+        return known if self.plain is None else replace(self, rows=known.rows, plain=known)
+
+    @cached_property
+    def _sketches(self) -> dict[tuple[float, int], Curvature]:
+        return {}
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:
         """With GᵀRG and δI in it, beside what is there already."""
@@ -182,6 +198,21 @@ class Curvature:
         H = self.product(eye) if self.plain is None else self._extended(self.plain.dense(), eye)
         return 0.5 * (H + H.T)
 
+    def rough(self) -> Tensor:
+        """The matrix by products in single precision, where the losses allow it: a fraction of the price."""
+        H = (self.plain or self)._rough
+        return H if self.plain is None else self._extended(H, torch.eye(self.d).to(H))
+
+    @cached_property
+    def _rough(self) -> Tensor:
+        now = torch.backends.cudnn
+        try:
+            with now.flags(now.enabled, now.benchmark, now.benchmark_limit, now.deterministic, False):
+                H = self.to(torch.float32).product(torch.eye(self.d, device=self.theta.device)).to(self.theta)
+        except RuntimeError:  # double precision inside a loss
+            return self.dense()
+        return 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
+
     def scale(self) -> Tensor:
         """How much each coordinate curves, (d,): the absolute diagonal, or where d is large an estimate of it."""
         return self._scale
@@ -193,7 +224,7 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The same, 0 for coordinates that do not curve at all."""
-        if self.assembled:
+        if self.cheap:
             return _curved(self._dense)
         if self.plain is None or self.G is None or self.R is None:
             return self._estimated_scale() if self.assumed is None else self.assumed

@@ -23,6 +23,8 @@ from dif.structure import leaves, mapped
 _PROBED = 8  # samples on which the cost of one is measured
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
 _IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
+_SHARED = 32  # columns that should go through a batch together,
+_FEWEST = 128  # if so many samples can be in it
 _ACCELERATED = 2**29  # either, on an accelerator
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that an entry of a per-sample gradient is worth (written, read, used),
 _LONGER = 1e-3  # and this more per entry of the gradient: fewer of them are held at once
@@ -104,6 +106,12 @@ def passes(
     fits = max(1, in_flight(theta, _PASS) // (price.elements + price.inputs))  # vectorised maps may copy inputs
     for place, batch in samples.batches(indices, fits if at_most is None else min(fits, at_most), theta.device):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
+
+
+def sharing(samples: Samples, parameters: Parameters, theta: Tensor, columns: int) -> int:
+    """Samples per pass where many columns go through each: better some columns together than many samples."""
+    each = cost(samples, parameters, theta).elements * min(columns, _SHARED)
+    return max(_FEWEST, in_flight(theta) // max(1, each))
 
 
 def _columns(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> int:

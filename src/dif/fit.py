@@ -27,7 +27,8 @@ from dif.progress import Reporter, progress
 from dif.reading import as_index
 from dif.solution import Solution, check_gradients, checked_tolerance
 
-_NEAR = 1.0  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
+_SLOW = 0.5  # by which a step must shrink the residual to be worth its price there
+_NEAR = 0.05  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
 
 
 def fit(
@@ -182,7 +183,7 @@ def solve(
     _approach(program, best, goal, limits, report)
     rounds = None
     if not best.reached:
-        rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report)
+        rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, keep)
         rounds.penalty, rounds.accuracy = begun.penalty or rounds.penalty, begun.accuracy or rounds.accuracy
     waited = 0
     trial = best
@@ -231,7 +232,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
     kkt, f, J = _judge(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
-    if not H.assembled and at.residual > _NEAR:
+    if not H.cheap and at.residual > _NEAR:
         return False  # far away, where a step is costly and seldom good
     solver, exact = Repeated(), torch.finfo(at.theta.dtype).eps ** 0.672
     while limits.spent() is None and _finite(kkt):
@@ -239,7 +240,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
         solver.tolerance = max(exact, min(1e-3, 1e-2 * at.residual))  # only as exact as the step deserves
         try:
-            gradient, chosen = program.weights(at.lam) @ J, None if H.assembled else solver
+            gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
             step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, at.lam > 0, chosen)
         except (DegenerateError, NotConvergedError):
             return False
@@ -252,13 +253,14 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
                 break
             length *= 0.5
             if length < 1e-3 or at.reached or limits.spent():
-                return H.assembled
+                return H.cheap
+        slow = kkt.residual > _SLOW * at.residual
         at.theta, at.lam, at.residual = theta, lam, kkt.residual
         at.goal = max(goal, 16 * kkt.rounding)
-        if at.reached and not H.assembled:
+        if not H.cheap and (at.reached or slow):
             return False
-        H = Curvature(program.rows, theta, program.weights(lam), assumed=None if H.assembled else units.own)
-        units = H if H.assembled else units
+        H = Curvature(program.rows, theta, program.weights(lam), assumed=None if H.cheap else units.own)
+        units = H if H.cheap else units
     return False
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from dif.progress import progress
 from dif.reading import check_number
 from dif.reduced_qp import no_direction, solve_reduced_qp
 from dif.solution import Solution
-from dif.targets import Targets
+from dif.targets import Targets, actual_scores
 
 _PIECE = 2**25  # slopes held at once
+_MOVED = 2**25  # numbers of Δθ held at once
 _PIECES, _FEWEST = 64, 2**14  # pieces of a sweep at most, perturbations in one at least (memory permitting)
 
 
@@ -151,6 +153,30 @@ class Linearisation:
         if out is not None:
             influence.describe(out)
         return influence, nu
+
+    def reevaluated(
+        self, name: str, target: Any, perturbations: Perturbation, diagnostics: dict[str, Any], show_progress: bool
+    ) -> Influence:
+        """The difference of each target between θ̄ and θ̄ + Δθ, where `influence` has qᵀΔθ."""
+        targets = Targets(target, self.at)
+        unanswered: dict[str, str] = {}
+
+        def moves() -> Iterator[Tensor]:
+            for some in chunks(perturbations, max(1, _MOVED // self.at.theta.numel())):
+                direction = Direction(self.at.program, some)
+                first = [direction.first_order(p, self.at.theta, self.at.p, self.at.Dp) for p in range(len(some))]
+                B = torch.stack([self.weights @ DJ for _, DJ in first])
+                r = torch.stack([df[1:] for df, _ in first]) - direction.dtau
+                _, force, missing = self.push(B @ self.V, r[:, self.kept], some)
+                unanswered.update(missing)
+                answered = torch.isfinite(force).all(1)
+                omega = torch.full_like(B, float("nan"))
+                omega[answered] = -self.solver.solve((B + force @ self.G)[answered].T).T
+                yield from omega
+
+        values = actual_scores(self.at, targets, perturbations, moves(), name, show_progress)
+        trusted = {**diagnostics, **self._work(), "unanswered": unanswered}
+        return Influence(values, perturbations, targets.names, f"{name}, re-evaluated", trusted)
 
     def _work(self) -> dict[str, Any]:
         """What the solves took, and what torch could not do with the losses."""

@@ -20,7 +20,8 @@ from dif.stack import Stack
 _STEPS = 30  # Newton steps and shortenings of them
 _INNER = 200  # iterations of conjugate gradients per step
 _SHORTEST = 1 / 64
-_CLOSING = 0.25  # by which a step must shrink the residual, or each program's own curvature is looked at
+_CLOSING = 0.25  # by which a step must shrink the residual, or each program's own curvature is looked at;
+_SLOWLY = 0.6  # where it costs a gradient alone
 _LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
@@ -43,10 +44,11 @@ class Ends:
 class Nearby:
     """Solves stacks of programs that differ little from the one solved at `at`.
 
-    First by steps with the curvature and the gradients of the rows at the solution, prepared once: each costs one
-    gradient and one solve, and where the perturbation is small they close in quickly. What does not close in goes on
-    by Newton's method: each program's own curvature is met by conjugate gradients, for which what was prepared is the
-    preconditioner, and a step is shortened until the KKT residual falls. Programs that resist are handed back unsolved.
+    First by steps with the curvature and the gradients of the rows at the solution, prepared once (where the matrix is
+    dear, what preconditions it comes first): each costs one gradient and one solve, and where the perturbation is small
+    they close in quickly. What does not close in goes on by Newton's method: each program's own curvature is met by
+    conjugate gradients, for which what was prepared is the preconditioner, and a step is shortened until the KKT
+    residual falls. Programs that resist are handed back unsolved.
     """
 
     def __init__(self, at: Solution) -> None:
@@ -69,7 +71,9 @@ class Nearby:
         theta, lam = at.theta.expand(P, -1).clone(), at.lam.expand(P, -1).clone()
         goal = torch.full((P,), max(tol, 16 * at.scales.rounding), dtype=torch.float64)
         ends = Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
-        self._close_in(stack, ends, max_iter)
+        if not at.curvature.assembled:
+            self._close_in(stack, ends, max_iter, self.solver.approximate, _SLOWLY)
+        self._close_in(stack, ends, max_iter, self.solver.solve, _CLOSING)
         self._newton(stack, ends, max_iter)
         return ends
 
@@ -82,9 +86,14 @@ class Nearby:
 
     # With what was prepared at the solution
 
-    def _close_in(self, stack: Stack, ends: Ends, max_iter: int) -> None:
-        """Steps with H̄ and Ḡ while the residual falls fast."""
-        live = torch.arange(len(stack))
+    def _close_in(
+        self, stack: Stack, ends: Ends, max_iter: int, solve: Callable[[Tensor], Tensor], closing_in: float
+    ) -> None:
+        """Steps with Ḡ and H̄, as `solve` inverts it, while each shrinks the residual enough."""
+        live = torch.nonzero(~ends.reached).reshape(-1)
+        if len(live) == 0:
+            return
+        before = torch.full_like(ends.residual, float("inf"))  # the first step is always taken
         further = 1e-3 if self.at.curvature.assembled else 1.0  # beyond the goal, where steps cost little
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
@@ -96,26 +105,32 @@ class Nearby:
             residual = self._judge(c, g, lam[live])
             better = residual < ends.residual[live]
             moved = live[better]
-            closing = residual < _CLOSING * ends.residual[live]
+            closing = residual < closing_in * before[live]
+            before[live] = residual
             ends.theta[moved], ends.lam[moved], ends.residual[moved] = theta[moved], lam[moved], residual[better]
             going = closing & (residual > aim[live])
             live, c, g = live[going], c[going], g[going]
             if len(live) == 0:
                 return
             ends.steps[live] += 1
-            omega, nu, prepared = self._prepared_step(c, g, lam[live], prepared)
+            omega, nu, prepared = self._prepared_step(c, g, lam[live], prepared, solve)
             theta[live], lam[live] = theta[live] + omega, nu
 
     def _prepared_step(
-        self, c: Tensor, g: Tensor, lam: Tensor, prepared: tuple[Tensor, Tensor] | None
+        self,
+        c: Tensor,
+        g: Tensor,
+        lam: Tensor,
+        prepared: tuple[Tensor, Tensor] | None,
+        solve: Callable[[Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """ω, (P, d), the multipliers after it, (P, m), and (kept rows, H̄_ρ⁻¹Ḡᵀ) for the next."""
         G, held = self.at.G, self.held
-        x = self.solver.solve((g + (self.R * c[:, held]) @ G[held]).T).T
+        x = solve((g + (self.R * c[:, held]) @ G[held]).T).T
         while True:
             kept = torch.nonzero(self.kept).reshape(-1)
             if prepared is None or not torch.equal(prepared[0], kept):
-                prepared = kept, self.solver.solve(G[kept].T)
+                prepared = kept, solve(G[kept].T)
             V = prepared[1]
             S = G[kept] @ V
             S = 0.5 * (S + S.T)

@@ -18,6 +18,7 @@ from dif.derivatives import (
     passes,
     pulled_back,
     sample_losses,
+    sharing,
 )
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
@@ -260,7 +261,8 @@ class Rows:
             w = weights[self.columns(number)] @ table.U
             if not bool((w != 0).any()):
                 continue
-            for place, batch, loss in passes(table.samples, self.parameters, theta):
+            at_most = sharing(table.samples, self.parameters, theta, V.shape[1])
+            for place, batch, loss in passes(table.samples, self.parameters, theta, at_most=at_most):
                 if gauss_newton:
                     total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
                     continue

@@ -65,7 +65,7 @@ class Solution:
         """The multipliers that come nearest to stationarity: least squares over the rows at their bound, λ ≥ 0."""
         from scipy.optimize import nnls  # slow to import, seldom needed
 
-        alone = self._objective_curvature()
+        alone = self.objective_curvature
         scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
         equality, lam = self.program.equality, torch.zeros_like(self.c)
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
@@ -85,7 +85,9 @@ class Solution:
         lam[rows] = torch.as_tensor(found).to(lam) / scales.norms[rows]
         return lam
 
-    def _objective_curvature(self) -> Curvature:
+    @cached_property
+    def objective_curvature(self) -> Curvature:
+        """∇²f₀(θ̄) as an operator."""
         return Curvature(self.program.rows, self.theta, self.program.weights(torch.zeros_like(self.c)))
 
     @property
@@ -171,7 +173,7 @@ class Solution:
         """Multipliers without bound (no point strictly inside the constraints) hide every residual."""
         if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
             return
-        ratio = float(self.curvature.scale().max() / self._objective_curvature().scale().max())
+        ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())
         if ratio > 1e7:
             row = int(self.lam.abs().argmax())
             raise DegenerateError(

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from dif.curvature import Curvature
 from dif.influence import Change, Influence
 from dif.linear_solve import Solver, prepare
 from dif.linearisation import Linearisation, checked_damping, trust
@@ -46,7 +46,7 @@ class ClassicalInfluence:
         if strict:
             solution.check()
         weights = solution.program.weights(torch.zeros_like(solution.lam))
-        H = Curvature(solution.program.rows, solution.theta, weights, gauss_newton=gauss_newton)
+        H = replace(solution.objective_curvature, gauss_newton=True) if gauss_newton else solution.objective_curvature
         prepared, none = prepare(H, solution.G[:0], damping=damping, solver=solver)
         rows = torch.zeros(0, dtype=torch.long, device=solution.theta.device)
         self.linearisation = Linearisation(solution, weights, prepared, rows, rows.bool(), none)
@@ -70,3 +70,7 @@ class ClassicalInfluence:
         memory; `Influence.load` reads them.
         """
         return self.linearisation.influence(self.name, target, perturbations, self._diagnostics, out, show_progress)[0]
+
+    def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
+        """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""
+        return self.linearisation.reevaluated(self.name, target, perturbations, self._diagnostics, show_progress)

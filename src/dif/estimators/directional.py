@@ -118,6 +118,11 @@ class DirectionalInfluence:
             influence.values[(nu[:, held] < 0).any(1).cpu()] = float("nan")  # convex only while they hold
         return influence
 
+    def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
+        """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""
+        name = self.name + (" (switching)" if self.switching else "")
+        return self.linearisation.reevaluated(name, target, perturbations, self._diagnostics, show_progress)
+
     def _switched(self, nu: Tensor) -> Tensor:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""
         at, active = self.solution, self.solution.active

@@ -13,7 +13,7 @@ from dif.errors import NotConvergedError
 from dif.influence import Change, Influence
 from dif.kkt import Scales
 from dif.linear_solve import DenseCholesky, prepare
-from dif.linearisation import Linearisation, trust
+from dif.linearisation import Linearisation, checked_damping, trust
 from dif.perturbation import Perturbation
 from dif.program import Program
 from dif.reading import check_number
@@ -32,6 +32,7 @@ class PenaltyInfluence:
         rho: Weight of the equalities' squares.
         k: Weight of the inequalities' cubes.
         at_minimiser: Differentiate at the penalised minimiser instead of at θ̄.
+        damping: δ in H + δI; changes the answer and is reported.
         strict: Raise where the point is not a solution; False records it instead.
     """
 
@@ -44,6 +45,7 @@ class PenaltyInfluence:
         k: float = 100.0,
         *,
         at_minimiser: bool = False,
+        damping: float = 0.0,
         strict: bool = True,
     ) -> None:
         for name, weight in (("rho", rho), ("k", k)):
@@ -55,18 +57,27 @@ class PenaltyInfluence:
                 cure="Use ClassicalInfluence for no penalty at all.",
             )
         self.solution = expect_solution(solution)
-        self.rho, self.k = float(rho), float(k)
+        self.rho, self.k, damping = float(rho), float(k), checked_damping(damping)
         if strict:
             solution.check()
         theta = self._minimiser() if at_minimiser else solution.theta
-        self.at = Solution.of_program(solution.program, theta, solution.lam)
-        weights, stiffness = self._forces(self.at.c)
-        H = Curvature(solution.program.rows, theta, weights).with_rows(self.at.G, stiffness)
+        self.at = Solution.of_program(solution.program, theta, solution.lam) if at_minimiser else solution
+        # at θ̄ inequalities are met, up to rounding: their cubes are not felt
+        c = self.at.c if at_minimiser else torch.where(solution.program.equality, self.at.c, self.at.c.clamp(max=0))
+        weights, stiffness = self._forces(c)
+        felt = bool((weights[1:] != 0).any())
+        plain = Curvature(solution.program.rows, theta, weights) if felt else self.at.objective_curvature
+        H = plain.with_rows(self.at.G, stiffness)
         kept = torch.arange(solution.program.m, device=theta.device)
-        self.linearisation = Linearisation(
-            self.at, weights, prepare(H, self.at.G[:0])[0], kept, torch.zeros_like(kept).bool(), stiffness, priced=False
-        )
-        self._diagnostics = {**trust(solution), "rho": self.rho, "k": self.k, "at_minimiser": at_minimiser}
+        prepared, none = prepare(H, self.at.G[:0], damping=damping)[0], torch.zeros_like(kept).bool()
+        self.linearisation = Linearisation(self.at, weights, prepared, kept, none, stiffness, priced=False)
+        self._diagnostics = {
+            **trust(solution),
+            "rho": self.rho,
+            "k": self.k,
+            "at_minimiser": at_minimiser,
+            "damping": damping,
+        }
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ of one perturbation; Δλ is the change of the penalties' forces."""
@@ -86,6 +97,10 @@ class PenaltyInfluence:
         memory; `Influence.load` reads them.
         """
         return self.linearisation.influence(self.name, target, perturbations, self._diagnostics, out, show_progress)[0]
+
+    def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
+        """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""
+        return self.linearisation.reevaluated(self.name, target, perturbations, self._diagnostics, show_progress)
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """First derivative of the penalties (behind a 1 for f₀), (1 + m,), and the second, (m,)."""

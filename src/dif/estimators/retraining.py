@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from functools import cached_property
 from typing import Any
 
 import torch
+from joblib import Parallel, delayed
 from torch import Tensor
 
 from dif.checkpoint import Standing
 from dif.derivatives import in_flight, unsupported
 from dif.direction import Direction, chunks
-from dif.errors import DifError, NotConvergedError
+from dif.errors import DifError, InvalidInputError, NotConvergedError
 from dif.fit import Found, check_limits, default_tolerance, solve
 from dif.influence import Change, Influence
+from dif.kept import Kept
 from dif.limits import Limits
 from dif.linearisation import trust
 from dif.nearby import Nearby
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
+from dif.reading import as_index
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 
 _HELD = 2**25  # numbers of θ and gradients held at once on the CPU
+_KEPT = 16  # retrainings solved together where each is to be kept as soon as it is done
+_SHARES = 4  # pieces of work per job
+
+Outcome = tuple[Found | None, DifError | None]
 
 
 class Retraining:
@@ -37,6 +44,8 @@ class Retraining:
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
         max_iter: Limit per perturbation.
         strict: Raise where the point is not a solution, or a retraining fails; False records it and answers NaN.
+        keep: A folder in which every finished retraining is kept at once; what is found there is not solved again.
+        jobs: Processes among which the retrainings are shared (joblib; its `parallel_config` chooses the backend).
         show_progress: Show a bar on a terminal while scoring.
     """
 
@@ -49,25 +58,22 @@ class Retraining:
         tol: float | None = None,
         max_iter: int = 20_000,
         strict: bool = True,
+        keep: str | os.PathLike[str] | None = None,
+        jobs: int = 1,
         show_progress: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
         self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
         check_limits(max_iter, None)
         self.max_iter = max_iter
+        self.jobs = _checked_jobs(jobs)
         self.strict = strict
         self.show_progress = show_progress
         if strict:
             solution.check()
+        self._kept = None if keep is None else Kept.at(keep, solution, self.tol)
+        self._nearby: Nearby | None = None
         self._diagnostics = {"kkt": trust(solution)["kkt"], "tol": self.tol, "strict": strict}
-
-    @cached_property
-    def _nearby(self) -> Nearby | None:
-        """What many are solved with; None where the solution has no curvature to start from."""
-        try:
-            return Nearby(self.solution)
-        except DifError:
-            return None
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, by solving the changed problem."""
@@ -108,17 +114,78 @@ class Retraining:
         diagnostics = {**self._diagnostics, "residuals": residuals, "failed": failed}
         return Influence(values, perturbations, targets.names, self.name, diagnostics)
 
-    def _retrained(self, perturbations: Perturbation) -> Iterator[tuple[Found | None, DifError | None]]:
+    def _retrained(self, perturbations: Perturbation) -> Iterator[Outcome]:
         """Where each changed problem ended, in order; or why it did not. With strict, failures are raised."""
+        waiting: dict[int, Outcome] = self._found(perturbations)
+        missing = [p for p in range(len(perturbations)) if p not in waiting]
+        if missing and self._nearby is None:
+            self._nearby = self._prepared()
+        pieces = self._pieces(perturbations, missing)
+        work = (delayed(_solved)(self, some, begin) for begin, some in pieces)
+        kind = {"prefer": "processes"} if self.jobs != 1 else {"backend": "sequential"}
+        following = 0
+        done: Any = Parallel(self.jobs, return_as="generator_unordered", **kind)(work)
+        for begin, outcomes in done:
+            waiting |= {begin + p: outcome for p, outcome in enumerate(outcomes)}
+            while following in waiting:
+                yield waiting.pop(following)
+                following += 1
+        while following in waiting:
+            yield waiting.pop(following)
+            following += 1
+
+    def _found(self, perturbations: Perturbation) -> dict[int, Outcome]:
+        """What is kept already."""
+        if self._kept is None:
+            return {}
+        known: dict[int, Outcome] = {}
+        begin = 0
+        for some in chunks(perturbations):
+            direction = Direction(self.solution.program, some)
+            for p in range(direction.P):
+                found = self._kept.load(direction, p)
+                if found is not None:
+                    known[begin + p] = found, None
+            begin += direction.P
+        return known
+
+    def _pieces(self, perturbations: Perturbation, missing: list[int]) -> Iterator[tuple[int, Perturbation]]:
+        """What is still to be solved, as many at once as fit and as leave something for every job."""
         at = self.solution
         vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per perturbation
         longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
-        for some in chunks(perturbations, max(1, in_flight(at.theta, _HELD) // (vectors * longest))):
-            direction = Direction(at.program, some)
-            for p in range(direction.P):
-                direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
-            for p, begun in enumerate(self._together(direction)):
-                yield (begun, None) if begun.reached else self._alone(direction, p, begun)
+        size = max(1, in_flight(at.theta, _HELD) // (vectors * longest))
+        size = size if self._kept is None else min(size, _KEPT)
+        if self.jobs != 1:
+            size = min(size, max(1, len(missing) // (_SHARES * abs(self.jobs))))
+        begin = 0
+        while begin < len(missing):
+            end = begin + 1
+            while end < len(missing) and end - begin < size and missing[end] == missing[end - 1] + 1:
+                end += 1
+            yield missing[begin], perturbations[missing[begin] : missing[end - 1] + 1]
+            begin = end
+
+    def _prepared(self) -> Nearby | None:
+        """What many are solved with; None where the solution has no curvature to start from."""
+        try:
+            return Nearby(self.solution)
+        except DifError:
+            return None
+
+    def solved(self, some: Perturbation) -> list[Outcome]:
+        """Perturbations solved together, and kept."""
+        at = self.solution
+        direction = Direction(at.program, some)
+        for p in range(direction.P):
+            direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
+        outcomes: list[Outcome] = []
+        for p, begun in enumerate(self._together(direction)):
+            outcome = (begun, None) if begun.reached else self._alone(direction, p, begun)
+            if self._kept is not None and outcome[0] is not None and outcome[1] is None:
+                self._kept.save(direction, p, outcome[0])
+            outcomes.append(outcome)
+        return outcomes
 
     def _together(self, direction: Direction) -> list[Found]:
         """Newton on all of them at once; from the start where the model does not allow that."""
@@ -135,7 +202,7 @@ class Retraining:
         numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
         return [Found(ends.theta[p], ends.lam[p], *several) for p, several in enumerate(numbers)]
 
-    def _alone(self, direction: Direction, p: int, begun: Found) -> tuple[Found | None, DifError | None]:
+    def _alone(self, direction: Direction, p: int, begun: Found) -> Outcome:
         """One problem, by all means of `fit`."""
         found, failure = None, None
         try:
@@ -159,3 +226,21 @@ class Retraining:
             meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
             cure="Raise max_iter, add a ridge, or perturb less.",
         )
+
+
+def _solved(retraining: Retraining, some: Perturbation, begin: int) -> tuple[int, list[Outcome]]:
+    """A piece of work, in whatever process."""
+    return begin, retraining.solved(some)
+
+
+def _checked_jobs(jobs: int) -> int:
+    number = as_index(jobs)
+    if number is None or number == 0:
+        raise InvalidInputError(
+            "jobs",
+            measured=repr(jobs),
+            threshold="a number of processes, or −1 for as many as there are cores",
+            meaning="They share the retrainings.",
+            cure="Leave it out for one.",
+        )
+    return number

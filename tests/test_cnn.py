@@ -1,0 +1,238 @@
+"""The paper's network study: its data, its model, the small version of its protocol, and what survives a kill."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import dif
+from dif.data import mnist
+from dif.studies import cnn
+from dif.studies.network import PAPER, AllConvolutional, _multiplied, dealt
+
+SMALL = cnn.Setting(n=2000, model="small", channels=4, l2=0.01, epochs=60, removals=20)
+
+# Data
+
+
+def test_embedded_digits():
+    digits = mnist()
+    assert digits.train.shape == (6000, 28, 28)
+    assert digits.test.shape == (1000, 28, 28)
+    assert torch.bincount(digits.train_labels).min() > 500
+    assert digits.test_labels[:4].tolist() == [7, 2, 1, 0]
+
+
+def test_digits_that_are_not_there(tmp_path):
+    with pytest.raises(dif.InvalidInputError, match=r"measured 60001 and 1000, .* There are no more."):
+        mnist(60_001)
+    with pytest.raises(FileNotFoundError, match="four files of MNIST"):
+        mnist(10, data=tmp_path)
+    name = "train-images-idx3-ubyte.gz"
+    (tmp_path / name).write_bytes(gzip.compress(b"\0\0\x08\x03 something else"))
+    with pytest.raises(dif.InvalidInputError, match=r"It is damaged, or another file of that name."):
+        mnist(10, data=tmp_path)
+    (tmp_path / name).write_bytes(b"no gzip at all")
+    with pytest.raises(dif.InvalidInputError, match="BadGzipFile"):
+        mnist(10, data=tmp_path)
+
+
+def test_groups_are_dealt_as_the_paper_does():
+    labels = mnist(3000).train_labels
+    group = dealt(labels, 3, 0.5, seed=1)
+    sizes = torch.bincount(group)
+    assert sizes.max() - sizes.min() <= 2
+    # half at random: each group has some of every digit; half by label: the first has most of the zeros
+    shares = torch.stack([torch.bincount(labels[group == g], minlength=10) for g in range(3)])
+    assert shares.min() > 0
+    assert shares[0, 0] > 2 * shares[2, 0]
+    assert torch.equal(
+        dealt(labels, 3, 0.0, 0).sort().values, dealt(labels, 3, 0.0, 0)[torch.argsort(labels)].sort().values
+    )
+
+
+def test_products_are_convolutions():
+    torch.manual_seed(0)
+    model, h = AllConvolutional(PAPER, 3).double(), torch.rand(2, 28, 28, dtype=torch.float64)
+    expected, last = model(h), h[..., None]
+    for number, layer in enumerate(model.layers):
+        last = _multiplied(torch.tanh(last) if number else last, layer)
+    torch.testing.assert_close(last.mean((1, 2)), expected, rtol=1e-12, atol=1e-14)
+
+
+# Keeping retrainings
+
+
+def _line(n=40):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(n, 3, generator=generator, dtype=torch.float64)
+    y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.1 * torch.randn(n, generator=generator).double()
+    train = dif.Samples(lambda p, z: 0.5 * (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
+    problem = dif.Problem(train.mean(), [(dif.linear([[1.0, 1.0, 1.0]]) <= -1.0).named("sum")])
+    return train, dif.fit(problem, {"w": torch.zeros(3, dtype=torch.float64)}, show_progress=False)
+
+
+def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
+    train, solution = _line()
+    removals = train.remove_each(range(20))
+    plain = dif.Retraining(solution).scores(train.mean(), removals)
+    dif.Retraining(solution, keep=tmp_path).scores(train.mean(), train.remove_each([3, 7, 8]))
+    assert len(list(tmp_path.glob("*.npz"))) == 3
+    seen = []
+    solved = dif.Retraining.solved
+    monkeypatch.setattr(dif.Retraining, "solved", lambda self, some: seen.extend(some.labels) or solved(self, some))
+    kept = dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+    np.testing.assert_allclose(kept.values, plain.values, rtol=1e-7, atol=1e-15)
+    assert sorted(seen) == sorted(f"remove train[{i}]" for i in range(20) if i not in (3, 7, 8))
+    seen.clear()
+    other = dif.Retraining(solution, keep=tmp_path).scores(train.weighted(torch.ones(40)), removals)  # another target
+    assert seen == []
+    np.testing.assert_allclose(
+        other.values, dif.Retraining(solution).scores(train.sum(), removals).values, rtol=1e-7, atol=1e-13
+    )
+    # the paper's removal is another perturbation, a different tolerance another question
+    seen.clear()
+    dif.Retraining(solution, keep=tmp_path).scores(train.mean(), train.remove_each([3], renormalise=False))
+    dif.Retraining(solution, keep=tmp_path, tol=1e-8).scores(train.mean(), train.remove_each([3]))
+    assert seen == ["remove train[3]"] * 2
+    for path in tmp_path.glob("*.npz"):
+        path.write_bytes(b"damaged")
+    with pytest.raises(dif.InvalidInputError, match=r"It is damaged, or was written by another version."):
+        dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+
+
+def test_jobs_share_retrainings(tmp_path):
+    train, solution = _line()
+    removals = train.remove_each()
+    alone = dif.Retraining(solution).scores(train.mean(), removals)
+    shared = dif.Retraining(solution, jobs=2, keep=tmp_path).scores(train.mean(), removals)
+    np.testing.assert_allclose(shared.values, alone.values, rtol=1e-9, atol=1e-14)
+    assert len(list(tmp_path.glob("*.npz"))) == 40
+    with pytest.raises(dif.InvalidInputError, match=r"jobs: measured 0, .* They share the retrainings."):
+        dif.Retraining(solution, jobs=0)
+
+
+def test_reevaluated_is_the_target_at_the_predicted_point():
+    train, solution = _line()
+    removals = train.remove_each([0, 5])
+    for estimator in (
+        dif.DirectionalInfluence(solution),
+        dif.DirectionalInfluence(solution, switching=True),
+        dif.ClassicalInfluence(solution),
+        dif.PenaltyInfluence(solution),
+    ):
+        found = estimator.reevaluated(train, removals).values
+        for p, removal in enumerate(removals):
+            moved = {"w": solution.params["w"] + estimator.change(removal).theta["w"]}
+            losses = [train.loss(point, train.storage._take(slice(None))) for point in (moved, solution.params)]
+            np.testing.assert_allclose(found[p], losses[0] - losses[1], rtol=1e-9, atol=1e-12)
+
+
+# The protocol
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    out = tmp_path_factory.mktemp("cnn")
+    result = cnn.reproduce(SMALL, out, paper_epsilon=False, show_progress=False)
+    return out, result
+
+
+def test_small_study(study):
+    out, result = study
+    part = result["compared"]["renormalised"]
+    assert result["kkt"]["stationarity"] <= 1e-8
+    assert result["tangent_curvature"] > 0
+    assert len(result["binding"]) >= 1
+    assert len(part["actual"]) == 20
+    assert part["failed"] == []
+    assert max(part["residuals"]) <= 1e-10
+    agreement = part["agreement"]
+    assert agreement["DIF"]["pearson"] >= 0.9
+    assert abs(agreement["DIF"]["slope"] - 1) <= 0.1
+    assert agreement["Newton"]["relative_error"] < agreement["DIF"]["relative_error"]
+    assert agreement["DIF"]["relative_error"] < 0.5 * agreement["classical IF"]["relative_error"]
+    assert {p.name for p in out.glob("*.png")} == {"cnn.png", "cnn-images.png"}
+    assert json.loads((out / "cnn.json").read_text()) == json.loads(json.dumps(result))
+
+
+def test_a_finished_study_is_not_repeated(study):
+    out, result = study
+    with pytest.raises(dif.InvalidInputError, match=r"Finished stages would be mixed up, or done again for nothing."):
+        cnn.reproduce(SMALL, out, paper_epsilon=False)
+    with pytest.raises(dif.InvalidInputError, match=r"tau 0\.01 \(now 0\.02\)"):
+        cnn.reproduce(
+            cnn.Setting(n=2000, model="small", channels=4, l2=0.01, epochs=60, removals=20, tau=0.02), out, resume=True
+        )
+    again = cnn.reproduce(SMALL, out, resume=True, paper_epsilon=False)
+    assert again == json.loads(json.dumps(result))
+
+
+TINY = ["--n", "400", "--model", "small", "--channels", "2", "--l2", "0.05", "--epochs", "20", "--removals", "12"]
+
+
+def _started(out, *more):
+    command = [
+        sys.executable,
+        "-c",
+        "from dif.cli import app; app()",
+        "reproduce",
+        "cnn",
+        *TINY,
+        "--no-paper-epsilon",
+        "--out",
+        str(out),
+        *more,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+
+
+def test_a_killed_farm_goes_on(tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    first = _started(whole)
+    assert first.wait(timeout=300) == 0
+    killed.mkdir()
+    for name in ("setting.json", "solution.npz"):
+        (killed / name).write_bytes((whole / name).read_bytes())
+    process, kept = _started(killed, "--resume", "--jobs", "2"), killed / "retrained"
+    limit = time.time() + 240
+    while len(list(kept.glob("*.npz"))) < 3 and process.poll() is None and time.time() < limit:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    done = {path.name: path.stat().st_mtime_ns for path in kept.glob("*.npz")}
+    assert 3 <= len(done) <= 12
+    assert not (killed / "cnn.json").exists()
+    second = _started(killed, "--resume")
+    assert second.wait(timeout=300) == 0
+    after = {path.name: path.stat().st_mtime_ns for path in kept.glob("*.npz")}
+    assert len(after) == 12
+    assert {name: after[name] for name in done} == done
+    numbers = [json.loads((folder / "cnn.json").read_text())["compared"]["renormalised"] for folder in (whole, killed)]
+    np.testing.assert_allclose(numbers[1]["actual"], numbers[0]["actual"], rtol=1e-7)
+    assert numbers[0]["predicted"]["DIF"] == numbers[1]["predicted"]["DIF"]
+
+
+def test_plain_optimiser_agrees(tmp_path):
+    """Removals retrained from θ̄ by SciPy's L-BFGS-B, which shares neither code nor curvature with dif's."""
+    setting = cnn.Setting(n=400, model="small", channels=2, l2=0.02, epochs=20, removals=6)
+    result = cnn.reproduce(setting, tmp_path, paper_epsilon=False, plain=5, show_progress=False)
+    assert max(result["plain"]["residuals"]) <= 1e-7
+    assert result["plain"]["largest_difference"] <= 0.01
+
+
+def test_nothing_to_follow(study):
+    stated = cnn.posed(SMALL, None, "cpu")
+    solution = cnn.solved(stated, SMALL, study[0], show_progress=False)
+    right = solution.params(stated.test).argmax(1)
+    perfect = replace(stated, test_labels=right)
+    with pytest.raises(dif.InvalidInputError, match=r"The study follows the loss of one that the model gets wrong."):
+        cnn.target_of(perfect, solution)

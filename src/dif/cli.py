@@ -100,7 +100,7 @@ def reproduce_cnn(
     alpha: Annotated[float, typer.Option(help="Share dealt to the groups at random.", min=0.0, max=1.0)] = 0.5,
     tau: Annotated[float, typer.Option(help="How far a group's risk may exceed the mean.", min=0.0)] = 0.01,
     l2: Annotated[float, typer.Option(help="Weight of the ridge, ½·L2·‖θ‖².", min=0.0)] = 0.003,
-    model: Annotated[Model, typer.Option(help="Seven convolutions on 28 × 28, or three on 14 × 14.")] = Model.paper,
+    model: Annotated[Model, typer.Option(help="Seven convolutions on 28 × 28, or four on 14 × 14.")] = Model.paper,
     channels: Annotated[int, typer.Option(help="Channels of each convolution.", min=1)] = 8,
     removals: Annotated[int, typer.Option(help="So many of the most influential are retrained.", min=2)] = 100,
     plain: Annotated[int, typer.Option(help="So many also by a plain optimiser, as a check.", min=0)] = 0,
@@ -168,10 +168,7 @@ def _regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
         result = regression.reproduce(out, seed, removals, bounds.value)
     held = ", ".join(result["binding"])
     for convention, words in (("paper", "1/n kept (paper's ε)"), ("renormalised", "mean over the samples left")):
-        table = Table(title=f"Regression, seed {seed}, {removals} removals against CVXPY\n{words}; binding: {held}")
-        table.add_column("estimator")
-        for heading in ("Pearson r", "Spearman", "slope", "relative error", "same sign"):
-            table.add_column(heading, justify="right")
+        table = _comparison(f"Regression, seed {seed}, {removals} removals against CVXPY\n{words}; binding: {held}")
         for name, row in result["agreement"][convention].items():
             table.add_row(
                 name,
@@ -184,6 +181,15 @@ def _regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
         Console().print(table)
 
 
+def _comparison(title: str) -> Table:
+    """An empty table of estimators against retraining."""
+    table = Table(title=title)
+    table.add_column("estimator")
+    for heading in ("Pearson r", "Spearman", "slope", "relative error", "same sign"):
+        table.add_column(heading, justify="right")
+    return table
+
+
 def _cnn(out: Path, setting: dict[str, Any], **options: Any) -> None:
     with _one_line():
         from dif.studies import cnn
@@ -192,14 +198,11 @@ def _cnn(out: Path, setting: dict[str, Any], **options: Any) -> None:
     target, held = result["test_image"], ", ".join(result["binding"]) or "none"
     for convention, part in result["compared"].items():
         words = "mean over the samples left" if convention == "renormalised" else "1/Nⱼ kept (paper's ε)"
-        table = Table(
-            title=f"CNN, {result['parameters']} parameters, N = {setting['n']}: loss of test image {target['index']} "
+        table = _comparison(
+            f"CNN, {result['parameters']} parameters, N = {setting['n']}: loss of test image {target['index']} "
             f"(a {target['label']} taken for a {target['taken_for']}), {setting['removals']} removals\n{words}; "
             f"binding: {held}; largest KKT residual of a retraining {max(part['residuals']):.1e}"
         )
-        table.add_column("estimator")
-        for heading in ("Pearson r", "Spearman", "slope", "relative error", "same sign"):
-            table.add_column(heading, justify="right")
         for name, row in part["agreement"].items():
             figures = [f"{row[key]:.4f}" for key in ("pearson", "spearman", "slope")] if "pearson" in row else ["—"] * 3
             rest = [f"{row['relative_error']:.1%}", f"{row['sign']:.1%}"] if "pearson" in row else ["—"] * 2

@@ -141,7 +141,7 @@ class Curvature:
         """Whether the matrix can be had at a fair price, once."""
         return self.d <= min(DENSE_LIMIT, _ANYWAY) or self.cheap
 
-    def sketched(self, evaluations: float | None = None, seed: int = 0) -> Curvature | None:
+    def sketched(self, evaluations: float | None = None) -> Curvature | None:
         """The same from as many samples as make the matrix affordable; None if those are too few.
 
         `evaluations`: how many of all losses the matrix may cost. None: so many that it takes seconds.
@@ -154,16 +154,16 @@ class Curvature:
         if self.d > DENSE_LIMIT or min((int(share * len(t.samples)) for t in self.rows.tables), default=0) < _FEWEST:
             return None
         base = self.plain or self
-        known = base._sketches.get((share, seed))
+        known = base._sketches.get(share)
         if known is None:
-            generator = torch.Generator().manual_seed(seed)
+            generator = torch.Generator().manual_seed(0)
             sizes = [len(t.samples) for t in self.rows.tables]
             some = [torch.randperm(n, generator=generator)[: int(share * n)] for n in sizes]
-            known = base._sketches[share, seed] = replace(base, rows=self.rows.over(some))
+            known = base._sketches[share] = replace(base, rows=self.rows.over(some))
         return known if self.plain is None else replace(self, rows=known.rows, plain=known)
 
     @cached_property
-    def _sketches(self) -> dict[tuple[float, int], Curvature]:
+    def _sketches(self) -> dict[float, Curvature]:
         return {}
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:

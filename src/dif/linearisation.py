@@ -83,15 +83,19 @@ class Linearisation:
 
     def respond(self, perturbation: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
         """Δθ, (d,), and the multipliers of the kept rows, (k,), of one perturbation; what could not be answered."""
-        direction = Direction.single(self.at.program, perturbation)
-        df, DJ = direction.first_order(0, self.at.theta, self.at.p, self.at.Dp)
-        b = self.weights @ DJ
-        r = (df[1:] - direction.dtau[0])[self.kept]
-        nu, force, unanswered = self.push((b @ self.V)[None], r[None], perturbation)
-        if unanswered:
-            return torch.full_like(b, float("nan")), nu[0], unanswered
-        omega = -self.solver.solve((b + force[0] @ self.G)[:, None])[:, 0]
-        return omega, nu[0], {}
+        omega, nu, unanswered = self._moved(Direction.single(self.at.program, perturbation))
+        return omega[0], nu[0], unanswered
+
+    def _moved(self, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
+        """Δθ, (P, d), by one solve for all, NaN where there is no answer; the multipliers, (P, k), and the reasons."""
+        first = [direction.first_order(p, self.at.theta, self.at.p, self.at.Dp) for p in range(direction.P)]
+        B = torch.stack([self.weights @ DJ for _, DJ in first])
+        r = torch.stack([df[1:] for df, _ in first]) - direction.dtau
+        nu, force, unanswered = self.push(B @ self.V, r[:, self.kept], direction.perturbation)
+        answered = torch.isfinite(force).all(1)
+        omega = torch.full_like(B, float("nan"))
+        omega[answered] = -self.solver.solve((B + force @ self.G)[answered].T).T
+        return omega, nu, unanswered
 
     def scores(
         self, targets: Targets, perturbations: Perturbation, values: Tensor, show_progress: bool
@@ -163,15 +167,8 @@ class Linearisation:
 
         def moves() -> Iterator[Tensor]:
             for some in chunks(perturbations, max(1, _MOVED // self.at.theta.numel())):
-                direction = Direction(self.at.program, some)
-                first = [direction.first_order(p, self.at.theta, self.at.p, self.at.Dp) for p in range(len(some))]
-                B = torch.stack([self.weights @ DJ for _, DJ in first])
-                r = torch.stack([df[1:] for df, _ in first]) - direction.dtau
-                _, force, missing = self.push(B @ self.V, r[:, self.kept], some)
+                omega, _, missing = self._moved(Direction(self.at.program, some))
                 unanswered.update(missing)
-                answered = torch.isfinite(force).all(1)
-                omega = torch.full_like(B, float("nan"))
-                omega[answered] = -self.solver.solve((B + force @ self.G)[answered].T).T
                 yield from omega
 
         values = actual_scores(self.at, targets, perturbations, moves(), name, show_progress)

@@ -123,16 +123,12 @@ class Retraining:
         pieces = self._pieces(perturbations, missing)
         work = (delayed(_solved)(self, some, begin) for begin, some in pieces)
         kind = {"prefer": "processes"} if self.jobs != 1 else {"backend": "sequential"}
-        following = 0
         done: Any = Parallel(self.jobs, return_as="generator_unordered", **kind)(work)
-        for begin, outcomes in done:
-            waiting |= {begin + p: outcome for p, outcome in enumerate(outcomes)}
-            while following in waiting:
-                yield waiting.pop(following)
-                following += 1
-        while following in waiting:
-            yield waiting.pop(following)
-            following += 1
+        for p in range(len(perturbations)):
+            while p not in waiting:
+                begin, outcomes = next(done)
+                waiting |= {begin + q: outcome for q, outcome in enumerate(outcomes)}
+            yield waiting.pop(p)
 
     def _found(self, perturbations: Perturbation) -> dict[int, Outcome]:
         """What is kept already."""

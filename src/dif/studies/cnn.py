@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dif
 from dif import plots
@@ -96,10 +96,7 @@ def solved(stated: Posed, setting: Setting, out: Path, show_progress: bool) -> d
     if path.exists():
         with np.load(path, allow_pickle=False) as file:
             theta, lam = (torch.as_tensor(file[name]) for name in ("theta", "lam"))
-        params = dict(stated.start.state_dict())
-        sizes = [t.numel() for t in params.values()]
-        pieces = zip(params.items(), torch.split(theta.to(next(iter(params.values()))), sizes), strict=True)
-        stated.start.load_state_dict({name: piece.view_as(t) for (name, t), piece in pieces})
+        nn.utils.vector_to_parameters(theta.to(stated.test), stated.start.parameters())
         return dif.Solution(stated.problem, stated.start, lam.tolist())
     solution = dif.fit(
         stated.problem, stated.start, epochs=setting.epochs, batch_size=256, rate=1e-2, seed=setting.seed,
@@ -146,9 +143,8 @@ def estimators(solution: dif.Solution, test: dif.Samples, train: dif.Samples) ->
         for damping in [d for d in DAMPINGS if d >= least]:
             try:
                 estimator = make(damping)
-                estimator.scores(
-                    test, train.remove_each([0]), show_progress=False
-                )  # negative curvature may hide till then
+                # negative curvature may hide till the first solve
+                estimator.scores(test, train.remove_each([0]), show_progress=False)
             except dif.DegenerateError:
                 continue
             made[name] = estimator

@@ -1157,10 +1157,19 @@ def test_a_constraint_that_lets_go_where_only_it_kept_the_problem_convex():
     assert at.active.binding == (0,)
     push = SADDLE.add(torch.tensor([[1.0, 5.0]], dtype=F64))  # λ = 1 − 5/4 after it
     switching = dif.DirectionalInfluence(at, switching=True)
-    for action in (lambda: switching.change(push), lambda: switching.scores(SADDLE.mean(), push)):
+    for action in (
+        lambda: switching.change(push),
+        lambda: switching.scores(SADDLE.mean(), push),
+        lambda: switching.reevaluated(SADDLE.mean(), push),
+    ):
         error = refused(dif.DegenerateError, action, "multiplier of wall after the step", "The constraint lets go, but")
         assert error.measured == "-0.25"
         assert error.threshold == "≥ 0"
+    lenient = dif.DirectionalInfluence(at, switching=True, strict=False)
+    for answer in (lenient.scores(SADDLE.mean(), push), lenient.reevaluated(SADDLE.mean(), push)):
+        assert bool(answer.values.isnan().all())
+        assert "lets go" in answer.diagnostics["unanswered"][push.labels[0]]
+    assert bool(lenient.change(push).flat.isnan().all())
     newton = dif.NewtonInfluence(at)
     for action in (lambda: newton.change(push), lambda: newton.scores(SADDLE.mean(), push)):
         text = "The quadratic problem of the step has no minimum"

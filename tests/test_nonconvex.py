@@ -10,8 +10,10 @@ import dif
 from dif.checkpoint import Standing
 from dif.curvature import Curvature
 from dif.direction import Direction
+from dif.extrapolation import Extrapolation
 from dif.limits import Limits
 from dif.nearby import Nearby
+from dif.stack import Stack
 from dif.trust_region import exact_step, steihaug_step
 
 X, Y = class_data(n=60)
@@ -258,6 +260,40 @@ def test_networks_are_retrained_together_and_the_truth_is_honest():
         again = dif.fit(changed, solution.params, multipliers=solution.lam, show_progress=False)
         change = dif.Retraining(solution).change(train.remove([i]))
         np.testing.assert_allclose(change.flat, again.theta - solution.theta, atol=1e-7)
+
+
+def test_removals_are_retrained_by_gradients_alone(monkeypatch):
+    train, problem = network_problem()
+    solution = dif.fit(problem, small())
+    removals = train.remove_each(range(0, 60, 3))
+    expected = dif.Retraining(solution).scores(train.mean(), removals)
+    assert expected.diagnostics["failed"] == []
+
+    def dear(*_):
+        raise AssertionError("a product with a program's own curvature")
+
+    monkeypatch.setattr(Stack, "products", dear)
+    nearby = Nearby(solution)
+    ends = nearby.solve(Direction(solution.program, removals).stacked(), 1e-10, 200)
+    assert bool(ends.reached.all())
+    assert int(ends.steps.max()) <= 30
+
+
+def test_extrapolation_forgets_what_it_is_told_to_and_keeps_problems_apart():
+    generator = torch.Generator().manual_seed(0)
+    A = torch.eye(6, dtype=F64) + 0.9 * torch.diag(torch.tensor([1, -1, 0, 0, 0.5, 0], dtype=F64))
+    points = torch.randn(3, 6, generator=generator, dtype=F64)
+    z, alone = points.clone(), points[:1].clone()
+    together, single = Extrapolation(3, 6, lambda moves: moves), Extrapolation(1, 6, lambda moves: moves)
+    for step in range(5):
+        if step == 2:
+            together.forget(torch.tensor([1]))
+        live = torch.tensor([0, 1, 2])
+        z[live] += together.combined(live, z[live], -z[live] @ A)
+        alone += single.combined(torch.tensor([0]), alone, -alone @ A)
+    np.testing.assert_allclose(z[:1], alone, atol=1e-12)
+    assert float(z[[0, 2]].abs().max()) < 1e-9  # four directions to find out
+    assert float(z[1].abs().max()) > 1e-6  # begun anew
 
 
 def test_programs_that_cannot_be_mapped_are_retrained_one_by_one():

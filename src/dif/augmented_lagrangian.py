@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ _FAR = 1e9  # ‖θ‖ relative to the start: beyond it a problem counts as unbo
 _BLOCK = 50  # iterations of L-BFGS between looks
 _BLOCKS = 40  # per round
 _RENEWED = 2  # blocks between looks at the curvature
-_LOOK = 3000  # evaluations of all losses that such a look may cost where it is not exact
+_LOOK = 1000  # evaluations of all losses that such a look may cost where it is not exact
 _SHRINKINGS = 8  # of the trust region, per step
-_SKETCHED = 3  # attempts with the curvature of some samples before that of all is looked at
+_CLOSING = 0.5  # by which a step shrinks the gradient where another one is worth its price
 _INNER = 100  # products per trust-region step where the Hessian is not assembled
 
 
@@ -116,24 +117,29 @@ class AugmentedLagrangian:
                 break
             before = self.theta
             value, gradient = self._descend(value, gradient)
-            size, slope = float((self.root * self.theta).norm()), float((gradient / self.root).norm())
-            step = slope / max(self.start_size, size)
-            self.report(self.limits.used, f"(augmented Lagrangian {self.rounds}, gradient {step:.1e})")
+            left = self._relative(gradient)
+            self.report(self.limits.used, f"(augmented Lagrangian {self.rounds}, gradient {left:.1e})")
             if float(value) < -1e15 * (1 + abs(float(first))):
                 self.ran = f"still falling at a value of {float(value):.3g}"
                 return False
-            if not size < _FAR * self.start_size:
+            if not self._size() < _FAR * self.start_size:
                 self.ran = f"still falling at ‖θ‖ > {_FAR:.0e} times the start"
                 return False
-            if step <= self.accuracy:
+            if left <= self.accuracy:
                 break
             stalled = torch.equal(before, self.theta)
             if block % _RENEWED == 0 or stalled:
                 value, gradient, moved = self._renew(value, gradient)
                 self._keep(self.theta, self.lam, self.penalty, self.accuracy)
-                if stalled and not moved:
+                if (stalled and not moved) or self._relative(gradient) <= self.accuracy:
                     break
         return True
+
+    def _size(self) -> float:
+        return float((self.root * self.theta).norm())
+
+    def _relative(self, gradient: Tensor) -> float:
+        return float((gradient / self.root).norm()) / max(self.start_size, self._size())
 
     def _descend(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
         """A block of L-BFGS in u; θ moves, value and gradient there are returned."""
@@ -160,30 +166,48 @@ class AugmentedLagrangian:
         return self._evaluate(self.theta)
 
     def _renew(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """A trust-region step with the curvature here, and from then on L-BFGS in its coordinates."""
+        """A look at the curvature, by which L-BFGS goes on from then, and trust-region steps; whether θ moved."""
+        H = self._curvature()
+        if H.cheap:
+            bent, along = torch.linalg.eigh(self.metric.scaled(H.dense()))
+            self.metric = self.metric.with_eigenpairs(bent, along)
+            exact = partial(exact_step, bent, along, gradient / self.root)
+            return self._step(value, gradient, exact, lambda p: p / self.root)
+        sketched = H.sketched(_LOOK)
+        if sketched is not None:
+            self.metric = self.metric.with_eigenpairs(*torch.linalg.eigh(self.metric.scaled(sketched.rough())))
+        moved = False
+        while True:
+            slope = self.metric.gradient(gradient)
+            shape = steihaug_step(partial(self._product, H), slope, self.radius, _INNER)
+            there, changed, ok = self._step(value, gradient, partial(_shortened, slope, *shape), self.metric.to_theta)
+            closing = float(self.metric.gradient(changed).norm()) < _CLOSING * float(slope.norm())
+            value, gradient, moved = there, changed, moved or ok
+            if not (ok and closing) or self._relative(gradient) <= self.accuracy or self.limits.spent():
+                return value, gradient, moved
+            H = self._curvature()
+
+    def _curvature(self) -> Curvature:
+        """∇² of the augmented Lagrangian at θ."""
         f, J = self.program.rows.gradients(self.theta)
         force = self._shifted(f)
         pushing = self.program.equality | (force > 0)
-        stiffness = (self.penalty / self.row_scale)[pushing]
-        H = Curvature(self.program.rows, self.theta, self.program.weights(force)).with_rows(J[1:][pushing], stiffness)
-        pairs = None
-        sketched = H if H.cheap else H.sketched(_LOOK)
-        if sketched is not None:
-            pairs = torch.linalg.eigh(self.metric.scaled(H.dense() if H.cheap else sketched.rough()))
-            self.metric = self.metric.with_eigenpairs(*pairs)
-        slope = self.metric.gradient(gradient)
-        shape = None  # of the step, where it is not exact: shrinking keeps its direction
-        for attempt in range(_SHRINKINGS):
+        H = Curvature(self.program.rows, self.theta, self.program.weights(force))
+        return H.with_rows(J[1:][pushing], (self.penalty / self.row_scale)[pushing])
+
+    def _step(
+        self,
+        value: Tensor,
+        gradient: Tensor,
+        proposed: Callable[[float], tuple[Tensor, float]],
+        to_theta: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Tensor, bool]:
+        """The step that is proposed for a radius, and the gain it promises; shorter until it keeps the promise."""
+        for _ in range(_SHRINKINGS):
             if self.limits.spent():
                 break
-            if pairs is not None and (H.cheap or attempt < _SKETCHED):
-                p, gain = exact_step(*pairs, gradient / self.root, self.radius)
-                trial = self.theta + p / self.root
-            else:
-                shape = shape or steihaug_step(lambda v: self._product(H, v), slope, self.radius, _INNER)
-                t = min(1.0, self.radius / max(float(shape[0].norm()), self.smallest))
-                p, gain = t * shape[0], float(t * slope @ shape[0] + 0.5 * t**2 * shape[0] @ shape[1])
-                trial = self.theta + self.metric.to_theta(p)
+            p, gain = proposed(self.radius)
+            trial = self.theta + to_theta(p)
             there, changed = self._evaluate(trial)
             ratio = float(there - value) / gain if gain < 0 else -1.0
             if ratio > 0.75:
@@ -217,7 +241,7 @@ class AugmentedLagrangian:
         if len(gap) == 0:
             return
         worst = int(scaled.argmax())
-        allowed = max(1e-5, 1e3 * goal) * max(self.start_size, float((self.root * self.theta).norm()))
+        allowed = max(1e-5, 1e3 * goal) * max(self.start_size, self._size())
         if self.stuck and float(scaled[worst]) > allowed and self.nearest > allowed:
             raise InfeasibleError(
                 f"violation of {self.program.names[worst]} at the point that violates the constraints least",
@@ -233,3 +257,9 @@ class AugmentedLagrangian:
         gap = torch.where(self.program.equality, c.abs(), c.clamp(min=0))
         reach = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
         return gap, gap / torch.where(reach > 0, reach, 1.0)
+
+
+def _shortened(slope: Tensor, p: Tensor, Hp: Tensor, radius: float) -> tuple[Tensor, float]:
+    """The step p, not longer than the radius, and what it gains."""
+    t = min(1.0, radius / max(float(p.norm()), torch.finfo(p.dtype).tiny))
+    return t * p, float(t * slope @ p + 0.5 * t**2 * p @ Hp)

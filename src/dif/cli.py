@@ -40,6 +40,13 @@ class Model(StrEnum):
     small = "small"
 
 
+class Side(StrEnum):
+    """Pixels of an image along each side."""
+
+    whole = "28"
+    halved = "14"
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         import dif
@@ -98,13 +105,14 @@ def reproduce_cnn(
     groups: Annotated[int, typer.Option(help="Groups of samples, each with a constraint on its risk.", min=2)] = 3,
     alpha: Annotated[float, typer.Option(help="Share dealt to the groups at random.", min=0.0, max=1.0)] = 0.5,
     tau: Annotated[float, typer.Option(help="How far a group's risk may exceed the mean.", min=0.0)] = 0.01,
-    l2: Annotated[float, typer.Option(help="Weight of the ridge, ½·L2·‖θ‖².", min=0.0)] = 0.003,
-    model: Annotated[Model, typer.Option(help="Seven convolutions on 28 × 28, or four on 14 × 14.")] = Model.paper,
+    l2: Annotated[float, typer.Option(help="Weight of the ridge, ½·L2·‖θ‖².", min=0.0)] = 0.01,
+    model: Annotated[Model, typer.Option(help="Seven convolutions, or four.")] = Model.paper,
+    side: Annotated[Side, typer.Option(help="Pixels per side: as they are, or means over 2 × 2.")] = Side.halved,
     channels: Annotated[int, typer.Option(help="Channels of each convolution.", min=1)] = 8,
     removals: Annotated[int, typer.Option(help="So many of the most influential are retrained.", min=2)] = 100,
     plain: Annotated[int, typer.Option(help="So many also by a plain optimiser, as a check.", min=0)] = 0,
     paper_epsilon: Annotated[bool, typer.Option(help="Also retrain with 1/Nⱼ kept, the paper's removal.")] = True,
-    epochs: Annotated[int, typer.Option(help="Of mini-batches, before the polish.", min=0)] = 30,
+    epochs: Annotated[int, typer.Option(help="Of mini-batches, before the polish.", min=0)] = 100,
     seed: Annotated[int, typer.Option(help="Of the start, the groups and the mini-batches.", min=0)] = 0,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     data: Annotated[Path | None, typer.Option(help="Folder with the four files of MNIST (idx, gzip).")] = None,
@@ -123,8 +131,8 @@ def reproduce_cnn(
     """
     options = {"resume": resume, "data": data and str(data), "device": device, "jobs": jobs, "plain": plain}
     setting = {
-        "n": n, "groups": groups, "alpha": alpha, "tau": tau, "l2": l2, "model": model.value, "channels": channels,
-        "seed": seed, "epochs": epochs, "removals": removals,
+        "n": n, "groups": groups, "alpha": alpha, "tau": tau, "l2": l2, "model": model.value, "side": int(side.value),
+        "channels": channels, "seed": seed, "epochs": epochs, "removals": removals,
     }  # fmt: skip
     _cnn(out, setting, paper_epsilon=paper_epsilon, **options)
     typer.echo(f"\nWritten: {out.resolve() / 'cnn.png'}, cnn-images.png, cnn.json")

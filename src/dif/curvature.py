@@ -13,7 +13,7 @@ from dif.derivatives import cost, sample_slopes
 from dif.rows import Rows
 
 DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
-_AFFORDABLE = {"cpu": 2.5e11, "cuda": 2e14}  # if it takes no more multiplications than this (seconds),
+_AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # if it takes no more multiplications than this (seconds),
 _ANYWAY = 1000  # or has no more columns than solving without it would take
 _PER_PRODUCT = 8  # evaluations of the losses that one product with the Hessian costs
 _PER_ELEMENT = 128  # multiplications that a number made on the way is worth: written, read, and more than once

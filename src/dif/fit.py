@@ -179,8 +179,8 @@ def solve(
 ) -> Found:
     """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
     goal = default_tolerance(begun.theta) if tol is None else checked_tolerance(tol)
-    best = Found(begun.theta, begun.lam)
-    _approach(program, best, goal, limits, report)
+    best, solver = Found(begun.theta, begun.lam), Repeated()
+    _approach(program, best, goal, limits, report, solver)
     rounds = None
     if not best.reached:
         rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, keep)
@@ -194,7 +194,7 @@ def solve(
             continue  # ran away; the next round has a stiffer penalty
         keep(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
         trial = Found(rounds.theta, rounds.lam)
-        _approach(program, trial, goal, limits, report)
+        _approach(program, trial, goal, limits, report, solver)
         left = best.down is not None and trial.down is None
         waited = 0 if left or trial.residual < 0.5 * best.residual else waited + 1
         if left or (trial.residual < best.residual and (trial.down is None or best.down is not None)):
@@ -221,7 +221,7 @@ def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[
     return kkt, f, J
 
 
-def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter) -> bool:
+def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: Repeated) -> bool:
     """Newton on the KKT system while the residual falls; `at` is moved to the best point.
 
     Whether factors there have shown that the Lagrangian is convex along the rows that hold.
@@ -234,7 +234,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
     if not H.cheap and at.residual > _NEAR:
         return False  # far away, where a step is costly and seldom good
-    solver, exact = Repeated(), torch.finfo(at.theta.dtype).eps ** 0.672
+    exact = torch.finfo(at.theta.dtype).eps ** 0.672
     while limits.spent() is None and _finite(kkt):
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
@@ -264,9 +264,9 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     return False
 
 
-def _approach(program: Program, at: Found, goal: float, limits: Limits, report: Reporter) -> None:
+def _approach(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: Repeated) -> None:
     """Newton; and where it ends with the conditions of first order alone, a look whether that is a saddle."""
-    if _newton(program, at, goal, limits, report) or not at.residual <= at.goal:
+    if _newton(program, at, goal, limits, report, solver) or not at.residual <= at.goal:
         return
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
     G = program.rows.gradients(at.theta)[1][1:][program.equality | (at.lam > 0)]

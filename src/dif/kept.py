@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -72,13 +73,18 @@ class Kept:
 
     def _path(self, direction: Direction, p: int) -> Path:
         seen = hashlib.sha256(f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}".encode())
-        parts = [self.solution.theta, self.solution.lam, direction.scaled_parts(p), direction.dtau[p]]
+        seen.update(self._of_solution)
+        parts = [direction.scaled_parts(p), direction.dtau[p]]
         for block in direction.blocks:
             mine = slice(None) if block.owner is None else block.owner == p
             parts += [block.touch, block.index[mine], block.s[mine]]
         for part in parts:
             seen.update(_bytes(part))
         return self.folder / f"{seen.hexdigest()[:32]}.npz"
+
+    @cached_property
+    def _of_solution(self) -> bytes:
+        return _bytes(self.solution.theta) + _bytes(self.solution.lam)
 
     def _damaged(self, path: Path, found: str) -> InvalidInputError:
         return InvalidInputError(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.direction import Direction, chunks
+from dif.errors import DegenerateError
 from dif.influence import Change, Influence, values_on_disk
 from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
@@ -52,6 +53,7 @@ class Linearisation:
         self.G = at.G[kept]
         self.c0 = torch.zeros_like(R) if c0 is None else c0
         self.lam0 = torch.zeros_like(R) if lam0 is None else lam0
+        self.held = free & ~at.program.equality[kept] & (lam0 is not None)  # whose whole multipliers must stay ≥ 0
         self.priced = priced
         self.strict = strict
         self.V = solver.solve(self.G.T)  # (d, k)
@@ -60,7 +62,8 @@ class Linearisation:
     def push(self, bV: Tensor, r: Tensor, perturbations: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
         """The multipliers ν, (P, k), and the whole force on the kept rows, ω = −H_ρ⁻¹(b + Gᵀ·force).
 
-        NaN where the linearised constraints contradict each other, with the reasons; with strict that is raised.
+        The force is NaN where the linearised constraints contradict each other, or one lets go that must hold for the
+        Lagrangian to be convex, with the reasons; with strict that is raised.
         """
         stiff = self.R * (self.c0 + r)
         a = self.c0 + r - bV - (stiff - self.lam0) @ self.S
@@ -73,7 +76,25 @@ class Linearisation:
         if unanswered and self.strict:
             raise no_direction(*next(iter(unanswered.items())))
         multipliers = torch.as_tensor(nu).to(a)
-        return multipliers, multipliers - self.lam0 + stiff, unanswered
+        force = multipliers - self.lam0 + stiff
+        for p in torch.nonzero((multipliers[:, self.held] < 0).any(1)).reshape(-1).tolist():
+            error = self._lets_go(multipliers[p])
+            if self.strict:
+                raise error
+            force[p] = float("nan")
+            unanswered[perturbations[p].labels[0]] = str(error)
+        return multipliers, force, unanswered
+
+    def _lets_go(self, nu: Tensor) -> DegenerateError:
+        j = int(torch.where(self.held, nu, float("inf")).argmin())
+        return DegenerateError(
+            f"multiplier of {self.at.program.names[int(self.kept[j])]} after the step",
+            measured=f"{float(nu[j]):.3g}",
+            threshold="≥ 0",
+            meaning="The constraint lets go, but the Lagrangian is convex only while it holds, so the linearised "
+            "problem has no minimum.",
+            cure="Use switching=False for the derivative, or Retraining for the change itself.",
+        )
 
     def multiplier_change(self, nu: Tensor) -> Tensor:
         """Δλ on all m rows, (P, m), from the multipliers of the kept rows."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dif.conjugate_gradients import ConjugateGradients
 from dif.errors import DegenerateError
+from dif.extrapolation import Extrapolation
 from dif.kkt import residuals
 from dif.linear_solve import prepare
 from dif.reduced_qp import solve_reduced_qp
@@ -20,8 +21,7 @@ from dif.stack import Stack
 _STEPS = 30  # Newton steps and shortenings of them
 _INNER = 200  # iterations of conjugate gradients per step
 _SHORTEST = 1 / 64
-_CLOSING = 0.25  # by which a step must shrink the residual, or each program's own curvature is looked at;
-_SLOWLY = 0.6  # where it costs a gradient alone
+_HALVED = 6  # prepared steps within which the residual must halve, or each program's own curvature is looked at
 _LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
@@ -72,8 +72,8 @@ class Nearby:
         goal = torch.full((P,), max(tol, 16 * at.scales.rounding), dtype=torch.float64)
         ends = Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
         if not at.curvature.assembled:
-            self._close_in(stack, ends, max_iter, self.solver.approximate, _SLOWLY)
-        self._close_in(stack, ends, max_iter, self.solver.solve, _CLOSING)
+            self._close_in(stack, ends, max_iter, self.solver.approximate)
+        self._close_in(stack, ends, max_iter, self.solver.solve)
         self._newton(stack, ends, max_iter)
         return ends
 
@@ -86,18 +86,21 @@ class Nearby:
 
     # With what was prepared at the solution
 
-    def _close_in(
-        self, stack: Stack, ends: Ends, max_iter: int, solve: Callable[[Tensor], Tensor], closing_in: float
-    ) -> None:
-        """Steps with Ḡ and H̄, as `solve` inverts it, while each shrinks the residual enough."""
+    def _close_in(self, stack: Stack, ends: Ends, max_iter: int, solve: Callable[[Tensor], Tensor]) -> None:
+        """Steps with Ḡ and H̄, as `solve` inverts it, extrapolated, while they shrink the residual enough."""
         live = torch.nonzero(~ends.reached).reshape(-1)
         if len(live) == 0:
             return
-        before = torch.full_like(ends.residual, float("inf"))  # the first step is always taken
+        d, m = ends.theta.shape[1], ends.lam.shape[1]
+        past = Extrapolation(len(stack), d + m, self._lengths)
+        mark = torch.full_like(ends.residual, float("inf"))  # the last residual that was half of the mark before it
+        since = torch.zeros_like(ends.steps)  # steps since then
+        holding = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # multipliers that push
         further = 1e-3 if self.at.curvature.assembled else 1.0  # beyond the goal, where steps cost little
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
         prepared: tuple[Tensor, Tensor] | None = None
+        free = self.at.program.equality
         for _ in range(max_iter):
             some = stack.take(live)
             f, g = some.pullback(theta[live], _weights(lam[live]))
@@ -105,16 +108,31 @@ class Nearby:
             residual = self._judge(c, g, lam[live])
             better = residual < ends.residual[live]
             moved = live[better]
-            closing = residual < closing_in * before[live]
-            before[live] = residual
+            halved = residual < 0.5 * mark[live]
+            mark[live] = torch.where(halved, residual, mark[live])
+            since[live] = torch.where(halved, 0, since[live] + 1)
             ends.theta[moved], ends.lam[moved], ends.residual[moved] = theta[moved], lam[moved], residual[better]
-            going = closing & (residual > aim[live])
+            going = (since[live] < _HALVED) & (residual > aim[live])
             live, c, g = live[going], c[going], g[going]
             if len(live) == 0:
                 return
             ends.steps[live] += 1
             omega, nu, prepared = self._prepared_step(c, g, lam[live], prepared, solve)
-            theta[live], lam[live] = theta[live] + omega, nu
+            exists = torch.isfinite(omega).all(1) & torch.isfinite(nu).all(1)
+            live, omega, nu = live[exists.to(live.device)], omega[exists], nu[exists]
+            if len(live) == 0:
+                return
+            pushing = nu > 0
+            past.forget(live[(pushing != holding[live]).any(1).to(live.device)])
+            holding[live] = pushing
+            here = torch.cat([theta[live], lam[live]], 1)
+            there = here + past.combined(live, here, torch.cat([omega, nu - lam[live]], 1))
+            theta[live], lam[live] = there[:, :d], torch.where(free, there[:, d:], there[:, d:].clamp(min=0))
+
+    def _lengths(self, moves: Tensor) -> Tensor:
+        """(ω, Δλ), (..., d + m), as two steps of √D·θ: the one it is, and the one that its force would make."""
+        root, d = self.at.scales.root, self.at.theta.numel()
+        return torch.cat([moves[..., :d] * root, (moves[..., d:] @ self.at.G) / root], -1)
 
     def _prepared_step(
         self,

@@ -259,10 +259,13 @@ class Rows:
         pending = of_functions if curved else None
         for number, table in enumerate(self.tables):
             w = weights[self.columns(number)] @ table.U
-            if not bool((w != 0).any()):
+            some = torch.nonzero(w).reshape(-1)
+            if len(some) == 0:
                 continue
+            those = some.cpu() if len(some) < len(w) else None  # samples of other groups have no part in it
+            w = w[some]
             at_most = sharing(table.samples, self.parameters, theta, V.shape[1])
-            for place, batch, loss in passes(table.samples, self.parameters, theta, at_most=at_most):
+            for place, batch, loss in passes(table.samples, self.parameters, theta, those, at_most):
                 if gauss_newton:
                     total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
                     continue

@@ -48,7 +48,7 @@ class DirectionalInfluence:
         strict: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.switching, self.strict = switching, strict
+        self.switching = switching
         self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
         damping = checked_damping(damping)
         if rho is not None:
@@ -114,8 +114,6 @@ class DirectionalInfluence:
         influence, nu = self.linearisation.influence(name, target, perturbations, self._diagnostics, out, show_progress)
         if self.switching:
             influence.diagnostics["switched"] = int(self._switched(nu).sum())
-            held = self.linearisation.free & ~self.solution.program.equality
-            influence.values[(nu[:, held] < 0).any(1).cpu()] = float("nan")  # convex only while they hold
         return influence
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
@@ -126,17 +124,6 @@ class DirectionalInfluence:
     def _switched(self, nu: Tensor) -> Tensor:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""
         at, active = self.solution, self.solution.active
-        held = self.linearisation.free & ~at.program.equality
-        if self.strict and bool((nu[:, held] < 0).any()):
-            j = int((nu * held).min(0).values.argmin())
-            raise DegenerateError(
-                f"multiplier of {at.program.names[j]} after the step",
-                measured=f"{float(nu[:, j].min()):.3g}",
-                threshold="≥ 0",
-                meaning="The constraint lets go, but the Lagrangian is convex only while it holds, so the linearised "
-                "problem has no minimum.",
-                cure="Use switching=False for the derivative, or Retraining for the change itself.",
-            )
         binding = _index(active.binding, at.theta)
         binding = binding[~at.program.equality[binding]]
         inactive = _index(active.inactive, at.theta)

@@ -21,6 +21,7 @@ from dif.studies.plain import losses, retrained
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # tried in turn where curvature is missing
 REEVALUATED = ", re-evaluated"
+_BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
 RENORMALISED, PAPERS = "renormalised", "paper"  # the mean over the samples left; 1/Nⱼ kept
 
 
@@ -32,22 +33,18 @@ class Setting:
     groups: int = 3
     alpha: float = 0.5  # share of the samples that is dealt to the groups at random
     tau: float = 0.01
-    l2: float = 0.003
+    l2: float = 0.01
     model: str = "paper"  # or "small"
+    side: int = 14  # pixels of an image along each side: 28, or their means over 2 × 2
     channels: int = 8
     seed: int = 0
-    epochs: int = 30
+    epochs: int = 100
     removals: int = 100
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
         """Kernel and stride of each convolution."""
         return PAPER if self.model == "paper" else SMALL
-
-    @property
-    def side(self) -> int:
-        """Pixels of an image along each side."""
-        return 28 if self.model == "paper" else 14
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +79,7 @@ def posed(setting: Setting, data: str | None, device: str) -> Posed:
 
 
 def _seen(images: Tensor, side: int, device: str) -> Tensor:
-    pixels = images.to(device=device, dtype=torch.float64) / 255
+    pixels = (images.to(device=device, dtype=torch.float64) / 255 - _BRIGHTNESS) / _CONTRAST
     step = 28 // side
     return pixels.reshape(len(pixels), side, step, side, step).mean((2, 4))
 

@@ -19,10 +19,13 @@ class AllConvolutional(nn.Module):
     def __init__(self, layers: tuple[tuple[int, int], ...], channels: int) -> None:
         super().__init__()
         widths = [1, *[channels] * (len(layers) - 1), 10]
-        self.layers = nn.ModuleList(
+        made = [
             nn.Conv2d(widths[i], widths[i + 1], kernel, stride, padding=kernel // 2)
             for i, (kernel, stride) in enumerate(layers)
-        )
+        ]
+        for layer in made:  # as torch begins, signals fade from layer to layer, and a ridge puts them out
+            nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("tanh"))
+        self.layers = nn.ModuleList(made)
 
     def forward(self, images: Tensor) -> Tensor:
         """(n, side, side) → (n, 10)."""

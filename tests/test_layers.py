@@ -39,6 +39,7 @@ LAYERS = [
     ["plots", "data.__init__"],
     ["studies.toy", "studies.regression", "studies.network", "studies.plain"],
     ["studies.cnn"],
+    ["studies.ablation"],
     ["cli"],
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}

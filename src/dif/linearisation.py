@@ -144,6 +144,38 @@ class Linearisation:
                 report(done)
         return torch.cat(multipliers), unanswered
 
+    def by_row(self, targets: Targets, perturbations: Perturbation) -> Tensor:
+        """The score of one target in the parts that come by way of the objective and of each constraint, (P, 1 + m).
+
+        On the rows that hold after the step, ω is linear in what happens to each row: δ∇fⱼ, weighed, and δfⱼ.
+        """
+        q = targets.gradients(self.at.theta)
+        x = self.solver.solve(q)[:, 0]  # H_ρ⁻¹q
+        parts = []
+        for some in chunks(perturbations):
+            direction = Direction(self.at.program, some)
+            bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, self.V)
+            r = (df[:, 1:] - direction.dtau)[:, self.kept]
+            nu, force, _ = self.push(bV, r, some)
+            holding = self.free | (nu > 0)  # (P, k)
+            patterns, which = torch.unique(holding, dim=0, return_inverse=True)
+            values = bV.new_zeros((len(some), 1 + self.at.program.m))
+            for number, held in enumerate(patterns):
+                mine = which == number
+                G, V = self.G[held], self.V[:, held]
+                pull = torch.linalg.solve(self.S[held][:, held], V.T @ q[:, 0])  # of the target on each of these rows
+                y = x - V @ pull  # H⁻¹q along the rows that hold
+                for row in range(values.shape[1]):
+                    weight = torch.zeros_like(self.weights)
+                    weight[row] = self.weights[row]
+                    by, _ = direction.moves(self.at.theta, weight, self.at.p, self.at.Dp, y[:, None])
+                    values[mine, row] = -by[mine, 0]
+                values[:, 1 + self.kept] += mine[:, None] * (self.lam0 * (self.G @ y))
+                values[:, 1 + self.kept[held]] -= mine[:, None] * ((self.c0 + r)[:, held] * pull)
+            values[~torch.isfinite(force).all(1)] = float("nan")
+            parts.append(values)
+        return torch.cat(parts)
+
     # Results
 
     def change(self, perturbation: Perturbation, diagnostics: dict[str, Any]) -> Change:

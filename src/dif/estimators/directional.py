@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError
+from dif.errors import DegenerateError, InvalidInputError
 from dif.influence import Change, Influence
 from dif.linear_solve import Solver, prepare
 from dif.linearisation import Linearisation, checked_damping, trust
 from dif.perturbation import Perturbation
 from dif.reading import check_number
 from dif.solution import Solution, expect_solution
+from dif.targets import Targets
 
 
 class DirectionalInfluence:
@@ -115,6 +116,27 @@ class DirectionalInfluence:
         if self.switching:
             influence.diagnostics["switched"] = int(self._switched(nu).sum())
         return influence
+
+    def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
+        """Through which term each perturbation acts on one target: a column for the objective and each constraint.
+
+        A sample acts through a constraint by what it does to its gradient (weighed by the multiplier) and to its value
+        (which moves the solution along with the bound). The columns add up to `scores`.
+        """
+        targets = Targets(target, self.solution)
+        if len(targets.names) != 1:
+            raise InvalidInputError(
+                "targets of by_term",
+                measured=len(targets.names),
+                threshold="1",
+                meaning="Its columns are the terms of the problem.",
+                cure="Ask for one target after the other.",
+            )
+        values = self.linearisation.by_row(targets, perturbations).double().cpu()
+        names = ("objective", *self.solution.program.names)
+        return Influence(
+            values, perturbations, names, f"{self.name}, by term, on {targets.names[0]}", self._diagnostics
+        )
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""

@@ -25,6 +25,7 @@ class AllConvolutional(nn.Module):
         ]
         for layer in made:  # as torch begins, signals fade from layer to layer, and a ridge puts them out
             nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("tanh"))
+            layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
         self.layers = nn.ModuleList(made)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""Through which term a perturbation acts: the columns add up, and each is the effect of that term alone."""
+
+import numpy as np
+import pytest
+import torch
+from problems import bound_regression, fair_logistic, solved, weak_regression
+from test_switching import nearly_weak
+
+import dif
+
+TARGET = dif.linear([1.0, -2.0, 0.5, 3.0])
+
+
+def test_each_column_is_the_perturbation_of_that_term_alone():
+    train, problem, *_ = fair_logistic()
+    estimator = dif.DirectionalInfluence(solved(problem))
+    parts = estimator.by_term(TARGET, train.remove_each())
+    assert parts.targets == ("objective", *estimator.solution.program.names)
+    scale = float(parts.values.abs().max())
+    for column, term in enumerate((problem.objective, *problem.constraints)):
+        alone = estimator.scores(TARGET, train.remove_each(terms=[term])).values[:, 0]
+        np.testing.assert_allclose(parts.values[:, column], alone, atol=1e-12 * scale)
+
+
+@pytest.mark.parametrize("make", [bound_regression, fair_logistic, weak_regression])
+@pytest.mark.parametrize("switching", [False, True])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_columns_add_up(make, switching, renormalise):
+    train, problem, *_ = make()
+    estimator = dif.DirectionalInfluence(solved(problem), switching=switching)
+    removals = train.remove_each(renormalise=renormalise)
+    total = estimator.scores(TARGET, removals).values[:, 0]
+    parts = estimator.by_term(TARGET, removals).values.sum(1)
+    np.testing.assert_allclose(parts, total, atol=1e-12 * float(total.abs().max()))
+
+
+def test_columns_add_up_where_constraints_switch():
+    train, solution = nearly_weak(1)
+    target = dif.linear(torch.arange(1.0, 1 + len(solution.theta)).double())
+    estimator = dif.DirectionalInfluence(solution, switching=True)
+    scores = estimator.scores(target, train.remove_each())
+    assert scores.diagnostics["switched"] > 0
+    parts = estimator.by_term(target, train.remove_each())
+    scale = float(scores.values.abs().max())
+    np.testing.assert_allclose(parts.values.sum(1), scores.values[:, 0], atol=1e-12 * scale)
+
+
+def test_a_bound_acts_through_its_constraint():
+    train, problem, *_ = bound_regression()
+    estimator = dif.DirectionalInfluence(solved(problem))
+    shift = problem.constraints[0].shift(0.01)
+    parts = estimator.by_term(TARGET, shift).values
+    assert torch.count_nonzero(parts) == 1
+    assert float(parts[0, 1]) == pytest.approx(float(estimator.scores(TARGET, shift).values[0, 0]), rel=1e-12)
+
+
+def test_one_target_at_a_time():
+    train, problem, *_ = bound_regression()
+    with pytest.raises(dif.InvalidInputError, match=r"Its columns are the terms of the problem."):
+        dif.DirectionalInfluence(solved(problem)).by_term(train, train.remove_each())

@@ -162,7 +162,7 @@ class Linearisation:
             values = bV.new_zeros((len(some), 1 + self.at.program.m))
             for number, held in enumerate(patterns):
                 mine = which == number
-                G, V = self.G[held], self.V[:, held]
+                V = self.V[:, held]
                 pull = torch.linalg.solve(self.S[held][:, held], V.T @ q[:, 0])  # of the target on each of these rows
                 y = x - V @ pull  # H⁻¹q along the rows that hold
                 for row in range(values.shape[1]):

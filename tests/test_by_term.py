@@ -46,7 +46,7 @@ def test_columns_add_up_where_constraints_switch():
 
 
 def test_a_bound_acts_through_its_constraint():
-    train, problem, *_ = bound_regression()
+    _, problem, *_ = bound_regression()
     estimator = dif.DirectionalInfluence(solved(problem))
     shift = problem.constraints[0].shift(0.01)
     parts = estimator.by_term(TARGET, shift).values

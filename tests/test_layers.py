@@ -25,8 +25,8 @@ LAYERS = [
     ["linear_solve", "refinement"],
     ["kkt_step"],
     ["solution"],
-    ["fit", "nearby", "agreement", "targets"],
-    ["influence", "kept"],
+    ["fit", "nearby", "agreement", "targets", "certificate"],
+    ["influence", "kept", "description"],
     ["linearisation"],
     [
         "estimators.directional",
@@ -36,11 +36,14 @@ LAYERS = [
         "estimators.retraining",
     ],
     ["__init__"],
-    ["plots", "data.__init__"],
+    ["plots", "data.__init__", "data.credit", "report"],
     ["studies.toy", "studies.regression", "studies.network", "studies.plain"],
     ["studies.cnn"],
     ["studies.ablation"],
-    ["cli"],
+    ["examples.credit"],
+    ["cli.saying"],
+    ["cli.studies", "cli.model"],
+    ["cli.__init__"],
 ]
 LEVEL = {module: level for level, modules in enumerate(LAYERS) for module in modules}
 

@@ -1,27 +1,19 @@
-"""The command line; it computes nothing."""
+"""The paper's studies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-app = typer.Typer(
-    help="How each training sample shaped a model that was trained under constraints.",
-    no_args_is_help=True,
-    add_completion=True,
-    pretty_exceptions_show_locals=False,
-)
+from dif.cli.saying import console, one_line, refuse, table
+
 reproduce = typer.Typer(
     help="Rerun the paper's experiments: figures as PNG, every number as JSON.", no_args_is_help=True
 )
-app.add_typer(reproduce, name="reproduce")
 
 Out = Annotated[Path, typer.Option(help="Folder for the figures and the JSON files; made if missing.")]
 
@@ -47,28 +39,11 @@ class Side(StrEnum):
     halved = "14"
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        import dif
-
-        typer.echo(dif.__version__)
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
-) -> None:
-    pass
-
-
-@app.command()
-def demo(out: Out = Path("demo")) -> None:
-    """The paper's studies on embedded data (the network in a small version), and tables of what they show."""
+def paper_studies(out: Path) -> None:
+    """All three on embedded data, the network in a small version, and tables of what they show."""
     _toy(out)
     _regression(out, seed=3, removals=100, bounds=Bounds.paper)
     _cnn(out / "cnn", None, resume=True, paper_epsilon=False)
-    typer.echo(f"\nFigures and numbers: {out.resolve()}")
 
 
 @reproduce.command("toy")
@@ -145,22 +120,20 @@ def reproduce_ablation(out: Out = Path("results/ablation")) -> None:
     Ridge, number of samples, bounds of the constraints, damping, stopping early: correlation and slope of predicted
     against retrained changes for each. Finished parts are kept in --out and not repeated (about 12 minutes in all).
     """
-    with _one_line():
+    with one_line():
         from dif.studies import ablation
 
         rows = ablation.reproduce(out)
-    table = Table(title="Network study, small: one thing changed at a time")
-    for heading in ("", "KKT residual", "tangent curvature", "binding", "damping", "DIF r", "slope", "Newton r",
-                    "classical IF r"):  # fmt: skip
-        table.add_column(heading, justify="right" if heading else "left")
+    made = table("Network study, small: one thing changed at a time", "", "KKT residual", "tangent curvature",
+                 "binding", "damping", "DIF r", "slope", "Newton r", "classical IF r")  # fmt: skip
     for row in rows:
         words = "mini-batches only" if row["value"] != row["value"] else f"{row['varied']} {row['value']:g}"
         figures = (f"{row['residual']:.1e}", f"{row['tangent_curvature']:.1e}", str(row["binding"]),
                    f"{row['damping']:g}")  # fmt: skip
         shown = (("DIF", "pearson"), ("DIF", "slope"), ("Newton", "pearson"), ("classical IF", "pearson"))
         agreement = (row.get(name, {}).get(key) for name, key in shown)
-        table.add_row(words, *figures, *("—" if x is None else f"{x:.3f}" for x in agreement))
-    Console().print(table)
+        made.add_row(words, *figures, *("—" if x is None else f"{x:.3f}" for x in agreement))
+    console().print(made)
     typer.echo(f"\nWritten: {out.resolve() / 'ablation.json'}")
 
 
@@ -170,50 +143,34 @@ def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        typer.echo(f"dif: no device {device!r} here ({str(error).splitlines()[0]}): leave --device out", err=True)
-        raise typer.Exit(2) from error
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """What went wrong in one line on stderr and exit code 2, no traceback."""
-    try:
-        yield
-    except ImportError as error:
-        missing = f"{error.name} is not installed: pip install 'dif[studies]'"
-        typer.echo(f"dif: {missing if error.name in ('cvxpy', 'matplotlib', 'pooch') else error}", err=True)
-        raise typer.Exit(2) from error
-    except (ValueError, OSError) as error:
-        typer.echo(f"dif: {error}", err=True)
-        raise typer.Exit(2) from error
+        refuse(f"no device {device!r} here ({str(error).splitlines()[0]}): leave --device out", cause=error)
 
 
 def _toy(out: Path) -> None:
-    with _one_line():
+    with one_line():
         from dif.studies import toy
 
         result = toy.reproduce(out)
-    table = Table(title="Toy: what removing z₂ does to θ = (½, ½); weak constraint: " + ", ".join(result["weak"]))
-    for heading in ("estimator", "removal, paper's ε", "opposite direction", "removal, renormalised"):
-        table.add_column(heading)
+    title = "Toy: what removing z₂ does to θ = (½, ½); weak constraint: " + ", ".join(result["weak"])
+    made = table(title, "estimator", "removal, paper's ε", "opposite direction", "removal, renormalised", left=4)
     paper, renormalised = result["changes"]["paper"], result["changes"]["renormalised"]
     for name in paper["removal"]:
-        table.add_row(
+        made.add_row(
             name, *(_pair(part[name]) for part in (paper["removal"], paper["opposite"], renormalised["removal"]))
         )
-    Console().print(table)
+    console().print(made)
 
 
 def _regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
-    with _one_line():
+    with one_line():
         from dif.studies import regression
 
         result = regression.reproduce(out, seed, removals, bounds.value)
     held = ", ".join(result["binding"])
     for convention, words in (("paper", "1/n kept (paper's ε)"), ("renormalised", "mean over the samples left")):
-        table = _comparison(f"Regression, seed {seed}, {removals} removals against CVXPY\n{words}; binding: {held}")
+        made = _comparison(f"Regression, seed {seed}, {removals} removals against CVXPY\n{words}; binding: {held}")
         for name, row in result["agreement"][convention].items():
-            table.add_row(
+            made.add_row(
                 name,
                 f"{row['pearson']:.6f}",
                 f"{row['spearman']:.6f}",
@@ -221,21 +178,17 @@ def _regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
                 f"{row['relative_error']:.2e}",
                 f"{row['sign']:.1%}",
             )
-        Console().print(table)
+        console().print(made)
 
 
 def _comparison(title: str) -> Table:
     """An empty table of estimators against retraining."""
-    table = Table(title=title)
-    table.add_column("estimator")
-    for heading in ("Pearson r", "Spearman", "slope", "relative error", "same sign"):
-        table.add_column(heading, justify="right")
-    return table
+    return table(title, "estimator", "Pearson r", "Spearman", "slope", "relative error", "same sign")
 
 
 def _cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
     """The study of a setting, or the small one that comes with dif."""
-    with _one_line():
+    with one_line():
         from dif.studies import cnn
 
         chosen = cnn.SMALL_STUDY if setting is None else cnn.Setting(**setting)
@@ -243,7 +196,7 @@ def _cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
     target, held = result["test_image"], ", ".join(result["binding"]) or "none"
     for convention, part in result["compared"].items():
         words = "mean over the samples left" if convention == "renormalised" else "1/Nⱼ kept (paper's ε)"
-        table = _comparison(
+        made = _comparison(
             f"CNN, {result['parameters']} parameters, N = {chosen.n}: loss of test image {target['index']} "
             f"(a {target['label']} taken for a {target['taken_for']}), {chosen.removals} removals\n{words}; "
             f"binding: {held}; largest KKT residual of a retraining {max(part['residuals']):.1e}"
@@ -251,8 +204,8 @@ def _cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
         for name, row in part["agreement"].items():
             figures = [f"{row[key]:.4f}" for key in ("pearson", "spearman", "slope")] if "pearson" in row else ["—"] * 3
             rest = [f"{row['relative_error']:.1%}", f"{row['sign']:.1%}"] if "pearson" in row else ["—"] * 2
-            table.add_row(name, *figures, *rest)
-        Console().print(table)
+            made.add_row(name, *figures, *rest)
+        console().print(made)
     for name, remark in result["remarks"].items():
         typer.echo(f"{name}: {remark}")
     if "plain" in result:

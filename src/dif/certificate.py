@@ -1,0 +1,141 @@
+"""Whether a point is a solution at which influence exists, in plain words: what was measured, what it means."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from dif.errors import DegenerateError, NotASolutionError
+from dif.solution import Solution
+
+GOOD, NOTE, BAD = "good", "note", "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was looked at."""
+
+    what: str
+    verdict: str  # good, note or bad
+    measured: str
+    meaning: str
+    cure: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the constraints."""
+
+    name: str
+    state: str  # binding, weak or inactive
+    slack: float  # τ − f, in the constraint's own units
+    multiplier: float
+    uncertain: bool
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What `Solution.check` and `ActiveSet.check` rest on, all of it, whether they would raise or not."""
+
+    findings: tuple[Finding, ...]
+    constraints: tuple[Row, ...]
+    objective: float
+    parameters: int
+
+    @classmethod
+    def of(cls, solution: Solution) -> Certificate:
+        """Looked at, not judged by exceptions."""
+        findings = [_optimality(solution), _multipliers(solution)]
+        findings += [_independence(solution), _curvature(solution), *_weak(solution), *_uncertain(solution)]
+        return cls(tuple(findings), _rows(solution), solution.objective, solution.theta.numel())
+
+    @property
+    def holds(self) -> bool:
+        """Whether nothing was bad."""
+        return all(finding.verdict != BAD for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        said = asdict(self)
+        return {
+            "holds": self.holds,
+            **{key: list(part) if isinstance(part, tuple) else part for key, part in said.items()},
+        }
+
+
+def _optimality(solution: Solution) -> Finding:
+    kkt, allowed = solution.kkt, max(solution.tol, 16 * solution.kkt.rounding)
+    measured = f"relative KKT residual {kkt.residual:.1e}, allowed {allowed:.0e} ({kkt})"
+    if solution.converged:
+        return Finding("Is it a solution?", GOOD, measured, "Yes: the optimality conditions hold.")
+    cure = "Train on, or polish it: dif.fit(problem, solution.params)."
+    meaning = "No: there is no solution here to predict a change of."
+    return Finding("Is it a solution?", BAD, measured, meaning, cure)
+
+
+def _multipliers(solution: Solution) -> Finding:
+    what, size = "Are the multipliers finite?", float(solution.lam.abs().max()) if len(solution.lam) else 0.0
+    try:
+        solution.check()
+    except NotASolutionError:
+        pass  # said already
+    except DegenerateError as error:
+        return Finding(what, BAD, f"{error.measured}, allowed {error.threshold}", error.meaning, error.cure)
+    return Finding(what, GOOD, f"largest {size:.3g}", "Yes: a point strictly inside the constraints exists.")
+
+
+def _independence(solution: Solution) -> Finding:
+    active, what = solution.active, "Are the active constraints independent (LICQ)?"
+    if not active.active:
+        return Finding(what, GOOD, "none is active", "Nothing to compare: this is an unconstrained minimum.")
+    measured = f"smallest singular value {active.licq:.2g} of their gradients, allowed above {active.licq_floor:.1e}"
+    if active.licq > active.licq_floor:
+        return Finding(what, GOOD, measured, "Yes: the multipliers are unique.")
+    meaning = "No: one active gradient depends on the others, so the multipliers are not unique."
+    return Finding(what, BAD, measured, meaning, "Drop a redundant constraint, or state equal ones once.")
+
+
+def _curvature(solution: Solution) -> Finding:
+    active, what = solution.active, "Is it a strict minimum?"
+    measured = f"smallest curvature {active.curvature:.3g} along the binding constraints"
+    if active.curvature == float("inf"):
+        return Finding(what, GOOD, "the binding constraints leave no direction free", "Yes: they fix the parameters.")
+    if active.relative_curvature > active.curvature_floor:
+        return Finding(what, GOOD, measured, "Yes: the solution is unique nearby and moves smoothly.")
+    meaning = "No: it is not unique, or it is a saddle, and influence does not exist."
+    cure = "Add a ridge, drop redundant parameters, fit to a minimum, or pass damping (it changes the answer)."
+    return Finding(what, BAD, measured, meaning, cure)
+
+
+def _weak(solution: Solution) -> list[Finding]:
+    active = solution.active
+    if not active.weak:
+        return []
+    named = ", ".join(active.names[j] for j in active.weak)
+    meaning = "They touch without force, so the derivative has two sides: DIF answers for the side a change takes."
+    return [Finding("Are constraints weakly active?", NOTE, named, meaning)]
+
+
+def _uncertain(solution: Solution) -> list[Finding]:
+    active = solution.active
+    what = "Is it clear which constraints bind?"
+    if not active.uncertain:
+        return [Finding(what, GOOD, f"none within a factor of 100 of the threshold {active.tolerance:.0e}", "Yes.")]
+    named = ", ".join(active.names[j] for j in active.uncertain)
+    meaning = "These could be classed otherwise: their slack or multiplier is near the threshold."
+    cure = "Solve more tightly, or compare with switching=True, which does not depend on it."
+    return [Finding(what, NOTE, f"{named} (threshold {active.tolerance:.0e})", meaning, cure)]
+
+
+def _rows(solution: Solution) -> tuple[Row, ...]:
+    active = solution.active
+    state = dict.fromkeys(active.binding, "binding") | dict.fromkeys(active.weak, "weak")
+    reach = 1e-12 * (1 + solution.program.tau.abs())  # what rounding leaves of f − τ
+    slack = torch.where(solution.c.abs() <= reach, 0.0, -solution.c).tolist()
+    lam = solution.lam.tolist()
+    return tuple(
+        Row(name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain)
+        for j, name in enumerate(active.names)
+    )

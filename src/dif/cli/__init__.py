@@ -1,0 +1,53 @@
+"""The command line; it computes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dif.cli import model
+from dif.cli.saying import set_debug
+from dif.cli.studies import Out, paper_studies, reproduce
+
+app = typer.Typer(
+    help="How each training sample shaped a model that was trained under constraints.\n\n"
+    "Describe your model in a file (dif init), ask whether it is a solution (dif check), score every sample (dif "
+    "score), verify the top ones by retraining (dif retrain). Exit codes: 0 done, 2 refused with one line that says "
+    "why, 130 interrupted.",
+    no_args_is_help=True,
+    add_completion=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+)
+app.add_typer(reproduce, name="reproduce")
+for command in (model.init, model.check, model.score, model.retrain, model.report):
+    app.command()(command)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import dif
+
+        typer.echo(dif.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of what goes wrong.")] = False,
+) -> None:
+    set_debug(debug)
+
+
+@app.command()
+def demo(out: Out = Path("demo")) -> None:
+    """Everything on embedded data: the paper's studies, and a fairness example with its report.
+
+    Example: dif demo --out demo
+    """
+    paper_studies(out)
+    page = model.example(out / "credit")
+    typer.echo(f"\nFigures and numbers: {out.resolve()}\nReport: {page.resolve()}")

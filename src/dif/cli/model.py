@@ -1,0 +1,255 @@
+"""Commands about the user's own model, described in a file."""
+
+from __future__ import annotations
+
+import json
+import sys
+from enum import StrEnum
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from dif.cli.saying import console, one_line, refuse, table
+
+if TYPE_CHECKING:
+    from dif.report import Report
+
+File = Annotated[Path, typer.Argument(help="A file that defines `solution` and `targets`; `dif init` writes one.")]
+OutDir = Annotated[Path, typer.Option("--out", help="Folder for the results; made if missing.")]
+Target = Annotated[str | None, typer.Option(help="Which of the file's targets; the first when left out.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what goes wrong.")]
+_SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
+
+
+class Estimator(StrEnum):
+    """What predicts."""
+
+    dif = "dif"
+    switching = "switching"
+    newton = "newton"
+    classical = "classical"
+
+
+def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.py")) -> None:
+    """Write an example of the file that describes a model; it runs as it is.
+
+    Example: dif init model.py && dif check model.py && dif score model.py
+    """
+    with one_line():
+        from dif.description import TEMPLATE
+
+        if file.exists():
+            refuse(f"{str(file)!r} is there already and is not overwritten: name another file")
+        file.write_text(TEMPLATE)
+    typer.echo(f"Written: {file}. Next: dif check {file}")
+
+
+def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
+    """Is this a solution at which influence exists? The certificate in plain words, with what to do.
+
+    Exit code 2 where something is wrong.
+
+    Example: dif check model.py
+    """
+    with one_line():
+        from dif.certificate import Certificate
+        from dif.description import Description
+
+        found = Certificate.of(Description.read(file).solution)
+        if as_json:
+            typer.echo(json.dumps(found.to_dict(), indent=2))
+        elif not quiet:
+            _certificate(found)
+        bad = [one for one in found.findings if one.verdict == "bad"]
+        if bad:
+            refuse(f"{bad[0].what} {bad[0].meaning} Measured: {bad[0].measured}. {bad[0].cure}")
+
+
+def _certificate(found: Any) -> None:
+    from rich.markup import escape
+
+    made = table(f"{found.parameters} parameters, objective {found.objective:.6g}", "", "", "measured", left=3)
+    for one in found.findings:
+        words = f"[bold]{escape(one.what)}[/] {escape(one.meaning)}" + (
+            f" [italic]{escape(one.cure)}[/]" if one.cure else ""
+        )
+        made.add_row(_SIGNS[one.verdict], words, escape(one.measured))
+    console().print(made)
+    if found.constraints:
+        rows = table("Constraints", "constraint", "state", "slack", "multiplier λ", left=2)
+        for one in found.constraints:
+            state = one.state + (" (uncertain)" if one.uncertain else "")
+            rows.add_row(escape(one.name), state, f"{one.slack:.3g}", f"{one.multiplier:.4g}")
+        console().print(rows)
+
+
+def score(
+    file: File,
+    target: Target = None,
+    top: Annotated[int, typer.Option(help="How many to print.", min=1)] = 20,
+    out: OutDir = Path("results"),
+    estimator: Annotated[Estimator, typer.Option(help="What predicts.")] = Estimator.dif,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """How would the target change without each training sample? Scores, the most influential samples, a report.
+
+    Writes scores.npz (dif.Influence.load), report.json and report.html into --out.
+
+    Example: dif score model.py --target gap --top 20 --out results
+    """
+    with one_line():
+        found = _scored(file, target, top, out, estimator, quiet or as_json)
+    _shown(found, top, out, as_json, quiet)
+
+
+def retrain(
+    file: File,
+    target: Target = None,
+    top: Annotated[int, typer.Option(help="How many of the most influential to retrain without.", min=1)] = 20,
+    out: OutDir = Path("results"),
+    jobs: Annotated[int, typer.Option(help="Processes that share the work; −1 for all cores.")] = 1,
+    as_json: AsJson = False,
+    quiet: Quiet = False,
+) -> None:
+    """Verify the most influential samples by training again without each of them.
+
+    Scores first where --out has none. Each finished retraining is kept there: interrupted, the same command goes on.
+
+    Example: dif retrain model.py --top 20 --out results --jobs 2
+    """
+    with one_line():
+        found = _retrained(file, target, top, out, jobs, quiet or as_json)
+    _shown(found, top, out, as_json, quiet)
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(help="A folder that `dif score` wrote.")] = Path("results"),
+    quiet: Quiet = False,
+) -> None:
+    """Write report.html anew from the numbers in a folder: one file that works offline.
+
+    Example: dif report results
+    """
+    with one_line():
+        from dif.report import Report
+
+        if not (folder / "report.json").is_file():
+            refuse(f"no report.json in {str(folder)!r}: run `dif score FILE --out {folder}` first")
+        Report.load(folder / "report.json").write_html(folder / "report.html")
+    if not quiet:
+        typer.echo(f"Report: {(folder / 'report.html').resolve()}")
+
+
+def example(out: Path) -> Path:
+    """The fairness example that comes with dif, scored and verified; where its report is."""
+    with one_line(), as_file(files("dif") / "examples" / "credit.py") as file:
+        found = _retrained(file, None, 20, out, 1, False)
+    _shown(found, 10, out, as_json=False, quiet=False)
+    return out / "report.html"
+
+
+def _scored(file: Path, target: str | None, top: int, out: Path, estimator: Estimator, silent: bool) -> Report:
+    """Score everyone, and keep it."""
+    import torch
+
+    import dif
+    from dif.description import Description
+    from dif.report import Report, shown
+
+    told = Description.read(file)
+    name, wanted = told.target(target)
+    out.mkdir(parents=True, exist_ok=True)
+    solution, everyone = told.solution, told.train.remove_each()
+    if estimator is Estimator.newton:
+        scores = dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone)
+    elif estimator is Estimator.classical:
+        scores = dif.ClassicalInfluence(solution).scores(wanted, everyone, show_progress=not silent)
+    else:
+        predictor = dif.DirectionalInfluence(solution, switching=estimator is Estimator.switching)
+        scores = predictor.scores(wanted, everyone, show_progress=not silent)
+    listed = shown(scores, top)
+    some = told.train.remove_each(listed)
+    if estimator in (Estimator.dif, Estimator.switching):
+        parts = dif.DirectionalInfluence(solution, switching=estimator is Estimator.switching).by_term(wanted, some)
+    else:
+        parts = dif.Influence(torch.zeros(len(listed), 0), some, (), scores.estimator)
+    scores.save(out / "scores.npz")
+    made = Report.of(told, name, scores, parts, listed, _command())
+    _written(made, out)
+    return made
+
+
+def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, silent: bool) -> Report:
+    """Retrain without the most influential ones, and keep it."""
+    import dif
+    from dif.description import Description
+    from dif.report import Report, fingerprint
+
+    told = Description.read(file)
+    name, wanted = told.target(target)
+    known = Report.load(out / "report.json") if (out / "report.json").is_file() else None
+    if known is None or known.mark != fingerprint(told.solution, name):  # another model or target since
+        known = _scored(file, target, top, out, Estimator.dif, silent)
+    listed = [one["index"] for one in known.samples[:top]]
+    retraining = dif.Retraining(
+        told.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
+    )
+    actual = retraining.scores(wanted, told.train.remove_each(listed))
+    made = known.with_actual(listed, actual, command=_command())
+    _written(made, out)
+    return made
+
+
+def _written(made: Report, out: Path) -> None:
+    made.save(out / "report.json")
+    made.write_html(out / "report.html")
+
+
+def _command() -> str:
+    return " ".join(["dif", *sys.argv[1:]])
+
+
+def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> None:
+    """The top of the ranking, as a table or as JSON."""
+    if as_json:
+        rows = [
+            {key: one.get(key) for key in ("index", "name", "group", "score", "actual")} for one in found.samples[:top]
+        ]
+        said = {"target": found.target, "value": found.value, "estimator": found.estimator, "samples": rows}
+        typer.echo(json.dumps(said | {"agreement": found.agreement, "report": str((out / "report.html").resolve())}))
+        return
+    if quiet:
+        return
+    from rich.markup import escape
+
+    retrained = any(one.get("actual") is not None for one in found.samples)
+    headings = [
+        "sample",
+        "group",
+        "score",
+        *(["retrained"] if retrained else []),
+        *(["mostly through"] if found.terms else []),
+    ]
+    made = table(
+        f"{found.target} = {found.value:.6g}: its change without each sample ({found.estimator})", *headings, left=2
+    )
+    for one in found.samples[:top]:
+        cells = [_signed(one["score"]), *([_signed(one.get("actual"))] if retrained else [])]
+        if found.terms:
+            sizes = [abs(x or 0.0) for x in one["parts"]]
+            cells.append(escape(found.terms[sizes.index(max(sizes))]))
+        made.add_row(escape(one["name"]), escape(one["group"] or ""), *cells)
+    console().print(made)
+    if found.agreement is not None:
+        named = {"pearson": "r = {:.4f}", "slope": "slope {:.3f}", "relative_error": "relative error {:.1%}"}
+        words = ", ".join(shape.format(found.agreement[key]) for key, shape in named.items())
+        typer.echo(f"Against retraining ({found.agreement['n']} removals): {words}")
+    typer.echo(f"Report: {(out / 'report.html').resolve()}")
+
+
+def _signed(x: float | None) -> str:
+    return "—" if x is None else f"{x:+.4g}"

@@ -1,0 +1,55 @@
+"""How commands speak: errors in one line, tables on a terminal, JSON for programs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+_EXTRAS = ("cvxpy", "matplotlib", "pooch")
+_state = {"debug": False}
+
+
+def set_debug(wanted: bool) -> None:
+    """Whether errors come with their traceback."""
+    _state["debug"] = wanted
+
+
+@contextmanager
+def one_line() -> Iterator[None]:
+    """What went wrong in one line on stderr and exit code 2, no traceback; Ctrl-C says that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        refuse("interrupted; finished parts are kept, the same command goes on from there", 130, error)
+    except ImportError as error:
+        missing = f"{error.name} is not installed: pip install 'dif[studies]'"
+        refuse(missing if error.name in _EXTRAS else str(error), 2, error)
+    except (ValueError, OSError) as error:
+        refuse(str(error), 2, error)
+
+
+def refuse(words: str, code: int = 2, cause: BaseException | None = None) -> None:
+    """Say why, and stop."""
+    if _state["debug"] and cause is not None:
+        raise cause
+    typer.echo(f"dif: {' '.join(words.split())}", err=True)
+    raise typer.Exit(code) from cause
+
+
+def console() -> Console:
+    """Colour on a terminal, none in a pipe; there, lines are as long as they need to be."""
+    found = Console()
+    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=160)
+
+
+def table(title: str, *headings: str, left: int = 1) -> Table:
+    """An empty table; the first `left` columns hold words."""
+    made = Table(title=title)
+    for number, heading in enumerate(headings):
+        made.add_column(heading, justify="left" if number < left else "right")
+    return made

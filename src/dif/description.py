@@ -1,0 +1,223 @@
+"""A file in which a user describes a model to the command line: its solution, its targets, what to show of samples."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import DifError, InvalidInputError
+from dif.samples import Samples
+from dif.solution import Solution
+from dif.structure import leaves
+from dif.targets import Targets
+from dif.term import Expression
+
+TEMPLATE = '''"""What dif is to look at: `dif check FILE`, `dif score FILE`, `dif retrain FILE`."""
+
+import torch
+
+import dif
+
+torch.manual_seed(0)
+X, group = torch.randn(200, 3).double(), torch.arange(200) % 2
+y = torch.where(X[:, 0] + 0.8 * group + 0.3 * torch.randn(200) > 0.4, 1.0, -1.0).double()
+
+
+def loss(params, batch):  # one number per sample, not reduced
+    x, label = batch
+    return torch.nn.functional.softplus(-label * (x @ params["w"]))
+
+
+train = dif.Samples(loss, (X, y), name="train")
+risk = train.mean()
+problem = dif.Problem(
+    risk + dif.ridge(1e-2),  # each group's risk at most the mean risk + 0.01
+    [(train.mean(where=group == g) <= risk + 0.01).named(f"group {g}") for g in (0, 1)],
+)
+
+# Required: the solution (fitted here, or your own: dif.Solution(problem, model, multipliers)), and what may change.
+solution = dif.fit(problem, {"w": torch.zeros(3).double()})
+targets = {
+    "risk": risk,
+    "gap": train.mean(where=group == 1) - train.mean(where=group == 0),
+}
+
+# Optional, for the report: one entry per sample of `train`.
+names = [f"person {i}" for i in range(len(train))]
+groups = [f"group {int(g)}" for g in group]
+features = {"x0": X[:, 0], "x1": X[:, 1], "x2": X[:, 2], "label": y}
+# images = pixels  # (n, height, width), shown beside the scores
+'''
+_SHOWN = 24  # features of a sample
+_EXAMPLE = '{"risk": train.mean()}'
+
+
+@dataclass(frozen=True, eq=False)
+class Description:
+    """What a file says."""
+
+    path: Path
+    solution: Solution
+    targets: dict[str, Any]
+    train: Samples
+    names: Sequence[str] | None = None
+    groups: Sequence[str] | None = None
+    features: Mapping[str, Any] | None = None
+    images: Any = None
+
+    @classmethod
+    def read(cls, path: Path) -> Description:
+        """Run the file, which is the user's own, and take from it what it must and may define."""
+        if not path.is_file():
+            raise FileNotFoundError(f"no file {str(path)!r}: write one with `dif init {path.name or 'model.py'}`")
+        sys.path.insert(0, str(path.resolve().parent))  # modules beside the file can be imported, as when it is run
+        try:
+            said = runpy.run_path(str(path), run_name="__dif__")
+        except (DifError, KeyboardInterrupt):
+            raise
+        except (Exception, SystemExit) as error:
+            raise InvalidInputError(
+                f"file {str(path)!r}",
+                measured=f"{type(error).__name__}: {error}{_line(error, path)}",
+                threshold="a Python file that runs",
+                meaning="It describes the model to dif, and is run for that.",
+                cure=f"Mend it: `python {path}` should run without an error.",
+            ) from error
+        finally:
+            sys.path.pop(0)
+        solution = said.get("solution")
+        if not isinstance(solution, Solution):
+            raise _missing(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
+        targets = said.get("targets")
+        if not isinstance(targets, Mapping) or not targets:
+            raise _missing(path, "targets", targets, "a dict of names and targets", _EXAMPLE)
+        targets = {str(name): t.mean() if isinstance(t, Samples) else t for name, t in targets.items()}
+        for name, target in targets.items():
+            if not isinstance(target, Expression) or len(Targets(target, solution).names) != 1:
+                raise _missing(path, f"targets[{name!r}]", target, "a Term that is one number, or Samples", _EXAMPLE)
+        train = said.get("train")
+        if train is None:
+            tables = solution.program.rows.tables
+            train = tables[0].samples if len(tables) == 1 else None
+        if not isinstance(train, Samples):
+            raise _missing(path, "train", train, "the dif.Samples whose members are removed", "dif.Samples(loss, data)")
+        more = {name: said.get(name) for name in ("names", "groups", "features", "images")}
+        for name in ("names", "groups", "images"):
+            _check_length(path, name, more[name], len(train))
+        for name, column in (more["features"] or {}).items():
+            _check_length(path, f"features[{name!r}]", column, len(train))
+        return cls(path, solution, targets, train, **more)
+
+    def target(self, name: str | None) -> tuple[str, Any]:
+        """The one that is asked for; the first where none is."""
+        if name is None:
+            return next(iter(self.targets.items()))
+        if name not in self.targets:
+            raise InvalidInputError(
+                "target",
+                measured=repr(name),
+                threshold=f"one of {', '.join(map(repr, self.targets))}",
+                meaning=f"{self.path.name} defines no such target.",
+                cure="Name one of those, or add it to `targets` there.",
+            )
+        return name, self.targets[name]
+
+    def name(self, i: int) -> str:
+        """A sample in words."""
+        return f"{self.train.name}[{i}]" if self.names is None else str(self.names[i])
+
+    def group(self, i: int) -> str | None:
+        """Its group in words."""
+        return None if self.groups is None else str(self.groups[i])
+
+    def feature(self, indices: Sequence[int]) -> list[dict[str, str]]:
+        """What the samples consist of, in words: what the file says, or their numbers where these are few."""
+        if self.features is not None:
+            columns = list(self.features.items())[:_SHOWN]
+            return [{str(name): _words(column[i]) for name, column in columns} for i in indices]
+        found = []
+        for i in indices:
+            _, batch = next(self.train.batches(torch.tensor([i])))
+            numbers = [leaf[0] for leaf in leaves(batch) if leaf[0].numel() <= _SHOWN]
+            found.append(
+                {
+                    f"z{k}" + (f"[{j}]" if part.numel() > 1 else ""): _words(value)
+                    for k, part in enumerate(numbers)
+                    for j, value in enumerate(part.reshape(-1).tolist())
+                }
+            )
+        return found
+
+    def image(self, i: int) -> Tensor | None:
+        """Its pixels, (height, width) or (height, width, 3), 0 … 255; None where a sample is no image."""
+        if self.images is not None:
+            pixels = torch.as_tensor(self.images[i]).detach().cpu()
+        else:
+            _, batch = next(self.train.batches(torch.tensor([i])))
+            square = [leaf[0].detach().cpu() for leaf in leaves(batch) if leaf[0].dim() in (2, 3)]
+            square = [leaf for leaf in square if min(leaf.shape[-2:]) >= 5 or min(leaf.shape[:2]) >= 5]
+            if not square:
+                return None
+            pixels = square[0]
+        return _bytes(pixels)
+
+
+def _bytes(pixels: Tensor) -> Tensor | None:
+    if pixels.dim() == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3):
+        pixels = pixels.movedim(0, 2)
+    if pixels.dim() == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    if pixels.dim() not in (2, 3) or (pixels.dim() == 3 and pixels.shape[2] != 3):
+        return None
+    if pixels.dtype == torch.uint8:
+        return pixels
+    low, high = float(pixels.min()), float(pixels.max())
+    return (255 * (pixels.double() - low) / ((high - low) or 1.0)).round().to(torch.uint8)
+
+
+def _words(value: Any) -> str:
+    value = value.item() if hasattr(value, "item") else value
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def _check_length(path: Path, name: str, column: Any, n: int) -> None:
+    if column is None:
+        return
+    try:
+        found = len(column)
+    except TypeError:
+        found = -1
+    if found != n:
+        raise InvalidInputError(
+            f"`{name}` in {str(path)!r}",
+            measured=f"{found} entries" if found >= 0 else type(column).__name__,
+            threshold=f"{n}, one per sample of train",
+            meaning="They are shown beside the samples.",
+            cure="Give one entry per sample, in their order, or leave it out.",
+        )
+
+
+def _line(error: BaseException, path: Path) -> str:
+    """Where in the file it was raised."""
+    if isinstance(error, SyntaxError):
+        return ""  # says so itself
+    mine = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f" (line {mine[-1]})" if mine else ""
+
+
+def _missing(path: Path, name: str, found: Any, wanted: str, example: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"`{name}` in {str(path)!r}",
+        measured="missing" if found is None else type(found).__name__,
+        threshold=wanted,
+        meaning="The file describes the model to dif.",
+        cure=f"Define it at the top level, {name.split('[')[0]} = {example}; `dif init` writes an example.",
+    )

@@ -1,0 +1,242 @@
+"use strict";
+(() => {
+  const report = JSON.parse(document.getElementById("data").textContent);
+  const byId = (id) => document.getElementById(id);
+  const make = (tag, text, cls) => {
+    const element = document.createElement(tag);
+    if (text !== undefined && text !== null) element.textContent = text;
+    if (cls) element.className = cls;
+    return element;
+  };
+  const drawn = (tag, attributes, text) => {
+    const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+    if (text !== undefined) element.textContent = text;
+    return element;
+  };
+  const signed = (x) => (x === null || x === undefined ? "—" : (x > 0 ? "+" : x < 0 ? "−" : "") + short(Math.abs(x)));
+  const short = (x) => (x === 0 ? "0" : x >= 1e-3 && x < 1e5 ? x.toPrecision(4) : x.toExponential(2));
+  const side = (x) => (x > 0 ? "up" : "down");
+  const samples = report.samples;
+  const retrained = samples.some((s) => s.actual !== undefined && s.actual !== null);
+  const pictured = samples.some((s) => s.image);
+  const grouped = samples.some((s) => s.group !== null);
+
+  byId("how").textContent =
+    `The ${samples.length} samples that move ${report.target} most, of ${report.total}. A score of +0.02 says: without ` +
+    "this sample the target would be about 0.02 higher.";
+
+  // The table
+
+  const columns = [
+    { key: "name", words: "sample", of: (s) => s.name, text: true },
+    ...(grouped ? [{ key: "group", words: "group", of: (s) => s.group || "", text: true }] : []),
+    { key: "score", words: "score", of: (s) => s.score },
+    ...(retrained ? [{ key: "actual", words: "retrained", of: (s) => (s.actual === undefined ? null : s.actual) }] : []),
+    { key: "loss", words: "its loss", of: (s) => s.loss, minor: true },
+  ];
+  let order = { key: "score", down: true, size: true };
+  let chosen = null;
+  let limit = 50;
+  const head = make("tr");
+  if (pictured) head.append(make("th", ""));
+  for (const column of columns) {
+    const cell = make("th", null, (column.text ? "" : "number") + (column.minor ? " minor" : ""));
+    cell.scope = "col";
+    const button = make("button", column.words);
+    button.type = "button";
+    button.addEventListener("click", () => {
+      order = { key: column.key, down: order.key === column.key && !order.size ? !order.down : !column.text, size: false };
+      show();
+    });
+    cell.append(button);
+    cell.dataset.key = column.key;
+    head.append(cell);
+  }
+  document.querySelector("#table thead").append(head);
+
+  const words = new Map(samples.map((s) => [s, [s.name, s.group || "", ...Object.entries(s.features).flat()].join(" ").toLowerCase()]));
+  const matching = () => {
+    const wanted = byId("search").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    const kind = byId("kind").value;
+    const found = samples.filter(
+      (s) => wanted.every((word) => words.get(s).includes(word)) && (kind === "all" || (kind === "helpful") === s.score > 0),
+    );
+    const column = columns.find((c) => c.key === order.key);
+    const value = (s) => (order.size ? Math.abs(column.of(s) || 0) : column.of(s));
+    return found.sort((a, b) => {
+      const [x, y] = [value(a), value(b)];
+      if (x === null || y === null) return (x === null) - (y === null);
+      const ascending = column.text ? String(x).localeCompare(String(y), undefined, { numeric: true }) : x - y;
+      return order.down ? -ascending : ascending;
+    });
+  };
+  const show = () => {
+    const found = matching();
+    const body = document.querySelector("#table tbody");
+    body.replaceChildren(...found.slice(0, limit).map(row));
+    byId("count").textContent = `${found.length} of ${samples.length}`;
+    byId("more").hidden = found.length <= limit;
+    for (const cell of document.querySelectorAll("#table thead th[data-key]")) {
+      const mine = cell.dataset.key === order.key && !order.size;
+      cell.setAttribute("aria-sort", mine ? (order.down ? "descending" : "ascending") : "none");
+    }
+  };
+  const row = (s) => {
+    const line = make("tr");
+    line.tabIndex = 0;
+    line.dataset.index = s.index;
+    line.setAttribute("aria-selected", s === chosen);
+    if (pictured) {
+      const cell = make("td");
+      if (s.image) cell.append(picture(s.image, "thumb"));
+      line.append(cell);
+    }
+    for (const column of columns) {
+      const value = column.of(s);
+      const cell = make(column.key === "name" ? "th" : "td", column.text ? value : column.key === "loss" ? short(value || 0) : signed(value));
+      if (!column.text) cell.className = "number" + (column.minor ? " minor" : "") + (column.key === "loss" || value === null ? "" : " " + side(value));
+      if (column.key === "name") cell.scope = "row";
+      line.append(cell);
+    }
+    line.addEventListener("click", () => choose(s));
+    line.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s); }
+      const next = event.key === "ArrowDown" ? line.nextElementSibling : event.key === "ArrowUp" ? line.previousElementSibling : null;
+      if (next) { event.preventDefault(); next.focus(); }
+    });
+    return line;
+  };
+  const picture = (image, cls) => {
+    const canvas = make("canvas", null, cls);
+    canvas.width = image.width;
+    canvas.height = image.height;
+    const bytes = Uint8Array.from(atob(image.data), (c) => c.charCodeAt(0));
+    const pixels = new ImageData(image.width, image.height);
+    for (let i = 0; i < image.width * image.height; i++) {
+      for (let c = 0; c < 3; c++) pixels.data[4 * i + c] = image.channels === 3 ? bytes[3 * i + c] : bytes[i];
+      pixels.data[4 * i + 3] = 255;
+    }
+    canvas.getContext("2d").putImageData(pixels, 0, 0);
+    return canvas;
+  };
+
+  // One sample
+
+  const bars = (entries) => {
+    const box = make("div", null, "bars");
+    const most = Math.max(...entries.map((e) => Math.abs(e.value || 0)), 1e-300);
+    for (const entry of entries) {
+      const bar = make("div", null, "bar" + (entry.rises ? " up" : ""));
+      bar.style.width = `${(100 * Math.abs(entry.value || 0)) / most}%`;
+      box.append(make("span", entry.name), bar, make("span", entry.words));
+    }
+    return box;
+  };
+  const choose = (s, scroll) => {
+    chosen = s;
+    for (const line of document.querySelectorAll("#table tbody tr")) line.setAttribute("aria-selected", Number(line.dataset.index) === s.index);
+    for (const point of document.querySelectorAll("#scatter circle")) point.classList.toggle("chosen", Number(point.dataset.index) === s.index);
+    const detail = byId("detail");
+    detail.replaceChildren(make("h3", s.name));
+    if (s.image) detail.append(picture(s.image));
+    const rise = s.score > 0 ? "rise" : "fall";
+    detail.append(make("p", s.score === null ? "No answer for this one." : `Without it, ${report.target} would ${rise} by about ${short(Math.abs(s.score))}.`));
+    if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retrained without it: ${signed(s.actual)}.`));
+    if (s.parts.length > 1) {
+      detail.append(make("h3", "Through which term"));
+      detail.append(bars(report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }))));
+    }
+    const list = make("dl");
+    for (const [name, value] of Object.entries(s.features)) list.append(make("dt", name), make("dd", value));
+    if (list.childElementCount) detail.append(make("h3", "Features"), list);
+    if (scroll) {
+      let line = document.querySelector(`#table tbody tr[data-index="${s.index}"]`);
+      if (!line) {
+        const place = matching().indexOf(s);
+        if (place < 0) { byId("search").value = ""; byId("kind").value = "all"; }
+        limit = Math.max(limit, matching().indexOf(s) + 1);
+        show();
+        line = document.querySelector(`#table tbody tr[data-index="${s.index}"]`);
+      }
+      if (line) line.scrollIntoView({ block: "nearest" });
+    }
+  };
+
+  // Pictures
+
+  const scatter = () => {
+    const svg = byId("scatter");
+    const [W, H, left, bottom] = [460, 330, 62, 40];
+    svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
+    const x = retrained ? (s) => s.actual : (s) => s.loss;
+    const points = samples.filter((s) => s.score !== null && x(s) !== null && x(s) !== undefined);
+    byId("c-scatter").textContent = retrained ? "Predicted against retrained change; the line is agreement" : "Score against the sample's own loss";
+    if (!points.length) return;
+    const span = (values) => {
+      const [low, high] = [Math.min(...values), Math.max(...values)];
+      const room = 0.06 * (high - low || Math.abs(high) || 1);
+      return [low - room, high + room];
+    };
+    const ys = span(retrained ? points.flatMap((s) => [s.score, s.actual]) : points.map((s) => s.score));
+    const xs = retrained ? ys : span(points.map(x));
+    const px = (v) => left + ((v - xs[0]) / (xs[1] - xs[0])) * (W - left - 12);
+    const py = (v) => H - bottom - ((v - ys[0]) / (ys[1] - ys[0])) * (H - bottom - 12);
+    svg.append(drawn("line", { x1: left, x2: W - 12, y1: H - bottom, y2: H - bottom, class: "axis" }), drawn("line", { x1: left, x2: left, y1: 12, y2: H - bottom, class: "axis" }));
+    for (let k = 0; k <= 4; k++) {
+      const [u, v] = [xs[0] + (k / 4) * (xs[1] - xs[0]), ys[0] + (k / 4) * (ys[1] - ys[0])];
+      svg.append(drawn("text", { x: px(u), y: H - bottom + 15, "text-anchor": "middle" }, Number(u.toPrecision(2)).toString()));
+      svg.append(drawn("text", { x: left - 6, y: py(v) + 4, "text-anchor": "end" }, Number(v.toPrecision(2)).toString()));
+    }
+    svg.append(drawn("text", { x: (W + left) / 2, y: H - 6, "text-anchor": "middle" }, retrained ? "retrained change" : "loss of the sample"));
+    svg.append(drawn("text", { x: 14, y: H / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${H / 2})` }, "predicted change"));
+    if (retrained) svg.append(drawn("line", { x1: px(ys[0]), y1: py(ys[0]), x2: px(ys[1]), y2: py(ys[1]), class: "one" }));
+    else if (ys[0] < 0 && ys[1] > 0) svg.append(drawn("line", { x1: left, x2: W - 12, y1: py(0), y2: py(0), class: "one" }));
+    const tip = byId("tip");
+    for (const s of points) {
+      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}`, tabindex: 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
+      const reveal = () => {
+        tip.textContent = `${s.name}: ${signed(s.score)}`;
+        const box = point.getBoundingClientRect();
+        tip.hidden = false;
+        tip.style.left = `${Math.max(4, Math.min(box.left + 12, innerWidth - tip.offsetWidth - 4))}px`;
+        tip.style.top = `${Math.max(4, box.top - tip.offsetHeight - 6)}px`;
+      };
+      for (const name of ["mouseenter", "focus"]) point.addEventListener(name, reveal);
+      for (const name of ["mouseleave", "blur"]) point.addEventListener(name, () => { tip.hidden = true; });
+      point.addEventListener("click", () => choose(s, true));
+      point.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s, true); } });
+      svg.append(point);
+    }
+  };
+  const histogram = () => {
+    const { counts, edges } = report.histogram;
+    const svg = byId("histogram");
+    const [W, H, bottom] = [460, 330, 40];
+    svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
+    if (!counts.length) return;
+    const most = Math.log1p(Math.max(...counts));
+    const wide = (W - 24) / counts.length;
+    counts.forEach((count, k) => {
+      const tall = most ? ((H - bottom - 16) * Math.log1p(count)) / most : 0;
+      const bar = drawn("rect", { x: 12 + k * wide, y: H - bottom - tall, width: Math.max(wide - 1.5, 1), height: tall, class: `fill-${side(edges[k] + edges[k + 1])}` });
+      bar.append(drawn("title", {}, `${count} samples from ${signed(edges[k])} to ${signed(edges[k + 1])}`));
+      svg.append(bar);
+    });
+    for (const k of [0, Math.floor(counts.length / 2), counts.length])
+      svg.append(drawn("text", { x: 12 + k * wide, y: H - bottom + 15, "text-anchor": k === 0 ? "start" : k === counts.length ? "end" : "middle" }, Number(edges[k].toPrecision(2)).toString()));
+    svg.append(drawn("text", { x: W / 2, y: H - 6, "text-anchor": "middle" }, `score of all ${report.total} samples (heights: log of how many)`));
+  };
+  if (report.by_group.length) {
+    byId("groups").hidden = false;
+    const entries = report.by_group.map((g) => ({ name: `${g.group} (${g.samples})`, value: g.size, words: short(g.size) }));
+    byId("groups").querySelector(".bars").replaceWith(bars(entries));
+  }
+  byId("search").addEventListener("input", () => { limit = 50; show(); });
+  byId("kind").addEventListener("change", show);
+  byId("more").addEventListener("click", () => { limit += 200; show(); });
+  scatter();
+  histogram();
+  show();
+  if (samples.length) choose(samples[0]);
+})();

@@ -1,0 +1,254 @@
+"""What was found about a model, to keep, to show and to send: one JSON file, and one HTML file that stands alone."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import os
+import platform
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import dif
+from dif.agreement import Agreement
+from dif.certificate import BAD, GOOD, Certificate
+from dif.derivatives import sample_losses
+from dif.description import Description
+from dif.errors import InvalidInputError
+from dif.files import written
+from dif.influence import Influence
+from dif.solution import Solution
+from dif.targets import Targets
+
+_FORMAT = "dif report 1"
+_MOST = 1000  # samples listed
+_BARS = 41  # of the histogram
+_SIGN = {GOOD: "✓", BAD: "✗"}
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything as plain numbers and words; `save` and `load` as JSON, `write_html` for reading."""
+
+    title: str
+    target: str
+    value: float  # of the target at the solution
+    estimator: str
+    certificate: dict[str, Any]
+    total: int  # samples scored
+    histogram: dict[str, list[float]]
+    by_group: list[dict[str, Any]]
+    terms: list[str]
+    samples: list[dict[str, Any]]  # the most influential ones
+    run: dict[str, str]
+    mark: str  # of the solution and the target
+    agreement: dict[str, Any] | None = None
+
+    @classmethod
+    def of(
+        cls, told: Description, target: str, scores: Influence, parts: Influence, listed: Sequence[int], command: str,
+    ) -> Report:  # fmt: skip
+        """From the scores of all samples, and for those listed the parts by term.
+
+        Args:
+            told: The user's description.
+            target: Its name.
+            scores: (n, 1), one row per sample.
+            parts: One row per sample listed, one column per term.
+            listed: Which samples are shown.
+            command: What was run.
+        """
+        solution = told.solution
+        losses = sample_losses(told.train, solution.program.parameters, solution.theta).double().cpu()
+        column = scores.values[:, 0].double()
+        features = told.feature(listed)
+        samples = [
+            {
+                "index": i,
+                "name": told.name(i),
+                "group": told.group(i),
+                "score": _number(column[i]),
+                "loss": _number(losses[i]),
+                "parts": [_number(x) for x in parts.values[k]],
+                "features": features[k],
+                "image": _picture(told.image(i)),
+            }
+            for k, i in enumerate(listed)
+        ]
+        return cls(
+            title=told.path.stem,
+            target=target,
+            value=float(Targets(told.targets[target], solution).values(solution.theta)[0]),
+            estimator=scores.estimator,
+            certificate=Certificate.of(solution).to_dict(),
+            total=len(column),
+            histogram=_histogram(column),
+            by_group=_by_group(told, column),
+            terms=list(parts.targets),
+            samples=samples,
+            run=_circumstances(command),
+            mark=fingerprint(solution, target),
+        )
+
+    def with_actual(self, indices: Sequence[int], actual: Influence, command: str) -> Report:
+        """With the changes found by retraining without some of the samples."""
+        found = {i: float(value) for i, value in zip(indices, actual.values[:, 0].tolist(), strict=True)}
+        samples = [
+            one | {"actual": _number(found[one["index"]])} if one["index"] in found else one for one in self.samples
+        ]
+        known = [one for one in samples if one.get("actual") is not None and one["score"] is not None]
+        both = [torch.tensor([one[key] for one in known], dtype=torch.float64) for key in ("score", "actual")]
+        agreement = asdict(Agreement.of(*both)) if len(known) > 1 else None
+        return replace(self, samples=samples, agreement=agreement, run=self.run | {"retrained by": command})
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """As JSON, complete or not at all."""
+        with written(path) as file:
+            file.write((json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Report:
+        """What `save` wrote."""
+        try:
+            said = json.loads(Path(path).read_text())
+            if said.pop("format") != _FORMAT:
+                raise ValueError("another format")
+            return cls(**said)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            raise InvalidInputError(
+                f"report file {os.fspath(path)!r}",
+                measured=f"{type(error).__name__}: {error}",
+                threshold=f"a file of format {_FORMAT!r}",
+                meaning="It was not written by `dif score`, is damaged, or comes from another version.",
+                cure="Score again.",
+            ) from error
+
+    def write_html(self, path: str | os.PathLike[str]) -> None:
+        """One file that needs nothing beside it."""
+        page = files("dif") / "page"
+        text = Template((page / "report.html").read_text()).substitute(
+            style=(page / "report.css").read_text(),
+            script=(page / "report.js").read_text(),
+            data=_harmless(json.dumps(asdict(self))),
+            title=html.escape(f"{self.title}: influence on {self.target}"),
+            heading=html.escape(self.title),
+            summary=self._summary(),
+            findings=self._findings(),
+            constraints=self._constraints(),
+            run="".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in self.run.items()),
+        )
+        with written(path) as file:
+            file.write(text.encode())
+
+    def _summary(self) -> str:
+        target = f"<b>{html.escape(self.target)}</b>"
+        words = f"{self.total} training samples, each scored by how {target} would change without it "
+        words += f"({html.escape(self.estimator)}). "
+        words += f"Now it is {self.value:.6g}. "
+        if self.agreement is not None:
+            words += (
+                f"{self.agreement['n']} removals were also retrained: r = {self.agreement['pearson']:.4f}, "
+                f"slope {self.agreement['slope']:.3f}."
+            )
+        return words
+
+    def _findings(self) -> str:
+        pieces = []
+        for one in self.certificate["findings"]:
+            cure = f" <span class=cure>{html.escape(one['cure'])}</span>" if one["cure"] else ""
+            pieces.append(
+                f'<li class="{html.escape(one["verdict"])}"><span class=sign aria-hidden=true>'
+                f"{_SIGN.get(one['verdict'], '!')}</span><div><b>{html.escape(one['what'])}</b> "
+                f"{html.escape(one['meaning'])}{cure}"
+                f"<div class=measured>{html.escape(one['measured'])}</div></div></li>"
+            )
+        return "".join(pieces)
+
+    def _constraints(self) -> str:
+        rows = self.certificate["constraints"]
+        if not rows:
+            return "<p>None: this is an unconstrained problem.</p>"
+        body = "".join(
+            f'<tr><th scope=row>{html.escape(one["name"])}</th><td><span class="state {html.escape(one["state"])}">'
+            f"{html.escape(one['state'])}</span>{' (uncertain)' if one['uncertain'] else ''}</td>"
+            f"<td class=number>{one['slack']:.3g}</td><td class=number>{one['multiplier']:.4g}</td></tr>"
+            for one in rows
+        )
+        head = "".join(f"<th scope=col>{words}</th>" for words in ("constraint", "state", "slack", "multiplier λ"))
+        head = f"<tr>{head}</tr>"
+        return f"<div class=wide><table class=plain><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+
+
+def fingerprint(solution: Solution, target: str) -> str:
+    """Of what a report is about: another one is another model, or another question."""
+    seen = hashlib.sha256(target.encode())
+    for part in (solution.theta, solution.lam):
+        seen.update(part.detach().cpu().contiguous().numpy().tobytes())
+    return seen.hexdigest()[:32]
+
+
+def shown(scores: Influence, top: int) -> list[int]:
+    """Which samples a report lists: the most influential, at least `top` and as many as are quickly looked through."""
+    return [one.index for one in scores.top(max(top, min(_MOST, len(scores))))]
+
+
+def _number(x: Any) -> float | None:
+    value = float(x)
+    return value if np.isfinite(value) else None  # JSON knows no NaN
+
+
+def _picture(pixels: Tensor | None) -> dict[str, Any] | None:
+    if pixels is None:
+        return None
+    grey = pixels.dim() == 2
+    data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
+    return {"height": pixels.shape[0], "width": pixels.shape[1], "channels": 1 if grey else 3, "data": data}
+
+
+def _histogram(column: Tensor) -> dict[str, list[float]]:
+    finite = column[torch.isfinite(column)].numpy()
+    counts, edges = np.histogram(finite, bins=_BARS) if len(finite) else (np.zeros(0), np.zeros(0))
+    return {"counts": [float(c) for c in counts], "edges": [float(e) for e in edges]}
+
+
+def _by_group(told: Description, column: Tensor) -> list[dict[str, Any]]:
+    if told.groups is None:
+        return []
+    found: dict[str, list[float]] = {}
+    for i, value in enumerate(column.tolist()):
+        if np.isfinite(value):
+            found.setdefault(str(told.group(i)), []).append(value)
+    return [
+        {"group": name, "samples": len(values), "sum": float(np.sum(values)), "size": float(np.mean(np.abs(values)))}
+        for name, values in sorted(found.items())
+    ]
+
+
+def _circumstances(command: str) -> dict[str, str]:
+    return {
+        "command": command,
+        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "dif": dif.__version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "seed": str(torch.initial_seed()),
+    }
+
+
+def _harmless(text: str) -> str:
+    """JSON inside a script element: nothing in it can end the element or begin another."""
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,0 +1,177 @@
+"""The report in a real browser: it works offline, narrow and dark, with the keyboard, and shows data as text."""
+
+import os
+import shutil
+
+import pytest
+import torch
+
+import dif
+from dif.description import Description
+from dif.report import Report, shown
+
+EVIL = "<script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """A report with images, groups, retrained samples, and labels that would do harm as markup."""
+    folder = tmp_path_factory.mktemp("page")
+    source = folder / "model.py"
+    source.write_text(f"""
+import torch, dif
+torch.manual_seed(0)
+X = torch.rand(120, 6, 6, dtype=torch.float64)
+y = torch.where(X[:, :3].mean((1, 2)) > X[:, 3:].mean((1, 2)), 1.0, -1.0).double()
+group = torch.arange(120) % 2
+def loss(params, z):
+    return torch.nn.functional.softplus(-z[1] * (z[0].flatten(1) @ params["w"]))
+train = dif.Samples(loss, (X, y), name="train")
+risk = train.mean()
+problem = dif.Problem(risk + dif.ridge(0.01), [(train.mean(where=group == 1) <= risk - 0.01).named({EVIL!r})])
+solution = dif.fit(problem, {{"w": torch.zeros(36).double()}}, show_progress=False)
+targets = {{{EVIL!r}: risk, "gap": train.mean(where=group == 1) - train.mean(where=group == 0)}}
+names = ["<b>bold</b> & more", {EVIL!r}] + [f"sample {{i}}" for i in range(2, 120)]
+groups = [f"g{{int(g)}}" for g in group]
+features = {{{EVIL!r}: [{EVIL!r}] * 120, "label": y}}
+images = X
+""")
+    told = Description.read(source)
+    name, target = told.target("gap")
+    predictor = dif.DirectionalInfluence(told.solution)
+    scores = predictor.scores(target, told.train.remove_each(), show_progress=False)
+    listed = shown(scores, 20)
+    parts = predictor.by_term(target, told.train.remove_each(listed))
+    report = Report.of(told, name, scores, parts, listed, f"dif score {EVIL}")
+    some = [one["index"] for one in report.samples[:10]]
+    actual = dif.Retraining(told.solution, show_progress=False).scores(target, told.train.remove_each(some))
+    report = report.with_actual(some, actual, "dif retrain")
+    report.save(folder / "report.json")
+    Report.load(folder / "report.json").write_html(folder / "report.html")
+    return folder / "report.html", report
+
+
+@pytest.fixture(scope="module")
+def browser():
+    binary, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if binary is None or driver is None:
+        reason = "no chromium and chromedriver on the path (Debian: apt install chromium chromium-driver)"
+        if os.environ.get("DIF_NEEDS_BROWSER"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    found = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield found
+    found.quit()
+
+
+def opened(browser, path, width=1280, dark=False):
+    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
+    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    browser.get_log("performance")
+    browser.get_log("browser")
+    browser.get(f"file://{path}")
+    return browser
+
+
+def chosen(browser):
+    return browser.execute_script("return document.querySelector('#table tbody tr[aria-selected=true]').dataset.index")
+
+
+def test_it_opens_without_an_error_and_asks_for_nothing(browser, page):
+    opened(browser, page[0])
+    assert browser.get_log("browser") == []
+    asked = [
+        entry["message"] for entry in browser.get_log("performance") if "Network.requestWillBeSent" in entry["message"]
+    ]
+    assert all('"url":"file://' in message for message in asked)
+    assert len([m for m in asked if '"Network.requestWillBeSent"' in m]) <= 1
+    assert page[0].stat().st_size < 5e6
+
+
+def test_data_are_shown_as_text(browser, page):
+    opened(browser, page[0])
+    assert browser.execute_script("return document.querySelectorAll('script').length") == 2
+    shown_text = browser.execute_script("return document.body.innerText")
+    assert EVIL in shown_text
+    browser.execute_script("""
+        const box = document.getElementById('search');
+        box.value = 'bold'; box.dispatchEvent(new Event('input'));""")
+    assert "<b>bold</b> & more" in browser.execute_script("return document.querySelector('#table tbody').innerText")
+    assert browser.execute_script("return document.querySelectorAll('#table b').length") == 0
+
+
+def test_search_narrows_the_table_and_columns_sort_it(browser, page):
+    opened(browser, page[0])
+    rows = "return [...document.querySelectorAll('#table tbody tr')].map(r => r.querySelector('th').textContent)"
+    everyone = browser.execute_script(rows)
+    assert len(everyone) == 50
+    browser.find_element("id", "search").send_keys("sample 11")
+    found = browser.execute_script(rows)
+    assert 0 < len(found) < 50
+    assert all("sample 11" in name for name in found)
+    assert browser.find_element("id", "count").text.endswith("of 120")
+    browser.find_element("id", "search").clear()
+    browser.find_element("css selector", "#table thead th[data-key=name] button").click()
+    browser.find_element("id", "search").send_keys("sample")
+    names = browser.execute_script(rows)
+    assert names == sorted(names, key=lambda name: int(name.split()[1]))
+    assert browser.execute_script("return document.querySelector('th[data-key=name]').ariaSort") == "ascending"
+
+
+def test_a_click_on_a_point_selects_its_row(browser, page):
+    opened(browser, page[0])
+    points = browser.find_elements("css selector", "#scatter circle")
+    assert len(points) == 10  # those that were retrained
+    index = points[4].get_attribute("data-index")
+    browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", points[4])
+    assert chosen(browser) == index
+    assert "chosen" in points[4].get_attribute("class")
+    name = next(one["name"] for one in page[1].samples if one["index"] == int(index))
+    assert browser.find_element("css selector", "#detail h3").text == name
+    browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", points[2])
+    assert browser.find_element("id", "tip").is_displayed()
+
+
+def test_the_keyboard_is_enough(browser, page):
+    from selenium.webdriver.common.keys import Keys
+
+    opened(browser, page[0])
+    line = browser.find_element("css selector", "#table tbody tr")
+    browser.execute_script("arguments[0].focus()", line)
+    line.send_keys(Keys.ARROW_DOWN)
+    second = browser.switch_to.active_element
+    second.send_keys(Keys.ENTER)
+    assert chosen(browser) == second.get_attribute("data-index")
+    point = browser.find_elements("css selector", "#scatter circle")[6]
+    browser.execute_script("arguments[0].focus()", point)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert chosen(browser) == point.get_attribute("data-index")
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("dark", [False, True])
+def test_no_horizontal_scroll(browser, page, width, dark):
+    opened(browser, page[0], width, dark)
+    wide, room = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+    assert wide <= room
+    ground = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
+    light = sum(int(x) for x in ground[4:-1].split(",")[:3])
+    assert (light < 120) == dark
+
+
+def test_what_is_saved_is_what_is_read(page):
+    again = Report.load(page[0].with_name("report.json"))
+    assert again == page[1]
+    assert again.samples[0]["image"]["height"] == 6
+    assert len(again.terms) == 2
+    total = torch.tensor([sum(one["parts"]) for one in again.samples])
+    torch.testing.assert_close(total, torch.tensor([one["score"] for one in again.samples]))

@@ -119,14 +119,14 @@ def test_what_is_wrong_is_said_in_one_line(model, tmp_path):
         refused(name, short, *more, words=["7 entries", "They are shown beside the samples."])
         refused(name, leaving, *more, words=["SystemExit"])
     for name in ("score", "retrain"):
-        words = ["'loss'", "'risk', 'gap'", "defines no such target."]
+        words = ["'loss'", "'risk', 'gap'", "The file defines no such target."]
         refused(name, model, "--target", "loss", "--out", tmp_path, words=words)
         occupied = tmp_path / "occupied"
         occupied.write_text("")
         refused(name, model, "--out", occupied / "deeper", words=["occupied"])
     refused("report", tmp_path / "empty", words=["no report.json", "dif score FILE"])
     (tmp_path / "report.json").write_text("{}")
-    refused("report", tmp_path, words=["It was not written by `dif score`"])
+    refused("report", tmp_path, words=["It was not written by `dif score`, is damaged, or comes from another version."])
 
 
 def test_debug_shows_the_traceback(model):

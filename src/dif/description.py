@@ -125,7 +125,7 @@ class Description:
                 "target",
                 measured=repr(name),
                 threshold=f"one of {', '.join(map(repr, self.targets))}",
-                meaning=f"{self.path.name} defines no such target.",
+                meaning="The file defines no such target.",
                 cure="Name one of those, or add it to `targets` there.",
             )
         return name, self.targets[name]

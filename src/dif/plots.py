@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dif import InvalidInputError, Solution
+from dif import Change, Influence, InvalidInputError, Perturbation, Retraining, Solution
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"
 
@@ -62,4 +63,87 @@ def arrow(start: Tensor, change: Tensor, ax: Any, label: str, colour: str, style
         shape = {"arrowstyle": "-|>", "color": colour, "lw": 2, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
         ax.annotate("", xy=end, xytext=begin, arrowprops=shape, zorder=6)
     ax.plot([], [], color=colour, linestyle=style, linewidth=2, label=label)
+    return ax
+
+
+def ranking(
+    influence: Influence, ax: Any, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None
+) -> Any:
+    """The k perturbations that move a target most, largest on top, with their names."""
+    top = influence.top(k, target)[::-1]
+    values = [one.value for one in top]
+    words = [one.label if names is None else str(names[one.index]) for one in top]
+    ax.barh(range(len(top)), values, color=[ORANGE if value > 0 else BLUE for value in values])
+    ax.set_yticks(range(len(top)), words)
+    ax.axvline(0.0, color=GREY, linewidth=1)
+    place = influence.targets.index(target) if isinstance(target, str) else target
+    ax.set_xlabel(f"change of {influence.targets[place]} ({influence.estimator})")
+    return ax
+
+
+def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: int = 0) -> Any:
+    """The scores of each group's samples, and what they add up to."""
+    if len(groups) != len(influence):
+        raise InvalidInputError(
+            "groups of a plot",
+            measured=len(groups),
+            threshold=f"{len(influence)}, one per perturbation",
+            meaning="Scores are gathered by them.",
+            cure="Give the group of each, in order.",
+        )
+    column = influence.values[:, target].numpy()
+    named = sorted({str(group) for group in groups})
+    mine = [column[[str(group) == name for group in groups]] for name in named]
+    words = [f"{name}\nΣ {np.nansum(values):+.3g}" for name, values in zip(named, mine, strict=True)]
+    ax.boxplot(mine, orientation="horizontal", flierprops={"marker": ".", "markersize": 3})
+    ax.set_yticks(range(1, 1 + len(named)), words)
+    ax.axvline(0.0, color=GREY, linewidth=1)
+    ax.set_xlabel(f"change of {influence.targets[target]} ({influence.estimator})")
+    return ax
+
+
+def by_term(parts: Influence, ax: Any, k: int = 12, names: Sequence[str] | None = None) -> Any:
+    """Through which term each perturbation acts (what `DirectionalInfluence.by_term` answers), stacked."""
+    total = parts.values.sum(1)
+    order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
+    above, below = np.zeros(len(order)), np.zeros(len(order))
+    for column, name in enumerate(parts.targets):
+        values = parts.values[order, column].numpy()
+        if not np.any(values):
+            continue
+        left = np.where(values > 0, above, below)
+        ax.barh(range(len(order)), values, left=left, label=name, height=0.7)
+        above, below = above + np.maximum(values, 0), below + np.minimum(values, 0)
+    ax.plot(total[order].numpy(), range(len(order)), "k|", markersize=12, label="together")
+    ax.set_yticks(range(len(order)), [parts.perturbations[i] if names is None else str(names[i]) for i in order])
+    ax.axvline(0.0, color=GREY, linewidth=1)
+    ax.set_xlabel(parts.estimator)
+    ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def multipliers(solution: Solution, change: Change, ax: Any) -> Any:
+    """Δλ: how the price of each constraint moves."""
+    names, values = solution.program.names, change.multipliers.flat.detach().cpu().numpy()
+    ax.bar(range(len(values)), values, color=[ORANGE if value > 0 else BLUE for value in values])
+    ax.set_xticks(range(len(values)), names, rotation=30, ha="right")
+    ax.axhline(0.0, color=GREY, linewidth=1)
+    ax.set_ylabel("Δλ")
+    return ax
+
+
+def path(solution: Solution, perturbation: Perturbation, change: Change, ax: Any, steps: int = 8, most: int = 4) -> Any:
+    """θ(ε) while a perturbation is carried out, retrained at each step, beside the straight line that was predicted."""
+    shares = np.linspace(0.0, 1.0, steps + 1)
+    retraining = Retraining(solution, show_progress=False)
+    moved = torch.stack([retraining.change(float(share) * perturbation).flat for share in shares[1:]]).cpu()
+    moved = torch.cat([torch.zeros_like(moved[:1]), moved])
+    chosen = torch.argsort(moved[-1].abs(), descending=True)[:most].tolist()
+    for number, i in enumerate(chosen):
+        (line,) = ax.plot(shares, moved[:, i], marker="o", markersize=3, label=f"θ{i + 1}")
+        end = float(change.flat[i])
+        ax.plot([0, 1], [0, end], linestyle="--", color=line.get_color(), label="predicted" if number == 0 else None)
+    ax.set_xlabel("ε, how far the perturbation is carried out")
+    ax.set_ylabel("θ(ε) − θ̄")
+    ax.legend(frameon=False, fontsize=8)
     return ax

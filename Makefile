@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= demo
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench docs clean
 
 demo: $(READY)  ## both studies of the paper on embedded data; prints a table and where the figures are
 	$(BIN)/dif demo --out $(OUT)
@@ -17,6 +17,9 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
+docs: $(READY)  ## the documentation, into site/; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 bench: $(READY)  ## side by side with a CVXPY QP per sample, ratios printed
 	$(BIN)/python benchmarks/regression.py
 
@@ -26,4 +29,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OUT) dist
+	rm -rf $(VENV) $(OUT) dist site

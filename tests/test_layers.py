@@ -39,7 +39,7 @@ LAYERS = [
     ["plots", "data.__init__", "data.credit", "report"],
     ["studies.toy", "studies.regression", "studies.network", "studies.plain"],
     ["studies.cnn"],
-    ["studies.ablation"],
+    ["studies.ablation", "studies.credit"],
     ["examples.credit"],
     ["cli.saying"],
     ["cli.studies", "cli.model"],

@@ -1,0 +1,40 @@
+import torch
+
+import dif
+from dif.direction import Direction
+from dif.linear_solve import prepare
+from dif.targets import Targets, actual_scores
+
+
+class Unconstrained:
+    """−H⁻¹b: what classical influence would say with the Hessian of the Lagrangian, no constraint held."""
+
+    name = "unconstrained"
+
+    def __init__(self, solution):
+        solution.check()
+        self.solution = solution
+        self.solver, _ = prepare(solution.curvature, solution.G[:0])
+
+    def _move(self, perturbation):
+        at = self.solution
+        _, DJ = Direction.single(at.program, perturbation).first_order(0, at.theta, at.p, at.Dp)
+        b = at.program.weights(at.lam) @ DJ
+        return -self.solver.solve(b[:, None])[:, 0]
+
+    def scores(self, target, perturbations):
+        targets = Targets(target, self.solution)
+        moves = (self._move(one) for one in perturbations)
+        values = actual_scores(self.solution, targets, perturbations, moves, self.name, show_progress=False)
+        return dif.Influence(values, perturbations, targets.names, self.name)
+
+
+X, y = torch.randn(50, 2).double(), torch.randn(50).double()
+train = dif.Samples(lambda p, z: (z[1] - z[0] @ p["w"]) ** 2, (X, y), name="train")
+solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"w": torch.zeros(2).double()})
+removals = train.remove_each()
+print(
+    Unconstrained(solution)
+    .scores(train.mean(), removals)
+    .compare(dif.Retraining(solution).scores(train.mean(), removals))
+)

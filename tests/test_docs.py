@@ -1,0 +1,33 @@
+"""The documentation builds without a warning, and its examples run as they stand."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_run(path, capsys):
+    runpy.run_path(str(path), run_name="__main__")
+    assert capsys.readouterr().out
+
+
+def test_documentation_builds(tmp_path):
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "WARNING" not in result.stderr
+    assert (tmp_path / "site" / "api" / "index.html").is_file()
+    assert "DirectionalInfluence" in (tmp_path / "site" / "api" / "index.html").read_text()
+
+
+def test_the_quickstart_is_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    code = (ROOT / "docs" / "examples" / "quickstart.py").read_text()
+    assert "".join(code.split()) in "".join(readme.replace("import torch, dif", "import torch import dif").split())

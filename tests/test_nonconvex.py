@@ -279,6 +279,23 @@ def test_removals_are_retrained_by_gradients_alone(monkeypatch):
     assert int(ends.steps.max()) <= 30
 
 
+def test_what_is_too_far_for_one_step_is_reached_in_several(monkeypatch):
+    train, problem = network_problem()
+    solution = dif.fit(problem, small())
+    groups = train.remove_groups([[(7 * k + 3 * j) % 60 for j in range(15)] for k in range(8)])
+    monkeypatch.setattr(Nearby, "_newton", lambda *_: None)
+    stack = Direction(solution.program, groups).stacked()
+    at_once = Nearby(solution).solve(stack, 1e-10, 1000)
+    stepwise = Nearby(solution).solve(
+        stack, 1e-10, 1000, lambda share: Direction(solution.program, share * groups).stacked()
+    )
+    assert int(at_once.reached.sum()) < int(stepwise.reached.sum())
+    for p in torch.nonzero(stepwise.reached).reshape(-1).tolist():
+        program = Direction(solution.program, groups[p]).carried_out(0)
+        again = dif.Solution.of_program(program, stepwise.theta[p], stepwise.lam[p])
+        assert again.kkt.residual <= 1e-8
+
+
 def test_extrapolation_forgets_what_it_is_told_to_and_keeps_problems_apart():
     generator = torch.Generator().manual_seed(0)
     A = torch.eye(6, dtype=F64) + 0.9 * torch.diag(torch.tensor([1, -1, 0, 0, 0.5, 0], dtype=F64))

@@ -22,6 +22,8 @@ _STEPS = 30  # Newton steps and shortenings of them
 _INNER = 200  # iterations of conjugate gradients per step
 _SHORTEST = 1 / 64
 _HALVED = 6  # prepared steps within which the residual must halve, or each program's own curvature is looked at
+_SHARES = (0.2, 0.4, 0.6, 0.8)  # of a perturbation that is too much at once
+_ON_THE_WAY = 1e-4  # residual at these
 _LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
@@ -65,17 +67,44 @@ class Nearby:
         self.kept = self.held.clone()
         self.kept[list(at.active.active)] = True
 
-    def solve(self, stack: Stack, tol: float, max_iter: int) -> Ends:
-        """From (θ̄, λ̄) to the solution of every program of the stack."""
-        P, at = len(stack), self.at
-        theta, lam = at.theta.expand(P, -1).clone(), at.lam.expand(P, -1).clone()
-        goal = torch.full((P,), max(tol, 16 * at.scales.rounding), dtype=torch.float64)
-        ends = Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
-        if not at.curvature.assembled:
+    def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack] | None = None) -> Ends:
+        """From (θ̄, λ̄) to the solution of every program of the stack.
+
+        `partly(share)`: the same programs with only a share of what is changed about them, by way of which those are
+        reached that are too far away for one step.
+        """
+        ends = self._begun(len(stack), tol)
+        if not self.at.curvature.assembled:
             self._close_in(stack, ends, max_iter, self.solver.approximate)
         self._close_in(stack, ends, max_iter, self.solver.solve)
+        if partly is not None and not bool(ends.reached.all()):
+            self._follow(stack, partly, ends, tol, max_iter)
         self._newton(stack, ends, max_iter)
         return ends
+
+    def _begun(self, P: int, tol: float) -> Ends:
+        theta, lam = self.at.theta.expand(P, -1).clone(), self.at.lam.expand(P, -1).clone()
+        goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)
+        return Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
+
+    def _follow(self, stack: Stack, partly: Callable[[float], Stack], ends: Ends, tol: float, max_iter: int) -> None:
+        """The programs not reached yet, by way of others between them and the solution."""
+        which = torch.nonzero(~ends.reached).reshape(-1)
+        now = self._begun(len(which), tol)
+        aims = [*((partly(share).take(which), _ON_THE_WAY) for share in _SHARES), (stack.take(which), tol)]
+        solve = self.solver.solve if self.at.curvature.assembled else self.solver.approximate
+        for some, aim in aims:
+            now.residual[:] = float("inf")
+            now.goal[:] = max(aim, 16 * self.at.scales.rounding)
+            self._close_in(some, now, max_iter, solve)
+        ends.steps[which] += now.steps
+        better = now.residual < ends.residual[which]
+        moved = which[better]
+        ends.theta[moved], ends.lam[moved], ends.residual[moved] = (
+            now.theta[better],
+            now.lam[better],
+            now.residual[better],
+        )
 
     def _judge(self, c: Tensor, g: Tensor, lam: Tensor) -> Tensor:
         """KKT residuals, (P,), in the units of the solution."""

@@ -138,7 +138,7 @@ def reproduce_ablation(out: Out = Path("results/ablation")) -> None:
     made = table("Network study, small: one thing changed at a time", "", "KKT residual", "tangent curvature",
                  "binding", "damping", "DIF r", "slope", "Newton r", "classical IF r")  # fmt: skip
     for row in rows:
-        words = "mini-batches only" if row["value"] != row["value"] else f"{row['varied']} {row['value']:g}"
+        words = f"{row['varied']} {row['value']:g}"
         figures = (f"{row['residual']:.1e}", f"{row['tangent_curvature']:.1e}", str(row["binding"]),
                    f"{row['damping']:g}")  # fmt: skip
         shown = (("DIF", "pearson"), ("DIF", "slope"), ("Newton", "pearson"), ("classical IF", "pearson"))

@@ -190,7 +190,12 @@ class Retraining:
         if nearby is None or any(table.samples.fallbacks for table in at.program.rows.tables):
             return [start] * direction.P
         try:
-            ends = nearby.solve(direction.stacked(), self.tol, self.max_iter)
+            ends = nearby.solve(
+                direction.stacked(),
+                self.tol,
+                self.max_iter,
+                lambda share: Direction(at.program, share * direction.perturbation).stacked(),
+            )
         except (RuntimeError, NotImplementedError) as error:
             if not unsupported(error):
                 raise

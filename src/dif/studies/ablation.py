@@ -17,9 +17,10 @@ from dif.studies import cnn
 VARIED: dict[str, tuple[float, ...]] = {  # one at a time, the others as in the small study
     "l2": (0.003, 0.01, 0.03),
     "n": (1_000, 2_000, 4_000),
-    "tau": (0.001, 0.01, 0.1),
+    "tau": (0.001, 0.01, 0.02),
 }
 DAMPED = (1e-3, 1e-2, 1e-1)
+EPOCHS = (20, 200)  # of mini-batches, and nothing after them
 STOPPED = (1e-1, 1e-3)  # KKT residuals
 
 
@@ -84,12 +85,14 @@ def _at_one_solution(
 
     for damping in DAMPED:
         yield row("damping", damping, solution, dif.DirectionalInfluence(solution, damping=damping), damping)
-    batches = base.epochs * math.ceil(base.n / cnn.BATCH)
-    for value, limits in [(float("nan"), {"max_iter": batches}), *((tol, {"tol": tol}) for tol in STOPPED)]:
+    batches = math.ceil(base.n / cnn.BATCH)
+    only = [("mini-batches only, epochs", replace(base, epochs=e), {"max_iter": e * batches}) for e in EPOCHS]
+    for name, setting, limits in [*only, *(("stopped at", base, {"tol": tol}) for tol in STOPPED)]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dif.NotConvergedWarning)
-            early = cnn.fitted(stated, base, show_progress, **limits)
+            early = cnn.fitted(stated, setting, show_progress, **limits)
         found = cnn.least_damped(
             lambda damping, at=early: dif.DirectionalInfluence(at, damping=damping, strict=False), test, stated.train
         )
-        yield row("stopped at", value, early, *(found or (None, float("nan"))))
+        value = limits.get("tol", setting.epochs)
+        yield row(name, value, early, *(found or (None, float("nan"))))

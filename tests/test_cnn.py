@@ -229,7 +229,9 @@ def test_plain_optimiser_agrees(tmp_path):
 
 def test_nothing_to_follow(study):
     stated = cnn.posed(SMALL, None, "cpu")
+    begun = [p.clone() for p in stated.start.parameters()]
     solution = cnn.solved(stated, SMALL, study[0], show_progress=False)
+    assert all(torch.equal(p, q) for p, q in zip(begun, stated.start.parameters(), strict=True))  # only read
     right = solution.params(stated.test).argmax(1)
     perfect = replace(stated, test_labels=right)
     with pytest.raises(dif.InvalidInputError, match=r"The study follows the loss of one that the model gets wrong."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -97,8 +98,9 @@ def solved(stated: Posed, setting: Setting, out: Path, show_progress: bool) -> d
     if path.exists():
         with np.load(path, allow_pickle=False) as file:
             theta, lam = (torch.as_tensor(file[name]) for name in ("theta", "lam"))
-        nn.utils.vector_to_parameters(theta.to(stated.test), stated.start.parameters())
-        return dif.Solution(stated.problem, stated.start, lam.tolist())
+        model = deepcopy(stated.start)
+        nn.utils.vector_to_parameters(theta.to(stated.test), model.parameters())
+        return dif.Solution(stated.problem, model, lam.tolist())
     solution = fitted(stated, setting, show_progress, checkpoint=out / "fit.npz")
     solution.check()
     with written(path) as file:

@@ -129,6 +129,103 @@ def test_what_is_wrong_is_said_in_one_line(model, tmp_path):
     refused("report", tmp_path, words=["It was not written by `dif score`, is damaged, or comes from another version."])
 
 
+def test_without_an_active_constraint(model, tmp_path):
+    loose = changed(model, "risk + 0.01", "risk + 5.0", "loose.py")
+    said = json.loads(RUN.invoke(app, ["retrain", str(loose), "--top", "4", "--out", str(tmp_path), "--json"]).output)
+    assert said["agreement"]["n"] == 4
+    report = Report.load(tmp_path / "report.json")
+    assert all(one["parts"] == [one["score"], 0.0, 0.0] for one in report.samples)
+
+
+def test_a_file_is_run_once_and_its_prints_are_not_the_answer(model, tmp_path):
+    counted = tmp_path / "counted.txt"
+    extra = f"print('hello')\nopen({str(counted)!r}, 'a').write('x')\nimport torch\n"
+    unseeded = changed(model, "import torch\n", extra, "unseeded.py")
+    unseeded.write_text(unseeded.read_text().replace("torch.manual_seed(0)", "torch.seed()"))
+    result = RUN.invoke(app, ["retrain", str(unseeded), "--top", "4", "--out", str(tmp_path / "o"), "--json"])
+    assert counted.read_text() == "x"
+    assert json.loads(result.stdout)["agreement"]["pearson"] > 0.9
+
+
+def test_what_was_found_for_another_model_is_not_reused(model, tmp_path):
+    def actual(path):
+        command = ["retrain", str(path), "--target", "gap", "--top", "3", "--out", str(tmp_path), "--json"]
+        return json.loads(RUN.invoke(app, command).stdout)
+
+    first = actual(model)
+    gap = "train.mean(where=group == 1) - train.mean(where=group == 0)"
+    other = actual(changed(model, gap, f"10 * ({gap})"))
+    assert other["value"] == pytest.approx(10 * first["value"])
+    assert other["samples"][0]["score"] == pytest.approx(10 * first["samples"][0]["score"])
+    renamed = actual(changed(model, "person", "client"))
+    assert renamed["samples"][0]["name"].startswith("client")
+    kept = len(list((tmp_path / "retrained").glob("*.npz")))
+    actual(changed(model, "    [(train", "    [(train.mean() <= 9.0).named('far')] + [(train"))
+    assert len(list((tmp_path / "retrained").glob("*.npz"))) == kept + 3  # another problem, the same solution
+
+
+def test_numbers_that_are_not_defined(model, tmp_path):
+    flat = changed(model, '"risk": risk,', '"risk": dif.linear([0.0, 0.0, 0.0]),', "flat.py")
+    command = ["retrain", str(flat), "--top", "4", "--out", str(tmp_path)]
+    assert "not defined" in RUN.invoke(app, command).output
+    said = RUN.invoke(app, [*command, "--json"]).stdout
+    assert "NaN" not in said
+    assert json.loads(said)["agreement"]["pearson"] is None
+    assert "NaN" not in (tmp_path / "report.html").read_text()
+
+
+def test_columns_go_by_position_and_images_are_made_small(model, tmp_path):
+    pytest.importorskip("pandas")
+    shuffled = changed(model, "features = {", """
+import pandas
+frame = pandas.DataFrame({"x0": X[:, 0].numpy()}, index=torch.randperm(200).numpy() + 1000)
+names = frame["x0"]
+images = (255 * torch.rand(200, 3, 200, 90)).byte()
+features = frame
+unused = {""", "shuffled.py")  # fmt: skip
+    result = RUN.invoke(app, ["score", str(shuffled), "--out", str(tmp_path), "--quiet"])
+    assert result.exit_code == 0, result.output
+    report = Report.load(tmp_path / "report.json")
+    for one in report.samples[:5]:
+        assert float(one["name"]) == pytest.approx(float(one["features"]["x0"]), rel=1e-5)
+    assert report.samples[0]["image"]["height"] == 40
+    assert (tmp_path / "report.html").stat().st_size < 5e6
+
+
+def test_odd_columns_are_refused_and_odd_names_do_no_harm(model, tmp_path):
+    for line in ("features = [1] * 200", "names = {i: i for i in range(200)}", "groups = set(range(200))"):
+        odd = changed(model, "# images = pixels", line + "  #", "odd.py")
+        refused("score", odd, "--out", tmp_path)
+    refused("score", changed(model, "# images = pixels", "images = ['a.png'] * 200  #", "odd.py"), "--out", tmp_path)
+    evil = changed(model, 'f"person {i}"', '"\\x1b[31mred\\n[bold]"', "evil.py")
+    result = RUN.invoke(app, ["score", str(evil), "--out", str(tmp_path)])
+    assert result.exit_code == 0
+    assert "\x1b" not in result.output
+    assert "[bold]" in result.output
+
+
+def test_workers_find_modules_beside_the_file(tmp_path):
+    (tmp_path / "beside.py").write_text(
+        "import torch\ndef loss(p, z):\n    return torch.nn.functional.softplus(-z[1] * (z[0] @ p['w']))\n"
+    )
+    start, end = TEMPLATE.index("def loss"), TEMPLATE.index("train = dif")
+    (tmp_path / "mine.py").write_text(TEMPLATE[:start] + "from beside import loss\n" + TEMPLATE[end:])
+    command = [
+        sys.executable,
+        "-c",
+        "from dif.cli import app; app()",
+        "retrain",
+        str(tmp_path / "mine.py"),
+        "--top",
+        "8",
+    ]
+    result = subprocess.run(
+        [*command, "--jobs", "2", "--out", str(tmp_path / "o"), "--json"], capture_output=True, check=False, cwd="/"
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["agreement"]["n"] == 8
+
+
 def test_debug_shows_the_traceback(model):
     broken = changed(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")
     command = [sys.executable, "-c", "from dif.cli import app; app()", "--debug", "check", str(broken)]

@@ -26,6 +26,8 @@ def test_documentation_builds(tmp_path):
     assert result.returncode == 0, result.stderr
     assert "WARNING" not in result.stderr
     assert (tmp_path / "site" / "api" / "index.html").is_file()
+    assert "Problem" in (tmp_path / "site" / "index.html").read_text()
+    assert "--8" not in (tmp_path / "site" / "index.html").read_text()
     assert "DirectionalInfluence" in (tmp_path / "site" / "api" / "index.html").read_text()
 
 

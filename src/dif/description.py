@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import os
 import runpy
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,8 @@ features = {"x0": X[:, 0], "x1": X[:, 1], "x2": X[:, 2], "label": y}
 # images = pixels  # (n, height, width), shown beside the scores
 '''
 _SHOWN = 24  # features of a sample
+_LONGEST = 160  # letters of one
+_PIXELS = 40  # of an image along each side
 _EXAMPLE = '{"risk": train.mean()}'
 
 
@@ -78,9 +83,14 @@ class Description:
         """Run the file, which is the user's own, and take from it what it must and may define."""
         if not path.is_file():
             raise FileNotFoundError(f"no file {str(path)!r}: write one with `dif init {path.name or 'model.py'}`")
-        sys.path.insert(0, str(path.resolve().parent))  # modules beside the file can be imported, as when it is run
+        folder = str(
+            path.resolve().parent
+        )  # modules beside the file can be imported, as when it is run; by workers too
+        sys.path.insert(0, folder)
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
         try:
-            said = runpy.run_path(str(path), run_name="__dif__")
+            with redirect_stdout(sys.stderr):  # what it prints is not the answer
+                said = runpy.run_path(str(path), run_name="__dif__")
         except (DifError, KeyboardInterrupt):
             raise
         except (Exception, SystemExit) as error:
@@ -91,8 +101,6 @@ class Description:
                 meaning="It describes the model to dif, and is run for that.",
                 cure=f"Mend it: `python {path}` should run without an error.",
             ) from error
-        finally:
-            sys.path.pop(0)
         solution = said.get("solution")
         if not isinstance(solution, Solution):
             raise _missing(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
@@ -109,12 +117,15 @@ class Description:
             train = tables[0].samples if len(tables) == 1 else None
         if not isinstance(train, Samples):
             raise _missing(path, "train", train, "the dif.Samples whose members are removed", "dif.Samples(loss, data)")
-        more = {name: said.get(name) for name in ("names", "groups", "features", "images")}
-        for name in ("names", "groups", "images"):
-            _check_length(path, name, more[name], len(train))
-        for name, column in (more["features"] or {}).items():
-            _check_length(path, f"features[{name!r}]", column, len(train))
-        return cls(path, solution, targets, train, **more)
+        names, groups = (_column(path, name, said.get(name), len(train)) for name in ("names", "groups"))
+        features = said.get("features")
+        if features is not None:
+            if not hasattr(features, "items"):
+                raise _missing(path, "features", features, "a dict of columns, or a data frame", '{"age": ages}')
+            features = {str(name): _column(path, f"features[{name!r}]", c, len(train)) for name, c in features.items()}
+        images = said.get("images")
+        _column(path, "images", images, len(train))
+        return cls(path, solution, targets, train, names, groups, features, images)
 
     def target(self, name: str | None) -> tuple[str, Any]:
         """The one that is asked for; the first where none is."""
@@ -177,32 +188,34 @@ def _bytes(pixels: Tensor) -> Tensor | None:
         pixels = pixels[:, :, 0]
     if pixels.dim() not in (2, 3) or (pixels.dim() == 3 and pixels.shape[2] != 3):
         return None
-    if pixels.dtype == torch.uint8:
-        return pixels
+    step = max(1, math.ceil(max(pixels.shape[:2]) / _PIXELS))
+    pixels = pixels[::step, ::step]
+    if pixels.numel() == 0 or pixels.dtype == torch.uint8:
+        return pixels if pixels.numel() else None
     low, high = float(pixels.min()), float(pixels.max())
     return (255 * (pixels.double() - low) / ((high - low) or 1.0)).round().to(torch.uint8)
 
 
 def _words(value: Any) -> str:
     value = value.item() if hasattr(value, "item") else value
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+    words = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return words if len(words) <= _LONGEST else words[:_LONGEST] + "…"
 
 
-def _check_length(path: Path, name: str, column: Any, n: int) -> None:
+def _column(path: Path, name: str, column: Any, n: int) -> list[Any] | None:
+    """One entry per sample, by position, whatever holds them."""
     if column is None:
-        return
-    try:
-        found = len(column)
-    except TypeError:
-        found = -1
-    if found != n:
+        return None
+    ordered = hasattr(column, "__len__") and hasattr(column, "__getitem__") and not isinstance(column, Mapping | str)
+    if not ordered or len(column) != n:
         raise InvalidInputError(
             f"`{name}` in {str(path)!r}",
-            measured=f"{found} entries" if found >= 0 else type(column).__name__,
-            threshold=f"{n}, one per sample of train",
+            measured=f"{len(column)} entries" if ordered else type(column).__name__,
+            threshold=f"{n}, one per sample of train, in a list, an array or a column",
             meaning="They are shown beside the samples.",
             cure="Give one entry per sample, in their order, or leave it out.",
         )
+    return list(column)  # the values of a pandas column, not its index
 
 
 def _line(error: BaseException, path: Path) -> str:

@@ -26,7 +26,8 @@ _FORMAT = "dif retraining 1"
 class Kept:
     """A folder with one file (npz, no pickle) per retraining: θ, λ and the residual, so that any target can be read.
 
-    The name of a file is the fingerprint of the solution, the tolerance and the perturbation: others are not found.
+    The name of a file is the fingerprint of the solution, the values and bounds of its problem, the tolerance and the
+    perturbation: others are not found.
     """
 
     folder: Path
@@ -84,7 +85,11 @@ class Kept:
 
     @cached_property
     def _of_solution(self) -> bytes:
-        return _bytes(self.solution.theta) + _bytes(self.solution.lam)
+        at, program = self.solution, self.solution.program
+        size = float(at.f.abs().max()) or 1.0
+        values = torch.round(at.f.double().cpu() / size, decimals=8) + 0.0  # rounding differs from run to run
+        bounds = _bytes(program.tau) + _bytes(program.equality)
+        return _bytes(at.theta) + _bytes(at.lam) + bounds + _bytes(values)
 
     def _damaged(self, path: Path, found: str) -> InvalidInputError:
         return InvalidInputError(

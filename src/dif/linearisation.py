@@ -158,7 +158,9 @@ class Linearisation:
             r = (df[:, 1:] - direction.dtau)[:, self.kept]
             nu, force, _ = self.push(bV, r, some)
             holding = self.free | (nu > 0)  # (P, k)
-            patterns, which = torch.unique(holding, dim=0, return_inverse=True)
+            patterns, which = holding[:1], torch.zeros(len(some), dtype=torch.long, device=holding.device)
+            if len(self.kept):
+                patterns, which = torch.unique(holding, dim=0, return_inverse=True)
             values = bV.new_zeros((len(some), 1 + self.at.program.m))
             for number, held in enumerate(patterns):
                 mine = which == number

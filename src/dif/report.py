@@ -28,11 +28,11 @@ from dif.description import Description
 from dif.errors import InvalidInputError
 from dif.files import written
 from dif.influence import Influence
-from dif.solution import Solution
 from dif.targets import Targets
 
 _FORMAT = "dif report 1"
 _MOST = 1000  # samples listed
+_PICTURED = 300  # of them with their images
 _BARS = 41  # of the histogram
 _SIGN = {GOOD: "✓", BAD: "✗"}
 
@@ -82,7 +82,7 @@ class Report:
                 "loss": _number(losses[i]),
                 "parts": [_number(x) for x in parts.values[k]],
                 "features": features[k],
-                "image": _picture(told.image(i)),
+                "image": _picture(told.image(i)) if k < _PICTURED else None,
             }
             for k, i in enumerate(listed)
         ]
@@ -98,24 +98,25 @@ class Report:
             terms=list(parts.targets),
             samples=samples,
             run=_circumstances(command),
-            mark=fingerprint(solution, target),
+            mark=fingerprint(told, target),
         )
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str) -> Report:
         """With the changes found by retraining without some of the samples."""
-        found = {i: float(value) for i, value in zip(indices, actual.values[:, 0].tolist(), strict=True)}
+        moved = {i: float(value) for i, value in zip(indices, actual.values[:, 0].tolist(), strict=True)}
         samples = [
-            one | {"actual": _number(found[one["index"]])} if one["index"] in found else one for one in self.samples
+            one | {"actual": _number(moved[one["index"]])} if one["index"] in moved else one for one in self.samples
         ]
         known = [one for one in samples if one.get("actual") is not None and one["score"] is not None]
         both = [torch.tensor([one[key] for one in known], dtype=torch.float64) for key in ("score", "actual")]
-        agreement = asdict(Agreement.of(*both)) if len(known) > 1 else None
+        found = asdict(Agreement.of(*both)) if len(known) > 1 else None
+        agreement = None if found is None else {key: _number(value) for key, value in found.items()}
         return replace(self, samples=samples, agreement=agreement, run=self.run | {"retrained by": command})
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON, complete or not at all."""
         with written(path) as file:
-            file.write((json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n").encode())
+            file.write((json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
@@ -142,7 +143,7 @@ class Report:
         text = Template((page / "report.html").read_text()).substitute(
             style=(page / "report.css").read_text(),
             script=(page / "report.js").read_text(),
-            data=_harmless(json.dumps(asdict(self))),
+            data=_harmless(json.dumps(asdict(self), allow_nan=False)),
             title=html.escape(f"{self.title}: influence on {self.target}"),
             heading=html.escape(self.title),
             summary=self._summary(),
@@ -158,7 +159,7 @@ class Report:
         words = f"{self.total} training samples, each scored by how {target} would change without it "
         words += f"({html.escape(self.estimator)}). "
         words += f"Now it is {self.value:.6g}. "
-        if self.agreement is not None:
+        if self.agreement is not None and None not in self.agreement.values():
             words += (
                 f"{self.agreement['n']} removals were also retrained: r = {self.agreement['pearson']:.4f}, "
                 f"slope {self.agreement['slope']:.3f}."
@@ -192,10 +193,15 @@ class Report:
         return f"<div class=wide><table class=plain><thead>{head}</thead><tbody>{body}</tbody></table></div>"
 
 
-def fingerprint(solution: Solution, target: str) -> str:
-    """Of what a report is about: another one is another model, or another question."""
-    seen = hashlib.sha256(target.encode())
-    for part in (solution.theta, solution.lam):
+def fingerprint(told: Description, target: str) -> str:
+    """Of what a report is about and what it shows: where it differs, scores are of another model or question."""
+    at, program = told.solution, told.solution.program
+    targets = Targets(told.targets[target], at)
+    losses = sample_losses(told.train, program.parameters, at.theta)
+    numbers = (at.theta, at.lam, at.f, program.tau, program.equality, targets.values(at.theta), losses)
+    shown = (target, targets.names, told.train.name, told.names, told.groups, told.features)
+    seen = hashlib.sha256(repr(shown).encode())
+    for part in numbers:
         seen.update(part.detach().cpu().contiguous().numpy().tobytes())
     return seen.hexdigest()[:32]
 

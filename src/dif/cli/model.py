@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from enum import StrEnum
 from importlib.resources import as_file, files
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dif.cli.saying import console, one_line, refuse, table
+from dif.cli.saying import console, one_line, plain, refuse, table
 
 if TYPE_CHECKING:
+    from dif.description import Description
     from dif.report import Report
 
 File = Annotated[Path, typer.Argument(help="A file that defines `solution` and `targets`; `dif init` writes one.")]
@@ -69,20 +71,18 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
 
 
 def _certificate(found: Any) -> None:
-    from rich.markup import escape
-
     made = table(f"{found.parameters} parameters, objective {found.objective:.6g}", "", "", "measured", left=3)
     for one in found.findings:
-        words = f"[bold]{escape(one.what)}[/] {escape(one.meaning)}" + (
-            f" [italic]{escape(one.cure)}[/]" if one.cure else ""
+        words = f"[bold]{plain(one.what)}[/] {plain(one.meaning)}" + (
+            f" [italic]{plain(one.cure)}[/]" if one.cure else ""
         )
-        made.add_row(_SIGNS[one.verdict], words, escape(one.measured))
+        made.add_row(_SIGNS[one.verdict], words, plain(one.measured))
     console().print(made)
     if found.constraints:
         rows = table("Constraints", "constraint", "state", "slack", "multiplier λ", left=2)
         for one in found.constraints:
             state = one.state + (" (uncertain)" if one.uncertain else "")
-            rows.add_row(escape(one.name), state, f"{one.slack:.3g}", f"{one.multiplier:.4g}")
+            rows.add_row(plain(one.name), state, f"{one.slack:.3g}", f"{one.multiplier:.4g}")
         console().print(rows)
 
 
@@ -102,7 +102,9 @@ def score(
     Example: dif score model.py --target gap --top 20 --out results
     """
     with one_line():
-        found = _scored(file, target, top, out, estimator, quiet or as_json)
+        from dif.description import Description
+
+        found = _scored(Description.read(file), target, top, out, estimator, quiet or as_json)
     _shown(found, top, out, as_json, quiet)
 
 
@@ -152,15 +154,13 @@ def example(out: Path) -> Path:
     return out / "report.html"
 
 
-def _scored(file: Path, target: str | None, top: int, out: Path, estimator: Estimator, silent: bool) -> Report:
+def _scored(told: Description, target: str | None, top: int, out: Path, estimator: Estimator, silent: bool) -> Report:
     """Score everyone, and keep it."""
     import torch
 
     import dif
-    from dif.description import Description
     from dif.report import Report, shown
 
-    told = Description.read(file)
     name, wanted = told.target(target)
     out.mkdir(parents=True, exist_ok=True)
     solution, everyone = told.solution, told.train.remove_each()
@@ -192,8 +192,8 @@ def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, s
     told = Description.read(file)
     name, wanted = told.target(target)
     known = Report.load(out / "report.json") if (out / "report.json").is_file() else None
-    if known is None or known.mark != fingerprint(told.solution, name):  # another model or target since
-        known = _scored(file, target, top, out, Estimator.dif, silent)
+    if known is None or known.mark != fingerprint(told, name) or len(known.samples) < min(top, known.total):
+        known = _scored(told, target, top, out, Estimator.dif, silent)  # another model or question since
     listed = [one["index"] for one in known.samples[:top]]
     retraining = dif.Retraining(
         told.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
@@ -210,7 +210,7 @@ def _written(made: Report, out: Path) -> None:
 
 
 def _command() -> str:
-    return " ".join(["dif", *sys.argv[1:]])
+    return shlex.join(["dif", *sys.argv[1:]])
 
 
 def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> None:
@@ -224,8 +224,6 @@ def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> No
         return
     if quiet:
         return
-    from rich.markup import escape
-
     retrained = any(one.get("actual") is not None for one in found.samples)
     headings = [
         "sample",
@@ -235,18 +233,21 @@ def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> No
         *(["mostly through"] if found.terms else []),
     ]
     made = table(
-        f"{found.target} = {found.value:.6g}: its change without each sample ({found.estimator})", *headings, left=2
+        f"{plain(found.target)} = {found.value:.6g}: its change without each sample ({found.estimator})",
+        *headings,
+        left=2,
     )
     for one in found.samples[:top]:
         cells = [_signed(one["score"]), *([_signed(one.get("actual"))] if retrained else [])]
         if found.terms:
             sizes = [abs(x or 0.0) for x in one["parts"]]
-            cells.append(escape(found.terms[sizes.index(max(sizes))]))
-        made.add_row(escape(one["name"]), escape(one["group"] or ""), *cells)
+            cells.append(plain(found.terms[sizes.index(max(sizes))]))
+        made.add_row(plain(one["name"]), plain(one["group"] or ""), *cells)
     console().print(made)
     if found.agreement is not None:
         named = {"pearson": "r = {:.4f}", "slope": "slope {:.3f}", "relative_error": "relative error {:.1%}"}
-        words = ", ".join(shape.format(found.agreement[key]) for key, shape in named.items())
+        known = {key: shape for key, shape in named.items() if found.agreement[key] is not None}
+        words = ", ".join(shape.format(found.agreement[key]) for key, shape in known.items()) or "not defined"
         typer.echo(f"Against retraining ({found.agreement['n']} removals): {words}")
     typer.echo(f"Report: {(out / 'report.html').resolve()}")
 

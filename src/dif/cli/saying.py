@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 _EXTRAS = ("cvxpy", "matplotlib", "pooch")
@@ -31,14 +32,24 @@ def one_line() -> Iterator[None]:
         refuse(missing if error.name in _EXTRAS else str(error), 2, error)
     except (ValueError, OSError) as error:
         refuse(str(error), 2, error)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        refuse(f"{type(error).__name__}: {error} (dif --debug … shows where)", 2, error)
 
 
 def refuse(words: str, code: int = 2, cause: BaseException | None = None) -> None:
     """Say why, and stop."""
     if _state["debug"] and cause is not None:
         raise cause
-    typer.echo(f"dif: {' '.join(words.split())}", err=True)
+    words = "".join(letter if letter.isprintable() else "�" for letter in " ".join(words.split()))
+    typer.echo(f"dif: {words}", err=True)
     raise typer.Exit(code) from cause
+
+
+def plain(text: object) -> str:
+    """Data as text: no markup, no control characters that a terminal would obey."""
+    return escape("".join(letter if letter.isprintable() else "�" for letter in str(text)))
 
 
 def console() -> Console:

@@ -79,8 +79,13 @@ class Description:
     images: Any = None
 
     @classmethod
-    def read(cls, path: Path) -> Description:
-        """Run the file, which is the user's own, and take from it what it must and may define."""
+    def read(cls, path: Path, *, aimed: bool = True) -> Description:
+        """Run the file, which is the user's own, and take from it what it must and may define.
+
+        Targets and samples may be missing where nothing is scored (`aimed=False`).
+        """
+        if path.is_dir():
+            raise IsADirectoryError(f"{str(path)!r} is a folder: name the Python file that describes the model")
         if not path.is_file():
             raise FileNotFoundError(f"no file {str(path)!r}: write one with `dif init {path.name or 'model.py'}`")
         folder = str(
@@ -104,8 +109,8 @@ class Description:
         solution = said.get("solution")
         if not isinstance(solution, Solution):
             raise _missing(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
-        targets = said.get("targets")
-        if not isinstance(targets, Mapping) or not targets:
+        targets = said.get("targets") if aimed else {}
+        if not isinstance(targets, Mapping) or (aimed and not targets):
             raise _missing(path, "targets", targets, "a dict of names and targets", _EXAMPLE)
         targets = {str(name): t.mean() if isinstance(t, Samples) else t for name, t in targets.items()}
         for name, target in targets.items():
@@ -114,7 +119,7 @@ class Description:
         train = said.get("train")
         if train is None:
             tables = solution.program.rows.tables
-            train = tables[0].samples if len(tables) == 1 else None
+            train = tables[0].samples if len(tables) == 1 or (tables and not aimed) else None
         if not isinstance(train, Samples):
             raise _missing(path, "train", train, "the dif.Samples whose members are removed", "dif.Samples(loss, data)")
         names, groups = (_column(path, name, said.get(name), len(train)) for name in ("names", "groups"))

@@ -60,7 +60,7 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
         from dif.certificate import Certificate
         from dif.description import Description
 
-        found = Certificate.of(Description.read(file).solution)
+        found = Certificate.of(Description.read(file, aimed=False).solution)
         if as_json:
             typer.echo(json.dumps(found.to_dict(), indent=2))
         elif not quiet:
@@ -104,6 +104,7 @@ def score(
     with one_line():
         from dif.description import Description
 
+        _made(out)
         found = _scored(Description.read(file), target, top, out, estimator, quiet or as_json)
     _shown(found, top, out, as_json, quiet)
 
@@ -124,6 +125,7 @@ def retrain(
     Example: dif retrain model.py --top 20 --out results --jobs 2
     """
     with one_line():
+        _made(out)
         found = _retrained(file, target, top, out, jobs, quiet or as_json)
     _shown(found, top, out, as_json, quiet)
 
@@ -149,6 +151,7 @@ def report(
 def example(out: Path) -> Path:
     """The fairness example that comes with dif, scored and verified; where its report is."""
     with one_line(), as_file(files("dif") / "examples" / "credit.py") as file:
+        _made(out)
         found = _retrained(file, None, 20, out, 1, False)
     _shown(found, 10, out, as_json=False, quiet=False)
     return out / "report.html"
@@ -162,7 +165,6 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
     from dif.report import Report, shown
 
     name, wanted = told.target(target)
-    out.mkdir(parents=True, exist_ok=True)
     solution, everyone = told.solution, told.train.remove_each()
     if estimator is Estimator.newton:
         scores = dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone)
@@ -202,6 +204,16 @@ def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, s
     made = known.with_actual(listed, actual, command=_command())
     _written(made, out)
     return made
+
+
+def _made(out: Path) -> None:
+    """The folder for the results, before any work is done for it."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / ".dif").touch()
+        (out / ".dif").unlink()
+    except OSError as error:
+        refuse(f"cannot write into {str(out)!r} ({error.strerror}): name another folder with --out", cause=error)
 
 
 def _written(made: Report, out: Path) -> None:

@@ -26,7 +26,7 @@ def one_line() -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        refuse("interrupted; finished parts are kept, the same command goes on from there", 130, error)
+        refuse("interrupted; what was finished is kept, the same command goes on from there", 130, error)
     except ImportError as error:
         missing = f"{error.name} is not installed: pip install 'dif[studies]'"
         refuse(missing if error.name in _EXTRAS else str(error), 2, error)

@@ -10,12 +10,14 @@ import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dif.derivatives import sample_losses
 from dif.errors import DifError, InvalidInputError
 from dif.samples import Samples
 from dif.solution import Solution
@@ -131,6 +133,11 @@ class Description:
         images = said.get("images")
         _column(path, "images", images, len(train))
         return cls(path, solution, targets, train, names, groups, features, images)
+
+    @cached_property
+    def losses(self) -> Tensor:
+        """Of every sample at the solution, (n,)."""
+        return sample_losses(self.train, self.solution.program.parameters, self.solution.theta).double().cpu()
 
     def target(self, name: str | None) -> tuple[str, Any]:
         """The one that is asked for; the first where none is."""

@@ -23,7 +23,6 @@ from torch import Tensor
 import dif
 from dif.agreement import Agreement
 from dif.certificate import BAD, GOOD, Certificate
-from dif.derivatives import sample_losses
 from dif.description import Description
 from dif.errors import InvalidInputError
 from dif.files import written
@@ -70,7 +69,6 @@ class Report:
             command: What was run.
         """
         solution = told.solution
-        losses = sample_losses(told.train, solution.program.parameters, solution.theta).double().cpu()
         column = scores.values[:, 0].double()
         features = told.feature(listed)
         samples = [
@@ -79,7 +77,7 @@ class Report:
                 "name": told.name(i),
                 "group": told.group(i),
                 "score": _number(column[i]),
-                "loss": _number(losses[i]),
+                "loss": _number(told.losses[i]),
                 "parts": [_number(x) for x in parts.values[k]],
                 "features": features[k],
                 "image": _picture(told.image(i)) if k < _PICTURED else None,
@@ -197,8 +195,7 @@ def fingerprint(told: Description, target: str) -> str:
     """Of what a report is about and what it shows: where it differs, scores are of another model or question."""
     at, program = told.solution, told.solution.program
     targets = Targets(told.targets[target], at)
-    losses = sample_losses(told.train, program.parameters, at.theta)
-    numbers = (at.theta, at.lam, at.f, program.tau, program.equality, targets.values(at.theta), losses)
+    numbers = (at.theta, at.lam, at.f, program.tau, program.equality, targets.values(at.theta), told.losses)
     shown = (target, targets.names, told.train.name, told.names, told.groups, told.features)
     seen = hashlib.sha256(repr(shown).encode())
     for part in numbers:

@@ -166,6 +166,7 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
 
     name, wanted = told.target(target)
     solution, everyone = told.solution, told.train.remove_each()
+    predictor = None  # one that knows the parts
     if estimator is Estimator.newton:
         scores = dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone)
     elif estimator is Estimator.classical:
@@ -175,8 +176,8 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
         scores = predictor.scores(wanted, everyone, show_progress=not silent)
     listed = shown(scores, top)
     some = told.train.remove_each(listed)
-    if estimator in (Estimator.dif, Estimator.switching):
-        parts = dif.DirectionalInfluence(solution, switching=estimator is Estimator.switching).by_term(wanted, some)
+    if predictor is not None:
+        parts = predictor.by_term(wanted, some)
     else:
         parts = dif.Influence(torch.zeros(len(listed), 0), some, (), scores.estimator)
     scores.save(out / "scores.npz")

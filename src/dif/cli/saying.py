@@ -42,14 +42,17 @@ def refuse(words: str, code: int = 2, cause: BaseException | None = None) -> Non
     """Say why, and stop."""
     if _state["debug"] and cause is not None:
         raise cause
-    words = "".join(letter if letter.isprintable() else "�" for letter in " ".join(words.split()))
-    typer.echo(f"dif: {words}", err=True)
+    typer.echo(f"dif: {_printable(' '.join(words.split()))}", err=True)
     raise typer.Exit(code) from cause
 
 
 def plain(text: object) -> str:
     """Data as text: no markup, no control characters that a terminal would obey."""
-    return escape("".join(letter if letter.isprintable() else "�" for letter in str(text)))
+    return escape(_printable(str(text)))
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 
 def console() -> Console:

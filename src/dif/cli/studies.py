@@ -129,7 +129,7 @@ def reproduce_ablation(out: Out = Path("results/ablation")) -> None:
     """The small network study with one thing changed at a time: why influence is called fragile, and what cures it.
 
     Ridge, number of samples, bounds of the constraints, damping, stopping early: correlation and slope of predicted
-    against retrained changes for each. Finished parts are kept in --out and not repeated (about 12 minutes in all).
+    against retrained changes for each. Finished parts are kept in --out and not repeated (a quarter of an hour).
     """
     with one_line():
         from dif.studies import ablation

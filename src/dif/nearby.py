@@ -49,8 +49,8 @@ class Nearby:
     First by steps with the curvature and the gradients of the rows at the solution, prepared once (where the matrix is
     dear, what preconditions it comes first): each costs one gradient and one solve, and where the perturbation is small
     they close in quickly, the more so as each is combined with those before it. What does not close in is tried by way
-    of smaller perturbations, and goes on by Newton's method: each program's own curvature is met by conjugate gradients,
-    for which what was prepared is the preconditioner, and a step is shortened until the KKT residual falls. Programs
+    of smaller perturbations, and goes on by Newton's method: each program's own curvature is met by conjugate
+    gradients, for which what was prepared is the preconditioner, and a step is shortened until the KKT residual falls. Programs
     that resist are handed back unsolved.
     """
 

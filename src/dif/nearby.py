@@ -50,8 +50,8 @@ class Nearby:
     dear, what preconditions it comes first): each costs one gradient and one solve, and where the perturbation is small
     they close in quickly, the more so as each is combined with those before it. What does not close in is tried by way
     of smaller perturbations, and goes on by Newton's method: each program's own curvature is met by conjugate
-    gradients, for which what was prepared is the preconditioner, and a step is shortened until the KKT residual falls. Programs
-    that resist are handed back unsolved.
+    gradients, for which what was prepared is the preconditioner, and a step is shortened until the KKT residual falls.
+    Programs that resist are handed back unsolved.
     """
 
     def __init__(self, at: Solution) -> None:

@@ -232,12 +232,19 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
 # Retraining
 
 
+def near(solution, changes, max_iter=1000):
+    """Where all end after each means that was tried, and how many were there then."""
+    partly = lambda share: Direction(solution.program, share * changes).stacked()  # noqa: E731
+    stages = Nearby(solution).solve(partly(1.0), 1e-10, max_iter, partly)
+    return [(ends, int(ends.reached.sum())) for ends in stages]
+
+
 @pytest.mark.parametrize("make", [fair_logistic, weak_regression])
 def test_many_at_once_is_one_by_one(make):
     train, problem, *_ = make()
     solution = solved(problem)
     groups = train.remove_groups([[0], [1, 2, 3], list(range(5, 15)), [20]]) + problem.constraints[0].shift(0.01)
-    together = Nearby(solution).solve(Direction(solution.program, groups).stacked(), 1e-10, 1000)
+    together = near(solution, groups)[-1][0]
     assert bool(together.reached.all())
     for p in range(len(groups)):
         program = Direction(solution.program, groups[p]).carried_out(0)
@@ -273,8 +280,7 @@ def test_removals_are_retrained_by_gradients_alone(monkeypatch):
         raise AssertionError("a product with a program's own curvature")
 
     monkeypatch.setattr(Stack, "products", dear)
-    nearby = Nearby(solution)
-    ends = nearby.solve(Direction(solution.program, removals).stacked(), 1e-10, 200)
+    ends = near(solution, removals, 200)[0][0]
     assert bool(ends.reached.all())
     assert int(ends.steps.max()) <= 30
 
@@ -284,12 +290,8 @@ def test_what_is_too_far_for_one_step_is_reached_in_several(monkeypatch):
     solution = dif.fit(problem, small())
     groups = train.remove_groups([[(7 * k + 3 * j) % 60 for j in range(15)] for k in range(8)])
     monkeypatch.setattr(Nearby, "_newton", lambda *_: None)
-    stack = Direction(solution.program, groups).stacked()
-    at_once = Nearby(solution).solve(stack, 1e-10, 1000)
-    stepwise = Nearby(solution).solve(
-        stack, 1e-10, 1000, lambda share: Direction(solution.program, share * groups).stacked()
-    )
-    assert int(at_once.reached.sum()) < int(stepwise.reached.sum())
+    (_, at_once), (stepwise, in_several), *_ = near(solution, groups)
+    assert at_once < in_several
     for p in torch.nonzero(stepwise.reached).reshape(-1).tolist():
         program = Direction(solution.program, groups[p]).carried_out(0)
         again = dif.Solution.of_program(program, stepwise.theta[p], stepwise.lam[p])

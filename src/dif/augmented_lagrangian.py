@@ -22,10 +22,11 @@ _FAR = 1e9  # ‖θ‖ relative to the start: beyond it a problem counts as unbo
 _BLOCK = 50  # iterations of L-BFGS between looks
 _BLOCKS = 40  # per round
 _RENEWED = 2  # blocks between looks at the curvature
-_LOOK = 1000  # evaluations of all losses that such a look may cost where it is not exact
+_LOOK, _DEAREST = 1000, 16_000  # evaluations of all losses that such a look may cost: at first, and where those fail
 _SHRINKINGS = 8  # of the trust region, per step
-_CLOSING = 0.5  # by which a step shrinks the gradient where another one is worth its price
-_INNER = 100  # products per trust-region step where the Hessian is not assembled
+_STEPS = 5  # by the trust region per look, where the Hessian is not assembled;
+_CLOSING = 0.5  # more while each shrinks the gradient by this
+_INNER, _MANY = 100, 40  # products per such step at most, and more than a fair look should need
 
 
 class AugmentedLagrangian:
@@ -50,6 +51,7 @@ class AugmentedLagrangian:
         gaps = self._gaps(f, J)[1]
         self.nearest = float(gaps.max()) if len(gaps) else 0.0  # least violation seen, as a step in √D·θ
         self.gap, self.stuck = float("inf"), False
+        self.look = _LOOK
         self.raised = 0
         self.ran = ""  # where θ ran to, if it ran away
         self.rounds = 0
@@ -173,19 +175,24 @@ class AugmentedLagrangian:
             self.metric = self.metric.with_eigenpairs(bent, along)
             exact = partial(exact_step, bent, along, gradient / self.root)
             return self._step(value, gradient, exact, lambda p: p / self.root)
-        sketched = H.sketched(_LOOK)
+        sketched = H.sketched(self.look)
         if sketched is not None:
             self.metric = self.metric.with_eigenpairs(*torch.linalg.eigh(self.metric.scaled(sketched.rough())))
-        moved = False
+        moved, steps = False, 0
         while True:
-            slope = self.metric.gradient(gradient)
+            slope, before = self.metric.gradient(gradient), self.limits.used
             shape = steihaug_step(partial(self._product, H), slope, self.radius, _INNER)
+            poor = self.limits.used - before > _MANY
             there, changed, ok = self._step(value, gradient, partial(_shortened, slope, *shape), self.metric.to_theta)
             closing = float(self.metric.gradient(changed).norm()) < _CLOSING * float(slope.norm())
-            value, gradient, moved = there, changed, moved or ok
-            if not (ok and closing) or self._relative(gradient) <= self.accuracy or self.limits.spent():
-                return value, gradient, moved
+            value, gradient, moved, steps = there, changed, moved or ok, steps + 1
+            going = ok and not poor and (closing or steps < _STEPS)
+            if not going or self._relative(gradient) <= self.accuracy or self.limits.spent():
+                break
             H = self._curvature()
+        if poor:
+            self.look = min(2 * self.look, _DEAREST)
+        return value, gradient, moved
 
     def _curvature(self) -> Curvature:
         """∇² of the augmented Lagrangian at θ."""

@@ -12,7 +12,7 @@ from dif.curvature import Curvature, Operator
 from dif.errors import DegenerateError, NotConvergedError
 from dif.metric import Metric
 
-_SOLVING = 8000  # evaluations of all losses that a preconditioner may cost: no more than solving without it
+_SOLVING = 24_000  # evaluations of all losses that a preconditioner may cost: no more than solving without it
 _PATIENCE = 300  # iterations without progress after which a solve counts as stalled
 
 
@@ -208,7 +208,7 @@ class ConjugateGradients:
 
 
 class Repeated:
-    """Prepares conjugate gradients for operators near each other: the first preconditioner serves them all."""
+    """Prepares conjugate gradients for operators near each other: one preconditioner serves them all."""
 
     def __init__(self) -> None:
         self.tolerance: float | None = None  # of the next one
@@ -219,6 +219,10 @@ class Repeated:
         solver = ConjugateGradients(curvature, tolerance=self.tolerance, preconditioner=self._known)
         self._known = solver.preconditioner
         return solver
+
+    def forget(self) -> None:
+        """The next operator is far from those before: it gets a preconditioner of its own."""
+        self._known = None
 
 
 def not_positive(found: float) -> DegenerateError:

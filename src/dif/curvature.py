@@ -14,10 +14,12 @@ from dif.rows import Rows
 
 DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
 _AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # if it takes no more multiplications than this (seconds),
+_ONCE = {"cpu": 1, "cuda": 40}  # so many times that (minutes) where it is needed but once,
 _ANYWAY = 1000  # or has no more columns than solving without it would take
 _PER_PRODUCT = 8  # evaluations of the losses that one product with the Hessian costs
 _PER_ELEMENT = 128  # multiplications that a number made on the way is worth: written, read, and more than once
-_FEWEST = 256  # samples from which a Hessian may be sketched
+_FEWEST = 256  # samples from which a Hessian may be sketched,
+_PLENTY = 8  # and per parameter so many that more would hardly change it
 _PROBES = 16
 _LANCZOS = 60  # steps
 
@@ -134,36 +136,45 @@ class Curvature:
     @property
     def cheap(self) -> bool:
         """Whether the matrix is a matter of seconds, so that it can be had at every step."""
-        return self.d <= DENSE_LIMIT and self.price <= _AFFORDABLE.get(self.theta.device.type, 2.5e11)
+        return self.d <= DENSE_LIMIT and self.price <= self._affordable
+
+    @property
+    def _affordable(self) -> float:
+        return _AFFORDABLE.get(self.theta.device.type, 2.5e11)
 
     @property
     def assembled(self) -> bool:
         """Whether the matrix can be had at a fair price, once."""
-        return self.d <= min(DENSE_LIMIT, _ANYWAY) or self.cheap
+        once = _ONCE.get(self.theta.device.type, 1) * self._affordable
+        return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.price <= once)
 
     def sketched(self, evaluations: float | None = None) -> Curvature | None:
         """The same from as many samples as make the matrix affordable; None if those are too few.
 
         `evaluations`: how many of all losses the matrix may cost. None: so many that it takes seconds.
         """
-        share = _AFFORDABLE.get(self.theta.device.type, 2.5e11) / max(self.price, 1.0)
+        sizes = [len(t.samples) for t in self.rows.tables]
+        share = self._affordable / max(self.price, 1.0)
+        some = [int(min(share, 1.0) * n) for n in sizes]
         if evaluations is not None:
-            share = max(share, evaluations / (_PER_PRODUCT * self.d))
-        if share >= 1.0:
-            return self if self.d <= DENSE_LIMIT else None
-        if self.d > DENSE_LIMIT or min((int(share * len(t.samples)) for t in self.rows.tables), default=0) < _FEWEST:
+            dearer = evaluations / (_PER_PRODUCT * self.d)
+            some = [
+                max(few, min(int(min(dearer, 1.0) * n), _PLENTY * self.d)) for few, n in zip(some, sizes, strict=True)
+            ]
+        if self.d > DENSE_LIMIT or (some != sizes and min(some) < _FEWEST):
             return None
+        if some == sizes:
+            return self
         base = self.plain or self
-        known = base._sketches.get(share)
+        known = base._sketches.get(tuple(some))
         if known is None:
             generator = torch.Generator().manual_seed(0)
-            sizes = [len(t.samples) for t in self.rows.tables]
-            some = [torch.randperm(n, generator=generator)[: int(share * n)] for n in sizes]
-            known = base._sketches[share] = replace(base, rows=self.rows.over(some))
+            drawn = [torch.randperm(n, generator=generator)[:k] for k, n in zip(some, sizes, strict=True)]
+            known = base._sketches[tuple(some)] = replace(base, rows=self.rows.over(drawn))
         return known if self.plain is None else replace(self, rows=known.rows, plain=known)
 
     @cached_property
-    def _sketches(self) -> dict[float, Curvature]:
+    def _sketches(self) -> dict[tuple[int, ...], Curvature]:
         return {}
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:

@@ -28,7 +28,7 @@ from dif.reading import as_index
 from dif.solution import Solution, check_gradients, checked_tolerance
 
 _SLOW = 0.5  # by which a step must shrink the residual to be worth its price there
-_NEAR = 0.05  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
+_NEAR = 1e-3  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
 
 
 def fit(
@@ -242,7 +242,10 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
             step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, at.lam > 0, chosen)
-        except (DegenerateError, NotConvergedError):
+        except DegenerateError:
+            return False
+        except NotConvergedError:
+            solver.forget()
             return False
         length = 1.0
         while True:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -68,8 +68,8 @@ class Nearby:
         self.kept = self.held.clone()
         self.kept[list(at.active.active)] = True
 
-    def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack] | None = None) -> Ends:
-        """From (θ̄, λ̄) to the solution of every program of the stack.
+    def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack]) -> Iterator[Ends]:
+        """From (θ̄, λ̄) to the solution of every program of the stack: where they are after each means that was tried.
 
         `partly(share)`: the same programs with only a share of what is changed about them, by way of which those are
         reached that are too far away for one step.
@@ -78,10 +78,13 @@ class Nearby:
         if not self.at.curvature.assembled:
             self._close_in(stack, ends, max_iter, self.solver.approximate)
         self._close_in(stack, ends, max_iter, self.solver.solve)
-        if partly is not None and not bool(ends.reached.all()):
+        yield ends
+        if not bool(ends.reached.all()):
             self._follow(stack, partly, ends, tol, max_iter)
-        self._newton(stack, ends, max_iter)
-        return ends
+            yield ends
+        if not bool(ends.reached.all()):
+            self._newton(stack, ends, max_iter)
+            yield ends
 
     def _begun(self, P: int, tol: float) -> Ends:
         theta, lam = self.at.theta.expand(P, -1).clone(), self.at.lam.expand(P, -1).clone()
@@ -126,7 +129,7 @@ class Nearby:
         mark = torch.full_like(ends.residual, float("inf"))  # the last residual that was half of the mark before it
         since = torch.zeros_like(ends.steps)  # steps since then
         holding = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # multipliers that push
-        further = 1e-3 if self.at.curvature.assembled else 1.0  # beyond the goal, where steps cost little
+        further = 1e-3 if self.at.curvature.cheap else 1.0  # beyond the goal, where steps cost little
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
         prepared: tuple[Tensor, Tensor] | None = None

@@ -175,33 +175,38 @@ class Retraining:
         direction = Direction(at.program, some)
         for p in range(direction.P):
             direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
+        begun = [Found(at.theta, at.lam)] * direction.P
+        kept: set[int] = set()
+
+        def keep(p: int, found: Found) -> None:
+            if self._kept is not None and p not in kept:
+                self._kept.save(direction, p, found)
+            kept.add(p)
+
+        for begun in self._together(direction):
+            for p in [p for p, found in enumerate(begun) if found.reached]:
+                keep(p, begun[p])
         outcomes: list[Outcome] = []
-        for p, begun in enumerate(self._together(direction)):
-            outcome = (begun, None) if begun.reached else self._alone(direction, p, begun)
-            if self._kept is not None and outcome[0] is not None and outcome[1] is None:
-                self._kept.save(direction, p, outcome[0])
-            outcomes.append(outcome)
+        for p, start in enumerate(begun):
+            found, failure = (start, None) if start.reached else self._alone(direction, p, start)
+            if found is not None and failure is None:
+                keep(p, found)
+            outcomes.append((found, failure))
         return outcomes
 
-    def _together(self, direction: Direction) -> list[Found]:
-        """Newton on all of them at once; from the start where the model does not allow that."""
+    def _together(self, direction: Direction) -> Iterator[list[Found]]:
+        """Newton on all of them at once, where the model allows that: where they stand after each means tried."""
         at, nearby = self.solution, self._nearby
-        start = Found(at.theta, at.lam)
         if nearby is None or any(table.samples.fallbacks for table in at.program.rows.tables):
-            return [start] * direction.P
+            return
+        shared = lambda share: Direction(at.program, share * direction.perturbation).stacked()  # noqa: E731
         try:
-            ends = nearby.solve(
-                direction.stacked(),
-                self.tol,
-                self.max_iter,
-                lambda share: Direction(at.program, share * direction.perturbation).stacked(),
-            )
+            for ends in nearby.solve(direction.stacked(), self.tol, self.max_iter, shared):
+                numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
+                yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
         except (RuntimeError, NotImplementedError) as error:
             if not unsupported(error):
                 raise
-            return [start] * direction.P
-        numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
-        return [Found(ends.theta[p], ends.lam[p], *several) for p, several in enumerate(numbers)]
 
     def _alone(self, direction: Direction, p: int, begun: Found) -> Outcome:
         """One problem, by all means of `fit`."""

@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import dif
@@ -168,13 +169,13 @@ def test_what_was_found_for_another_model_is_not_reused(model, tmp_path):
     assert len(list((tmp_path / "retrained").glob("*.npz"))) == kept + 3  # another problem, the same solution
 
 
-def test_numbers_that_are_not_defined(model, tmp_path):
+def test_changes_of_the_size_of_rounding_are_not_ranked_in_silence(model, tmp_path):
     flat = changed(model, '"risk": risk,', '"risk": dif.linear([0.0, 0.0, 0.0]),', "flat.py")
     command = ["retrain", str(flat), "--top", "4", "--out", str(tmp_path)]
-    assert "not defined" in RUN.invoke(app, command).output
+    assert "the order of the ranking means nothing" in RUN.invoke(app, command).output
     said = RUN.invoke(app, [*command, "--json"]).stdout
     assert "NaN" not in said
-    assert json.loads(said)["agreement"]["pearson"] is None
+    assert json.loads(said)["agreement"] is None
     assert "NaN" not in (tmp_path / "report.html").read_text()
 
 
@@ -217,7 +218,7 @@ def test_workers_find_modules_beside_the_file(tmp_path):
     command = [
         sys.executable,
         "-c",
-        "from dif.cli import app; app()",
+        "from dif.cli import main; main()",
         "retrain",
         str(tmp_path / "mine.py"),
         "--top",
@@ -230,17 +231,75 @@ def test_workers_find_modules_beside_the_file(tmp_path):
     assert json.loads(result.stdout)["agreement"]["n"] == 8
 
 
-def test_debug_shows_the_traceback(model):
+def program(*words, **options):
+    command = [sys.executable, "-c", "from dif.cli import main; main()", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(model):
     broken = changed(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")
-    command = [sys.executable, "-c", "from dif.cli import app; app()", "--debug", "check", str(broken)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert "Traceback" in result.stderr
-    assert "tran" in result.stderr
-    assert result.returncode == 1
+    for words in (("--debug", "check", broken), ("check", broken, "--debug")):
+        result = program(*words)
+        assert "Traceback" in result.stderr
+        assert "tran" in result.stderr
+        assert result.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["scor"], "No such command 'scor'. Did you mean 'score'? (dif --help says more)"),
+        (["score"], "(dif score --help says more)"),
+        (["score", "m.py", "--tpo", "3"], "--top"),
+        (["retrain", "m.py", "--top", "x"], "--top"),
+    ],
+)
+def test_a_wrong_command_is_answered_in_one_line(words, said):
+    result = program(*words)
+    assert result.returncode == 2
+    assert result.stderr.startswith("dif: ")
+    assert result.stderr.count("\n") == 1
+    assert said in result.stderr
+
+
+def test_a_sample_alone_in_a_term_has_no_answer_the_others_have(model, tmp_path):
+    """Its removal would leave a term undefined: that is said of it, and nobody else suffers."""
+    lonely = changed(
+        model, "for g in (0, 1)],\n", "for g in (0, 1)]\n    + [train.mean(where=group == 7) <= 9.0],\n", "lonely.py"
+    )
+    lonely.write_text(lonely.read_text().replace("torch.arange(200) % 2\n", "torch.arange(200) % 2\ngroup[5] = 7\n"))
+    result = RUN.invoke(app, ["retrain", str(lonely), "--top", "200", "--out", str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    report = Report.load(tmp_path / "report.json")
+    missing = [one for one in report.samples if one["score"] is None]
+    assert [one["index"] for one in missing] == [5]
+    assert "alone in" in missing[0]["why"]
+    assert report.agreement["n"] == 199
+    assert "1 could not be answered, first person 5: It is alone in" in result.output
+    assert "It is alone in" in (tmp_path / "report.html").read_text()
+    scores = dif.Influence.load(tmp_path / "scores.npz")
+    assert bool(scores.values[5].isnan())
+    assert list(scores.diagnostics["unanswered"]) == [scores.perturbations[5]]
+
+
+def test_why_a_retraining_failed_is_in_the_report(model, tmp_path):
+    RUN.invoke(app, ["score", str(model), "--top", "5", "--out", str(tmp_path)])
+    report = Report.load(tmp_path / "report.json")
+    first, second = (one["index"] for one in report.samples[:2])
+    labels = (f"remove train[{first}]", f"remove train[{second}]")
+    values = torch.tensor([[0.1], [float("nan")]], dtype=torch.float64)
+    actual = dif.Influence(values, labels, ("risk",), "retraining", {"failed": {labels[1]: "it <b>ran</b> away"}})
+    told = report.with_actual([first, second], actual, "dif retrain")
+    assert told.samples[0]["actual"] == 0.1
+    assert told.samples[1]["actual"] is None
+    assert told.samples[1]["failed"] == "it <b>ran</b> away"
+    assert f"first {told.samples[1]['name']}: it <b>ran</b> away" in told.remarks[0]
+    told.write_html(tmp_path / "report.html")
+    assert "<b>ran" not in (tmp_path / "report.html").read_text()
 
 
 def test_an_interrupted_farm_goes_on(model, tmp_path):
-    command = [sys.executable, "-c", "from dif.cli import app; app()", "retrain", str(model), "--top", "150", "--out"]
+    command = [sys.executable, "-c", "from dif.cli import main; main()", "retrain", str(model), "--top", "150", "--out"]
     process = subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     kept, limit = tmp_path / "retrained", time.time() + 120
     while len(list(kept.glob("*.npz"))) < 10 and process.poll() is None and time.time() < limit:

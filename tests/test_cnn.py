@@ -153,7 +153,7 @@ def test_small_study(study):
     assert result["tangent_curvature"] > 0
     assert len(result["binding"]) >= 1
     assert len(part["actual"]) == 40
-    assert part["failed"] == []
+    assert part["failed"] == {}
     assert max(part["residuals"]) <= 1e-10
     agreement = part["agreement"]
     assert agreement["DIF"]["pearson"] >= 0.9
@@ -181,7 +181,7 @@ def _started(out, *more):
     command = [
         sys.executable,
         "-c",
-        "from dif.cli import app; app()",
+        "from dif.cli import main; main()",
         "reproduce",
         "cnn",
         *TINY,

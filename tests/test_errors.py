@@ -1260,7 +1260,7 @@ def test_a_retraining_that_stops_early_is_refused_or_recorded_as_nan():
     refused(dif.NotConvergedError, lambda: dif.Retraining(at, max_iter=1).scores(train.mean(), removals), text)
     recorded = dif.Retraining(at, max_iter=1, strict=False).scores(train.mean(), removals)
     assert torch.isnan(recorded.values).all()
-    assert [line.split(":")[0] for line in recorded.diagnostics["failed"]] == removals.labels
+    assert list(recorded.diagnostics["failed"]) == removals.labels
     full = dif.Retraining(at).scores(train.mean(), removals)
     assert max(full.diagnostics["residuals"]) <= 1e-10
     invalid(

@@ -274,7 +274,7 @@ def test_removals_are_retrained_by_gradients_alone(monkeypatch):
     solution = dif.fit(problem, small())
     removals = train.remove_each(range(0, 60, 3))
     expected = dif.Retraining(solution).scores(train.mean(), removals)
-    assert expected.diagnostics["failed"] == []
+    assert expected.diagnostics["failed"] == {}
 
     def dear(*_):
         raise AssertionError("a product with a program's own curvature")

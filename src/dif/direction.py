@@ -227,6 +227,18 @@ class Direction:
         return Stack(first.parameters, tables, first.functions, first.C[:, start:], tau)
 
 
+def indispensable(program: Program, samples: Samples) -> dict[int, str]:
+    """Samples that are alone in a term of the problem, which would not be defined without them; and in which."""
+    found: dict[int, str] = {}
+    for number, table in enumerate(program.rows.tables):
+        if table.samples is samples:
+            used = (program.rows.C[:, program.rows.columns(number)] != 0).any(0)
+            members = table.U != 0
+            for k in torch.nonzero(used & (members.sum(1) == 1)).reshape(-1).tolist():
+                found[int(members[k].long().argmax())] = table.sums[k].words
+    return found
+
+
 def _removed(piece: Removal, table: Table, live: Tensor):
     U, entries = table.U, piece.entries
     owner, index = entries.owner.to(U.device), entries.index.to(U.device)

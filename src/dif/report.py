@@ -33,6 +33,7 @@ _FORMAT = "dif report 1"
 _MOST = 1000  # samples listed
 _PICTURED = 300  # of them with their images
 _BARS = 41  # of the histogram
+_ROUNDING = 1e-13  # relative to the target, or to the losses
 _SIGN = {GOOD: "✓", BAD: "✗"}
 
 
@@ -70,6 +71,7 @@ class Report:
         """
         solution = told.solution
         column = scores.values[:, 0].double()
+        why = scores.diagnostics.get("unanswered", {})
         features = told.feature(listed)
         samples = [
             {
@@ -78,7 +80,8 @@ class Report:
                 "group": told.group(i),
                 "score": _number(column[i]),
                 "loss": _number(told.losses[i]),
-                "parts": [_number(x) for x in parts.values[k]],
+                "why": why.get(scores.perturbations[i], ""),  # there is no score
+                "parts": [_number(x) for x in parts.values[k]] if k < len(parts) else [],
                 "features": features[k],
                 "image": _picture(told.image(i)) if k < _PICTURED else None,
             }
@@ -101,15 +104,38 @@ class Report:
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str) -> Report:
         """With the changes found by retraining without some of the samples."""
-        moved = {i: float(value) for i, value in zip(indices, actual.values[:, 0].tolist(), strict=True)}
-        samples = [
-            one | {"actual": _number(moved[one["index"]])} if one["index"] in moved else one for one in self.samples
-        ]
+        failed = actual.diagnostics["failed"]
+        found = zip(indices, actual.perturbations, actual.values[:, 0].tolist(), strict=True)
+        moved = {i: {"actual": _number(value), "failed": failed.get(label, "")} for i, label, value in found}
+        samples = [one | moved.get(one["index"], {}) for one in self.samples]
         known = [one for one in samples if one.get("actual") is not None and one["score"] is not None]
         both = [torch.tensor([one[key] for one in known], dtype=torch.float64) for key in ("score", "actual")]
-        found = asdict(Agreement.of(*both)) if len(known) > 1 else None
-        agreement = None if found is None else {key: _number(value) for key, value in found.items()}
+        agreement = None
+        if len(known) > 1 and not self.negligible:
+            agreement = {key: _number(value) for key, value in asdict(Agreement.of(*both)).items()}
         return replace(self, samples=samples, agreement=agreement, run=self.run | {"retrained by": command})
+
+    @property
+    def negligible(self) -> bool:
+        """Whether no score is larger than what rounding makes of the target."""
+        largest = max((abs(one["score"]) for one in self.samples if one["score"] is not None), default=0.0)
+        losses = [abs(one["loss"]) for one in self.samples if one["loss"] is not None]
+        return largest <= _ROUNDING * max(abs(self.value), float(np.mean(losses)) if losses else 0.0)
+
+    @property
+    def remarks(self) -> list[str]:
+        """What a reader of the ranking must know."""
+        said = []
+        if self.negligible:
+            said.append(
+                f"No sample changes {self.target} by more than rounding does (relative {_ROUNDING:g}): the order of "
+                "the ranking means nothing."
+            )
+        for key, words in (("why", "could not be answered"), ("failed", "could not be retrained")):
+            missing = [one for one in self.samples if one.get(key)]
+            if missing:
+                said.append(f"{len(missing)} {words}, first {missing[0]['name']}: {missing[0][key]}")
+        return said
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """As JSON, complete or not at all."""
@@ -162,7 +188,7 @@ class Report:
                 f"{self.agreement['n']} removals were also retrained: r = {self.agreement['pearson']:.4f}, "
                 f"slope {self.agreement['slope']:.3f}."
             )
-        return words
+        return words + "".join(f"</p><p>{html.escape(one)}" for one in self.remarks)
 
     def _findings(self) -> str:
         pieces = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from dif.cli import model
-from dif.cli.saying import set_debug
+from dif.cli.saying import debugging, say, show_tracebacks
 from dif.cli.studies import Out, paper_studies, reproduce
 
 app = typer.Typer(
@@ -39,7 +40,8 @@ def _main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of what goes wrong.")] = False,
 ) -> None:
-    set_debug(debug)
+    if debug:
+        show_tracebacks()
 
 
 @app.command()
@@ -51,3 +53,25 @@ def demo(out: Out = Path("demo")) -> None:
     paper_studies(out)
     page = model.example(out / "credit")
     typer.echo(f"\nFigures and numbers: {out.resolve()}\nReport: {page.resolve()}")
+
+
+def main() -> None:
+    """The program `dif`: --debug may stand anywhere, and what is wrong with a command is said in one line."""
+    arguments = [word for word in sys.argv[1:] if word != "--debug"]
+    if len(arguments) < len(sys.argv) - 1:
+        show_tracebacks()
+    try:
+        code = app(args=arguments, prog_name="dif", standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    except Exception as error:
+        usage = getattr(error, "format_message", None)  # an option or a command that does not exist
+        if usage is None or debugging():
+            raise
+        context = getattr(error, "ctx", None)
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+        else:
+            say(f"{usage()} ({context.command_path if context else 'dif'} --help says more)")
+        code = 2
+    sys.exit(code or 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from dataclasses import replace
 from enum import StrEnum
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dif.cli.saying import console, one_line, plain, refuse, table
+from dif.cli.saying import console, one_line, plain, printable, refuse, table
 
 if TYPE_CHECKING:
     from dif.description import Description
+    from dif.influence import Influence
+    from dif.perturbation import Perturbation
     from dif.report import Report
 
 File = Annotated[Path, typer.Argument(help="A file that defines `solution` and `targets`; `dif init` writes one.")]
@@ -162,10 +165,13 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
     import torch
 
     import dif
+    from dif.direction import indispensable
     from dif.report import Report, shown
 
     name, wanted = told.target(target)
-    solution, everyone = told.solution, told.train.remove_each()
+    solution = told.solution
+    needed = indispensable(solution.program, told.train)
+    everyone = told.train.remove_each([i for i in range(len(told.train)) if i not in needed] if needed else None)
     predictor = None  # one that knows the parts
     if estimator is Estimator.newton:
         scores = dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone)
@@ -174,16 +180,32 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
     else:
         predictor = dif.DirectionalInfluence(solution, switching=estimator is Estimator.switching)
         scores = predictor.scores(wanted, everyone, show_progress=not silent)
+    if needed:
+        scores = _with_the_rest(scores, told.train.remove_each(), needed)
     listed = shown(scores, top)
-    some = told.train.remove_each(listed)
+    some = told.train.remove_each([i for i in listed if i not in needed])
     if predictor is not None:
         parts = predictor.by_term(wanted, some)
     else:
-        parts = dif.Influence(torch.zeros(len(listed), 0), some, (), scores.estimator)
+        parts = dif.Influence(torch.zeros(len(some), 0), some, (), scores.estimator)
     scores.save(out / "scores.npz")
     made = Report.of(told, name, scores, parts, listed, _command())
     _written(made, out)
     return made
+
+
+def _with_the_rest(scores: Influence, everyone: Perturbation, needed: dict[int, str]) -> Influence:
+    """The scores, and no answer where a sample cannot be removed."""
+    import torch
+
+    values = torch.full((len(everyone), 1), float("nan"), dtype=scores.values.dtype)
+    values[[i for i in range(len(everyone)) if i not in needed]] = scores.values
+    why = {
+        everyone[i].labels[0]: f"It is alone in {words}, which would not be defined without it."
+        for i, words in needed.items()
+    }
+    diagnostics = scores.diagnostics | {"unanswered": scores.diagnostics.get("unanswered", {}) | why}
+    return replace(scores, values=values, carried_out=everyone, diagnostics=diagnostics)
 
 
 def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, silent: bool) -> Report:
@@ -197,7 +219,7 @@ def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, s
     known = Report.load(out / "report.json") if (out / "report.json").is_file() else None
     if known is None or known.mark != fingerprint(told, name) or len(known.samples) < min(top, known.total):
         known = _scored(told, target, top, out, Estimator.dif, silent)  # another model or question since
-    listed = [one["index"] for one in known.samples[:top]]
+    listed = [one["index"] for one in known.samples[:top] if one["score"] is not None]
     retraining = dif.Retraining(
         told.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
     )
@@ -233,7 +255,8 @@ def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> No
             {key: one.get(key) for key in ("index", "name", "group", "score", "actual")} for one in found.samples[:top]
         ]
         said = {"target": found.target, "value": found.value, "estimator": found.estimator, "samples": rows}
-        typer.echo(json.dumps(said | {"agreement": found.agreement, "report": str((out / "report.html").resolve())}))
+        said |= {"agreement": found.agreement, "remarks": found.remarks}
+        typer.echo(json.dumps(said | {"report": str((out / "report.html").resolve())}))
         return
     if quiet:
         return
@@ -254,9 +277,11 @@ def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> No
         cells = [_signed(one["score"]), *([_signed(one.get("actual"))] if retrained else [])]
         if found.terms:
             sizes = [abs(x or 0.0) for x in one["parts"]]
-            cells.append(plain(found.terms[sizes.index(max(sizes))]))
+            cells.append(plain(found.terms[sizes.index(max(sizes))]) if any(sizes) else "—")
         made.add_row(plain(one["name"]), plain(one["group"] or ""), *cells)
     console().print(made)
+    for words in found.remarks:
+        typer.echo(printable(words))
     if found.agreement is not None:
         named = {"pearson": "r = {:.4f}", "slope": "slope {:.3f}", "relative_error": "relative error {:.1%}"}
         known = {key: shape for key, shape in named.items() if found.agreement[key] is not None}

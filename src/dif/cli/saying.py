@@ -15,9 +15,14 @@ _EXTRAS = ("cvxpy", "matplotlib", "pooch")
 _state = {"debug": False}
 
 
-def set_debug(wanted: bool) -> None:
+def show_tracebacks() -> None:
+    """From now on, errors come with theirs."""
+    _state["debug"] = True
+
+
+def debugging() -> bool:
     """Whether errors come with their traceback."""
-    _state["debug"] = wanted
+    return _state["debug"]
 
 
 @contextmanager
@@ -35,23 +40,29 @@ def one_line() -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
-        refuse(f"{type(error).__name__}: {error} (dif --debug … shows where)", 2, error)
+        refuse(f"{type(error).__name__}: {error} (--debug shows where)", 2, error)
 
 
 def refuse(words: str, code: int = 2, cause: BaseException | None = None) -> None:
     """Say why, and stop."""
-    if _state["debug"] and cause is not None:
+    if debugging() and cause is not None:
         raise cause
-    typer.echo(f"dif: {_printable(' '.join(words.split()))}", err=True)
+    say(words)
     raise typer.Exit(code) from cause
+
+
+def say(words: str) -> None:
+    """One line on stderr."""
+    typer.echo(f"dif: {printable(' '.join(words.split()))}", err=True)
 
 
 def plain(text: object) -> str:
     """Data as text: no markup, no control characters that a terminal would obey."""
-    return escape(_printable(str(text)))
+    return escape(printable(str(text)))
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
+    """Without control characters that a terminal would obey."""
     return "".join(letter if letter.isprintable() else "�" for letter in text)
 
 

@@ -99,13 +99,13 @@ class Retraining:
         """The actual difference of each target after retraining."""
         targets = Targets(target, self.solution)
         residuals: list[float] = []
-        failed: list[str] = []
+        failed: dict[str, str] = {}
 
         def moves() -> Iterator[Tensor]:
             for one, (found, failure) in zip(perturbations, self._retrained(perturbations), strict=True):
                 residuals.append(float("nan") if found is None else found.residual)
                 if failure is not None or found is None:
-                    failed.append(f"{one.labels[0]}: {failure}")
+                    failed[one.labels[0]] = str(failure)
                     yield torch.full_like(self.solution.theta, float("nan"))
                 else:
                     yield found.theta - self.solution.theta

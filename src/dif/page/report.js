@@ -141,8 +141,9 @@
     detail.replaceChildren(make("h3", s.name));
     if (s.image) detail.append(picture(s.image));
     const rise = s.score > 0 ? "rise" : "fall";
-    detail.append(make("p", s.score === null ? "No answer for this one." : `Without it, ${report.target} would ${rise} by about ${short(Math.abs(s.score))}.`));
+    detail.append(make("p", s.score === null ? `No answer for this one. ${s.why || ""}` : `Without it, ${report.target} would ${rise} by about ${short(Math.abs(s.score))}.`));
     if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retrained without it: ${signed(s.actual)}.`));
+    if (s.failed) detail.append(make("p", `Retraining without it failed: ${s.failed}`));
     if (s.parts.length > 1) {
       detail.append(make("h3", "Through which term"));
       detail.append(bars(report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }))));

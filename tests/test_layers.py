@@ -37,6 +37,8 @@ LAYERS = [
     ],
     ["__init__"],
     ["plots", "data.__init__", "data.credit", "report"],
+    ["adapters.quadratic_program"],
+    ["adapters.cvxpy"],
     ["studies.toy", "studies.regression", "studies.network", "studies.plain"],
     ["studies.cnn"],
     ["studies.ablation", "studies.credit"],
@@ -73,7 +75,7 @@ def modules() -> dict[str, Path]:
 
 
 def test_every_module_has_its_layer():
-    packages = {"estimators.__init__", "studies.__init__", "__main__"}
+    packages = {"adapters.__init__", "estimators.__init__", "studies.__init__", "__main__"}
     assert set(modules()) - packages == set(LEVEL)
 
 
@@ -86,6 +88,11 @@ def test_imports_go_strictly_down():
         if other in LEVEL and LEVEL[other] >= LEVEL[module]
     ]
     assert upward == []
+
+
+def test_adapters_use_the_public_interface_alone():
+    adapters = {module: path for module, path in modules().items() if module.startswith("adapters.")}
+    assert {other for path in adapters.values() for other in imports_of(path)} <= {"__init__", *adapters}
 
 
 def test_only_the_bottom_calls_autograd():

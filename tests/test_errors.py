@@ -165,7 +165,7 @@ def texts_of(calls):
                     yield from ((text, f"{path.name}:{node.lineno}") for text in literals if isinstance(text, str))
 
 
-ELSEWHERE = ("linear_solvers", "units", "streams", "nonconvex", "cnn", "cli", "by_term", "plots", "cvxpy")
+ELSEWHERE = ("linear_solvers", "units", "streams", "nonconvex", "cnn", "cli", "by_term", "plots", "cvxpy", "cooper")
 
 
 def test_every_text_is_asserted_here():

@@ -1,0 +1,155 @@
+"""Cooper's mini-batch point: not a solution, polished to one, and then influence is what retraining says."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dif
+
+cooper = pytest.importorskip("cooper")
+from dif.adapters.cooper import Constrained, solution_of, train  # noqa: E402
+
+F64 = torch.float64
+generator = torch.Generator().manual_seed(0)
+N = 240
+X = torch.randn(N, 2, generator=generator, dtype=F64)
+GROUP = torch.arange(N) % 3
+Y = torch.where(
+    (X[:, 0] * X[:, 1] + 0.6 * (GROUP == 2) + 0.2 * torch.randn(N, generator=generator)) > 0, 1.0, -1.0
+).double()
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def loss(model, batch):
+    return nn.functional.softplus(-batch[1] * model(batch[0])[:, 0])
+
+
+def stated():
+    samples = dif.Samples(loss, (X, Y), name="train")
+    risk = samples.mean()
+    fair = [(samples.mean(where=GROUP == g) <= risk + 0.02).named(f"group {g}") for g in range(3)]
+    return samples, dif.Problem(risk + dif.ridge(0.02), fair)
+
+
+def test_from_mini_batches_to_a_certified_solution():
+    samples, problem = stated()
+    start = network()
+    before = [p.detach().clone() for p in start.parameters()]
+    rough = train(problem, start, epochs=60, batch_size=32, seed=0)
+    for old, new in zip(before, start.parameters(), strict=True):
+        assert torch.equal(old, new)  # the user's model is read, not trained
+    assert not rough.converged
+    assert 1e-4 < rough.kkt.residual < 0.5
+    with pytest.raises(dif.NotASolutionError, match="KKT residual of the given point"):
+        dif.DirectionalInfluence(rough)
+    polished = dif.fit(problem, rough.params, multipliers=rough.lam, show_progress=False)
+    assert polished.kkt.residual < 1e-9
+    assert polished.active.binding
+    removals = samples.remove_each(range(0, N, 8))
+    target = samples.mean(where=GROUP == 1)
+    predicted = dif.DirectionalInfluence(polished).scores(target, removals)
+    actual = dif.Retraining(polished).scores(target, removals)
+    assert len(removals) == 30
+    assert predicted.compare(actual).pearson >= 0.99
+
+
+def test_estimates_from_batches_add_up_to_the_whole():
+    """Each batch is an unbiased estimate: over a partition into equal batches the mean is the value at all samples."""
+    _, problem = stated()
+    cmp = Constrained(problem, network())
+    whole = cmp.compute_cmp_state()
+    parts = [cmp.compute_cmp_state(indices) for indices in torch.randperm(N).split(40)]
+    np.testing.assert_allclose(sum(p.loss.item() for p in parts) / len(parts), whole.loss.item(), rtol=1e-12)
+    solution = dif.Solution(problem, network())
+    np.testing.assert_allclose(whole.loss.item(), solution.objective, rtol=1e-12)
+    for constraint, row in zip(cmp.constraints(), solution.c, strict=True):
+        several = [p.observed_constraints[constraint].violation.item() for p in parts]
+        np.testing.assert_allclose(np.mean(several), float(row), atol=1e-12)
+        np.testing.assert_allclose(whole.observed_constraints[constraint].violation.item(), float(row), atol=1e-12)
+
+
+def test_the_gradient_is_of_the_users_own_tensors():
+    _, problem = stated()
+    model = network()
+    Constrained(problem, model).compute_cmp_state(torch.arange(10)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_multipliers_by_name_and_sign():
+    """min (a − 1)² + (b − 2)² s.t. a + b = 1, a ≥ 0.5, a user's own Cooper problem that measures both otherwise."""
+    points = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0]], dtype=F64), name="point")
+    line, side = dif.linear([1.0, 1.0]), dif.linear([1.0, 0.0])
+    problem = dif.Problem(points.mean(), [(line == 1.0).named("line"), (side >= 0.5).named("side")])
+    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=F64)}, show_progress=False)
+
+    class Mine(cooper.ConstrainedMinimizationProblem):
+        def __init__(self):
+            super().__init__()
+            dense = cooper.multipliers.DenseMultiplier
+            # violations 1 − a − b and 10·(0.5 − a)
+            self.line = cooper.Constraint(
+                cooper.ConstraintType.EQUALITY, multiplier=dense(init=-solution.multipliers["line"].reshape(1))
+            )
+            self.side = cooper.Constraint(
+                cooper.ConstraintType.INEQUALITY, multiplier=dense(init=solution.multipliers["side"].reshape(1) / 10)
+            )
+
+        def compute_cmp_state(self):
+            raise NotImplementedError
+
+    taken = solution_of(problem, solution.params, Mine(), signs={"line": -1.0, "side": 10.0})
+    np.testing.assert_allclose(taken.lam, solution.lam, atol=1e-6)  # Cooper keeps float32
+    assert taken.converged
+    assert not solution_of(problem, solution.params, Mine()).converged
+
+    other = dif.Problem(points.mean(), [(line == 1.0).named("budget")])
+    with pytest.raises(dif.InvalidInputError, match="none for budget; there are line, side") as caught:
+        solution_of(other, solution.params, Mine())
+    assert caught.value.meaning == "Multipliers are taken over by name."
+
+    class Implied(cooper.multipliers.ImplicitMultiplier):
+        expects_constraint_features = False
+
+        def forward(self):
+            return torch.zeros(1)
+
+        def post_step_(self):
+            pass
+
+    mine = Mine()
+    mine.line.multiplier = Implied()
+    with pytest.raises(dif.InvalidInputError) as caught:
+        solution_of(problem, solution.params, mine)
+    assert caught.value.meaning == "An implicit multiplier has no value of its own for each row."
+
+
+@pytest.mark.parametrize("augmented", [False, True])
+def test_cooper_goes_to_where_dif_does(augmented):
+    """All samples in every step, dict params, a vector of rows, an equality: the same solution by both."""
+    points = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0], [0.0, 3.0]]).double())
+    rows = (dif.linear(torch.eye(2)) <= torch.tensor([0.2, 5.0])).named("limits")
+    problem = dif.Problem(points.mean(), [rows, (dif.linear([1.0, 1.0]) == 2.0).named("sum")])
+    params = {"t": torch.zeros(2, dtype=F64, requires_grad=True)}
+    options = {}
+    if augmented:
+        options["formulation"] = cooper.formulations.AugmentedLagrangian
+        options["penalty"] = lambda size: cooper.penalty_coefficients.DensePenaltyCoefficient(
+            init=torch.ones(size).double()
+        )
+    cmp = Constrained(problem, params, **options)
+    together = cooper.optim.SimultaneousOptimizer(
+        cmp=cmp,
+        primal_optimizers=torch.optim.SGD(params.values(), lr=0.05),
+        dual_optimizers=torch.optim.SGD(cmp.dual_parameters(), lr=0.05, maximize=True),
+    )
+    for _ in range(3000):
+        together.roll()
+    found, expected = solution_of(problem, params, cmp), dif.fit(problem, params, show_progress=False)
+    np.testing.assert_allclose(found.theta, expected.theta, atol=1e-5)
+    np.testing.assert_allclose(found.lam, expected.lam, atol=1e-4)
+    assert found.converged

@@ -165,7 +165,19 @@ def texts_of(calls):
                     yield from ((text, f"{path.name}:{node.lineno}") for text in literals if isinstance(text, str))
 
 
-ELSEWHERE = ("linear_solvers", "units", "streams", "nonconvex", "cnn", "cli", "by_term", "plots", "cvxpy", "cooper")
+ELSEWHERE = (
+    "linear_solvers",
+    "units",
+    "streams",
+    "nonconvex",
+    "cnn",
+    "cli",
+    "by_term",
+    "plots",
+    "cvxpy",
+    "cooper",
+    "sklearn",
+)
 
 
 def test_every_text_is_asserted_here():

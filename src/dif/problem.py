@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from dif.constraint import Constraint
 from dif.errors import InvalidInputError
 from dif.term import Expression, Term
+
+if TYPE_CHECKING:
+    from dif.samples import Samples
 
 
 class Problem:
@@ -43,6 +47,12 @@ class Problem:
                 meaning="Multipliers and reports are looked up by constraint.",
                 cure="Give each constraint a name of its own with .named(...).",
             )
+
+    @property
+    def samples(self) -> tuple[Samples, ...]:
+        """The Samples that its objective and constraints are made of, each once."""
+        terms = (self.objective, *(c.term for c in self.constraints))
+        return tuple({id(part.samples): part.samples for term in terms for _, part in term.sums}.values())
 
     def __repr__(self) -> str:
         many = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"

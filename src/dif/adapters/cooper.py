@@ -181,11 +181,9 @@ def train(
     together = optimizer(cmp=cmp, primal_optimizers=primal, dual_optimizers=dual)
     falling = [torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=epochs) for one in (primal, dual)]
     generator = torch.Generator().manual_seed(seed)
-    terms = (problem.objective, *(c.term for c in problem.constraints))
-    everyone = list({id(part.samples): part.samples for term in terms for _, part in term.sums}.values())
-    steps = max((-(-len(samples) // batch_size) for samples in everyone), default=1)
+    steps = max((-(-len(samples) // batch_size) for samples in problem.samples), default=1)
     for _ in range(epochs):
-        orders = {samples: torch.randperm(len(samples), generator=generator) for samples in everyone}
+        orders = {samples: torch.randperm(len(samples), generator=generator) for samples in problem.samples}
         for step in range(steps):
             indices = {samples: _turn(order, step, batch_size) for samples, order in orders.items()}
             together.roll(compute_cmp_state_kwargs={"indices": indices})

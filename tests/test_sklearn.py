@@ -1,0 +1,222 @@
+"""scikit-learn's own refits as the oracle; its own checks for the estimators with constraints."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+
+import dif
+
+pytest.importorskip("sklearn")
+from sklearn.base import clone
+from sklearn.datasets import load_breast_cancer, load_diabetes
+from sklearn.linear_model import Lasso, LinearRegression, LogisticRegression, Ridge
+from sklearn.model_selection import GridSearchCV, cross_val_score
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.estimator_checks import check_estimator
+
+from dif.adapters.sklearn import ConstrainedLinearRegression, FairLogisticRegression, solution_of
+
+X, Y = load_diabetes(return_X_y=True)
+X, Y = StandardScaler().fit_transform(X)[:150], (Y[:150] - Y.mean()) / Y.std()
+EPS = 1e-4
+
+
+def downweighted(estimator, i, labels=Y):
+    """How coefficients move per unit of weight taken from sample i, by refits with a little of it taken."""
+    weights = np.ones(len(labels))
+    before = np.ravel(clone(estimator).fit(X, labels, sample_weight=weights).coef_)
+    weights[i] = 1 - EPS
+    return (np.ravel(clone(estimator).fit(X, labels, sample_weight=weights).coef_) - before) / EPS
+
+
+@pytest.mark.parametrize("estimator", [ConstrainedLinearRegression(), FairLogisticRegression()])
+def test_scikit_learns_own_checks(estimator):
+    results = check_estimator(estimator, on_fail=None, on_skip=None)
+    assert [(r["check_name"], r["exception"]) for r in results if r["status"] not in ("passed", "skipped")] == []
+    assert sum(r["status"] == "passed" for r in results) > 40
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        LinearRegression(),
+        LinearRegression(positive=True),
+        LinearRegression(positive=True, fit_intercept=False),
+        Ridge(alpha=3.0, tol=1e-12),
+        Ridge(alpha=3.0, positive=True, tol=1e-14),
+    ],
+    ids=str,
+)
+def test_regressions_to_first_order(estimator):
+    estimator = clone(estimator).fit(X, Y)
+    solution = solution_of(estimator, X, Y)
+    assert solution.kkt.residual < 1e-9
+    np.testing.assert_allclose(solution.params["coef"], estimator.coef_, atol=1e-5)
+    (train,) = solution.problem.samples
+    influence = dif.DirectionalInfluence(solution)
+    for i in (0, 17, 60):
+        found = influence.change(train.remove([i])).theta["coef"].numpy()
+        np.testing.assert_allclose(found, downweighted(estimator, i), atol=2e-5)
+    if estimator.positive:
+        zero = np.flatnonzero(estimator.coef_ == 0)
+        assert len(zero) > 0
+        assert set(zero) == set(solution.active.binding)
+        assert not found[zero].any() or np.abs(found[zero]).max() < 1e-14
+
+
+def test_leave_one_out_refits_with_a_bound():
+    estimator = LinearRegression(positive=True).fit(X, Y)
+    solution = solution_of(estimator, X, Y)
+    (train,) = solution.problem.samples
+    removals, coefficients = train.remove_each(range(40)), [dif.linear(np.eye(10)[j], of="coef") for j in range(10)]
+    predicted = dif.DirectionalInfluence(solution).scores([c.as_term() for c in coefficients], removals).values
+    refits = []
+    for i in range(40):
+        kept = np.arange(len(Y)) != i
+        refits.append(LinearRegression(positive=True).fit(X[kept], Y[kept]).coef_ - estimator.coef_)
+    assert dif.Agreement.of(predicted, torch.as_tensor(np.array(refits))).pearson > 0.99
+
+
+def test_a_coefficient_at_zero_that_nothing_holds_there():
+    """A weak bound: y is orthogonal to the last column. Taking weight from one sample or giving it more differ."""
+    rng = np.random.default_rng(0)
+    A = rng.normal(size=(40, 3))
+    y = A[:, 0] + 0.5 * A[:, 1] + 0.3 * rng.normal(size=40)
+    design = A[:, :2]
+    rest = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+    last = A[:, 2] - rest * (rest @ A[:, 2]) / (rest @ rest)  # no correlation with the residual
+    A[:, 2] = last
+    estimator = LinearRegression(positive=True, fit_intercept=False).fit(A, y)
+    solution = solution_of(estimator, A, y)
+    assert solution.active.weak == (2,)
+    (train,) = solution.problem.samples
+    influence = dif.DirectionalInfluence(solution)
+    seen = []
+    for i in range(6):
+        for side in (1.0, -1.0):
+            weights = np.ones(40)
+            weights[i] -= side * EPS
+            refit = LinearRegression(positive=True, fit_intercept=False).fit(A, y, sample_weight=weights)
+            found = influence.change(side * train.remove([i])).flat.numpy()
+            np.testing.assert_allclose(found, (refit.coef_ - solution.theta.numpy()) / EPS, atol=1e-4)
+            seen.append(float(found[2]))
+    assert min(map(abs, seen)) < 1e-15  # one side stays at the bound
+    assert max(seen) > 1e-4  # the other leaves it
+
+
+@pytest.mark.parametrize("classes", [2, 3])
+@pytest.mark.parametrize("weight", [None, "balanced"])
+def test_logistic_regression_to_first_order(classes, weight):
+    labels = np.digitize(Y, [0.0] if classes == 2 else [-0.5, 0.5])
+    fixed = None  # weights that a refit keeps
+    if weight == "balanced":
+        fixed = {int(k): len(labels) / (classes * np.sum(labels == k)) for k in np.unique(labels)}
+    estimator = LogisticRegression(C=0.5, tol=1e-13, solver="newton-cholesky", class_weight=fixed).fit(X, labels)
+    same = LogisticRegression(C=0.5, tol=1e-12, max_iter=10_000, class_weight=weight).fit(X, labels)
+    solution = solution_of(same, X, labels)
+    assert solution.kkt.residual < 1e-9
+    np.testing.assert_allclose(np.ravel(solution.params["coef"]), np.ravel(estimator.coef_), atol=1e-6)
+    (train,) = solution.problem.samples
+    influence = dif.DirectionalInfluence(solution)
+    for i in (3, 50):
+        found = np.ravel(influence.change(train.remove([i])).theta["coef"])
+        np.testing.assert_allclose(found, downweighted(estimator, i, labels), atol=1e-4)
+
+
+def test_what_cannot_be_read_is_refused():
+    for make, words, meaning in (
+        (
+            lambda: solution_of(Lasso().fit(X, Y), X, Y),
+            "Lasso",
+            "The objective of an estimator must be known to differentiate its solution.",
+        ),
+        (
+            lambda: solution_of(
+                LogisticRegression(l1_ratio=0.5, solver="saga", max_iter=10_000).fit(X, Y > 0), X, Y > 0
+            ),
+            "l1_ratio 0.5",
+            "The 1-norm has kinks, at which a solution is no stationary point.",
+        ),
+        (
+            lambda: solution_of(LinearRegression().fit(X, Y), X, Y[::-1].copy()),
+            "KKT residual",
+            "They do not solve the problem of this X and y: it was fitted on other data, or stopped early.",
+        ),
+        (
+            lambda: FairLogisticRegression(group="sex").fit(X, Y > 0),
+            "'sex'",
+            "It names the column of X that says who belongs together.",
+        ),
+        (
+            lambda: FairLogisticRegression(group=1, tau=0.0).fit(X, Y > 0),
+            "above 0",
+            "At 0 the constraints repeat each other, so that their multipliers are not unique.",
+        ),
+    ):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            make()
+        assert words in str(caught.value)
+        assert caught.value.meaning == meaning
+    rough = solution_of(Ridge(alpha=1.0, solver="lsqr", tol=1e-3).fit(X, Y), X, Y, polish=False)
+    assert rough.kkt.residual > 1e-6  # as it was fitted
+
+
+def test_constrained_regression():
+    cp = pytest.importorskip("cvxpy")
+    A_eq, A_ub = np.ones((1, 10)), np.vstack([np.eye(10)[0], -np.eye(10)[3]])
+    model = ConstrainedLinearRegression(A_eq, 0.3, A_ub, [-0.1, -0.5], alpha=0.5).fit(X, Y)
+    coef, intercept = cp.Variable(10), cp.Variable()
+    objective = cp.sum_squares(X @ coef + intercept - Y) + 0.5 * cp.sum_squares(coef)
+    rows = [A_eq @ coef == 0.3, A_ub @ coef <= [-0.1, -0.5]]
+    tight = {"tol_gap_abs": 1e-12, "tol_gap_rel": 1e-12, "tol_feas": 1e-12}
+    cp.Problem(cp.Minimize(objective), rows).solve(solver=cp.CLARABEL, **tight)
+    np.testing.assert_allclose(model.coef_, coef.value, atol=1e-7)
+    np.testing.assert_allclose(model.intercept_, intercept.value, atol=1e-7)
+    np.testing.assert_allclose(model.multipliers_, np.append(rows[0].dual_value, rows[1].dual_value), atol=1e-5)
+    assert model.kkt_residual_ < 1e-9
+    moved = model.influence(indices=[4, 9])
+    assert moved.targets == (*(f"coef[{j}]" for j in range(10)), "intercept")
+    for row, i in zip(moved.values, (4, 9), strict=True):
+        kept = np.arange(len(Y)) != i
+        again = clone(model).fit(X[kept], Y[kept])
+        np.testing.assert_allclose(row[:10], again.coef_ - model.coef_, atol=0.2 * np.abs(row[:10]).max())
+    tested = model.influence(X[:3], Y[:3])
+    assert tested.values.shape == (150, 3)
+    reloaded = pickle.loads(pickle.dumps(model))
+    np.testing.assert_array_equal(reloaded.influence(X[:3], Y[:3]).values, tested.values)
+
+
+def test_fair_logistic_regression_on_frames_and_in_pipelines():
+    pandas = pytest.importorskip("pandas")
+    data = load_breast_cancer(as_frame=True)
+    frame = data.data.iloc[:200, :5] / data.data.iloc[:, :5].std()
+    frame = frame - frame.mean()
+    frame["site"] = np.where(data.data["mean smoothness"][:200] > 0.1, "north", "south")
+    labels = data.target[:200].map({0: "malignant", 1: "benign"})
+    model = FairLogisticRegression(group="site", tau=0.01, C=0.1).fit(frame, labels)
+    assert list(model.groups_) == ["north", "south"]
+    assert list(model.feature_names_in_) == list(frame.columns)
+    assert (model.multipliers_ > 0).sum() == 1
+    losses = -np.log(model.predict_proba(frame)[np.arange(200), (labels == "malignant").astype(int)])
+    risks = [losses[frame["site"] == g].mean() for g in ("north", "south")]
+    np.testing.assert_allclose(max(risks), losses.mean() + 0.01, atol=1e-9)  # it binds
+    assert model.score(frame, labels) > 0.8
+    shown = model.influence(frame.iloc[:2], labels[:2]).to_frame()
+    assert isinstance(shown, pandas.DataFrame)
+    assert shown.shape == (200, 2)
+    i = int(np.argmax(np.abs(shown.iloc[:, 0])))
+    kept = np.arange(200) != i
+    again = clone(model).fit(frame[kept], labels[kept])
+    before, after = (-np.log(m.predict_proba(frame[:1])[0, int(labels[0] == "malignant")]) for m in (model, again))
+    np.testing.assert_allclose(after - before, shown.iloc[i, 0], rtol=0.3)
+
+    numbers = frame.drop(columns="site")
+    pipeline = make_pipeline(StandardScaler(), FairLogisticRegression(C=1.0))
+    assert cross_val_score(pipeline, numbers, labels, cv=3).min() > 0.8
+    search = GridSearchCV(pipeline, {"fairlogisticregression__C": [0.01, 1.0]}, cv=3).fit(numbers, labels)
+    assert search.best_params_["fairlogisticregression__C"] in (0.01, 1.0)
+    plain = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(numbers, labels)
+    np.testing.assert_allclose(FairLogisticRegression(C=1.0).fit(numbers, labels).coef_, plain.coef_[0], atol=1e-5)

@@ -13,9 +13,13 @@ EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_run(path, capsys):
+def test_examples_run(path, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where those that draw leave their figure
+    monkeypatch.setenv("MPLBACKEND", "agg")
     runpy.run_path(str(path), run_name="__main__")
     assert capsys.readouterr().out
+    drawn = "savefig" in path.read_text()
+    assert [figure.name for figure in tmp_path.iterdir()] == ([f"{path.stem}.png"] if drawn else [])
 
 
 def test_documentation_builds(tmp_path):

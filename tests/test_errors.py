@@ -177,6 +177,7 @@ ELSEWHERE = (
     "cvxpy",
     "cooper",
     "sklearn",
+    "habits",
 )
 
 

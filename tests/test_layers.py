@@ -37,7 +37,7 @@ LAYERS = [
     ],
     ["__init__"],
     ["plots", "data.__init__", "data.credit", "report"],
-    ["adapters.quadratic_program", "adapters.cooper", "adapters.sklearn"],
+    ["adapters.quadratic_program", "adapters.cooper", "adapters.sklearn", "adapters.checkpoints"],
     ["adapters.cvxpy"],
     ["studies.toy", "studies.regression", "studies.network", "studies.plain"],
     ["studies.cnn"],

@@ -107,6 +107,22 @@ class Influence:
         index = pandas.Index(self.perturbations, name="perturbation")
         return pandas.DataFrame(self.values.numpy(), index=index, columns=list(self.targets))
 
+    def metrics(self) -> dict[str, float]:
+        """A few plain numbers about the scores and what they rest on, for whatever logs numbers (MLflow, say)."""
+        sizes = self.values[torch.isfinite(self.values)].abs()
+        found = {
+            "perturbations": float(len(self)),
+            "unanswered": float(self.values.numel() - len(sizes)),
+            "largest": float(sizes.max()) if len(sizes) else 0.0,
+            "mean_size": float(sizes.mean()) if len(sizes) else 0.0,
+            "kkt_residual": max(self.diagnostics.get("kkt", {"": 0.0}).values()),
+        }
+        for name in ("curvature", "licq", "smallest_margin", "damping", "solver_residual"):
+            value = self.diagnostics.get(name)
+            if isinstance(value, int | float) and np.isfinite(value):
+                found[name] = float(value)
+        return found
+
     def _about(self) -> Iterator[str]:
         """Everything but the values as JSON, piece by piece: the words of a million removals are never held."""
         about = {"format": _FORMAT, "estimator": self.estimator, "diagnostics": self.diagnostics}

@@ -1,0 +1,61 @@
+# %% [markdown]
+# # A curve that must rise and bend down
+# Engel's data of 1857: what 235 Belgian households earned and spent on food (statsmodels). Theory says that spending
+# rises with income, ever more slowly. A piecewise linear curve under these two constraints: which households hold it
+# up, and which act only because a constraint binds next to them?
+
+# %%
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from statsmodels.datasets import engel
+
+import dif
+from dif import plots
+
+households = engel.load_pandas().data
+income, food = households["income"].to_numpy() / 1000, households["foodexp"].to_numpy() / 1000
+knots = np.quantile(income, np.linspace(0, 1, 10))
+hats = np.array([[np.interp(x, knots, unit) for unit in np.eye(len(knots))] for x in income])  # (households, knots)
+
+# %% The problem: values at the knots; slopes ≥ 0, and falling
+slopes = (np.eye(10, k=1) - np.eye(10))[:-1] / np.diff(knots)[:, None]
+train = dif.Samples(
+    lambda params, z: (z[0] @ params["value"] - z[1]) ** 2, (torch.tensor(hats), torch.tensor(food)), name="household"
+)
+shape = [
+    (dif.linear(slopes, of="value") >= 0.0).named("rising"),
+    (dif.linear(np.diff(slopes, axis=0), of="value") <= 0.0).named("bending down"),
+]
+start = {"value": torch.zeros(10).double()}
+solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-6), shape), start, show_progress=False)
+held = [solution.active.names[j] for j in solution.active.binding]
+print(f"{len(held)} of {solution.program.m} rows bind: {', '.join(held)}")
+
+# %% Who moves the spending that is predicted at an income of 1500 francs?
+there = np.array([np.interp(1.5, knots, unit) for unit in np.eye(10)])
+target = dif.linear(there, of="value", name="food at 1500").as_term()
+influence = dif.DirectionalInfluence(solution)
+scores = influence.scores(target, train.remove_each(), show_progress=False)
+top = [one.index for one in scores.top(30)]
+removals = train.remove_each(top)
+actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
+switching = dif.DirectionalInfluence(solution, switching=True)
+for name, estimator in (("DIF", influence), ("DIF, switching", switching), ("Newton", dif.NewtonInfluence(solution))):
+    print(f"{name:15}", estimator.scores(target, removals).compare(actual))
+piece = np.searchsorted(knots, 1.5)
+far = [i for i in top if not knots[piece - 1] <= income[i] <= knots[piece]]
+print(f"{len(far)} of the 30 strongest do not lie between the same knots: they act along rows that bind in between")
+
+# %% The figure
+figure, axes = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+axes[0].scatter(income, food, s=8, color="0.6")
+axes[0].scatter(income[top], food[top], s=16, color=plots.BLUE, label="30 most influential")
+axes[0].plot(knots, solution.params["value"], "o-", color=plots.ORANGE, ms=3)
+axes[0].set_xlabel("income, thousand francs")
+axes[0].set_ylabel("food, thousand francs")
+axes[0].legend()
+predicted = influence.scores(target, removals).values[:, 0]
+plots.predicted_vs_actual(predicted, actual.values[:, 0], axes[1], "DIF", plots.ORANGE)
+axes[1].set_title("predicted spending at 1500 francs, without each of them")
+figure.savefig("curve.png", dpi=110)

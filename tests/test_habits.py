@@ -1,6 +1,8 @@
 """What PyTorch users bring and take away: checkpoints, loaders, frames, parquet, numbers to log."""
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -85,3 +87,15 @@ def test_scores_leave_as_frames_parquet_and_numbers_to_log(tmp_path):
     assert numbers["kkt_residual"] < 1e-9
     assert all(isinstance(value, float) and np.isfinite(value) for value in numbers.values())
     assert json.loads(json.dumps(numbers)) == numbers
+
+
+@pytest.mark.parametrize(("adapter", "package"), [("cvxpy", "cvxpy"), ("cooper", "cooper"), ("sklearn", "sklearn")])
+def test_without_an_extra_dif_imports_and_the_adapter_says_which(adapter, package):
+    code = (
+        f"import sys; sys.modules[{package!r}] = None\n"
+        f"import dif, dif.adapters\n"
+        f"try:\n    import dif.adapters.{adapter}\n"
+        "except ImportError as error:\n    print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f'pip install "dif[{adapter}]"' in result.stdout

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import dif
 from dif.cli import app
-from dif.description import TEMPLATE
+from dif.description import TEMPLATE, Description
 from dif.report import Report
 
 RUN = CliRunner()
@@ -260,6 +260,40 @@ def test_a_wrong_command_is_answered_in_one_line(words, said):
     assert result.stderr.startswith("dif: ")
     assert result.stderr.count("\n") == 1
     assert said in result.stderr
+
+
+def test_an_unconverged_model_is_answered_in_one_line(model):
+    early = changed(model, '{"w": torch.zeros(3).double()})', '{"w": torch.zeros(3).double()}, max_iter=1)', "early.py")
+    for command in ("check", "score", "retrain"):
+        result = program(command, early)
+        assert result.returncode == 2
+        assert result.stderr.count("\n") == 1
+        assert "strict=False" not in result.stderr
+        assert "dif.fit(problem, solution.params)" in result.stderr
+
+
+def test_what_cannot_be_shown_is_refused_before_any_work(model, tmp_path):
+    for new, words in (
+        ('features = {"x": [X] * 200}  #', "features"),
+        ("images = [['a']] * 200  #", "images"),
+    ):
+        odd = changed(model, "# images = pixels", new, "odd.py")
+        assert f"`{words}` in" in refused("score", odd, "--out", tmp_path / "none").stderr
+    with pytest.raises(dif.InvalidInputError) as caught:
+        Description.read(odd)
+    assert caught.value.meaning == "Each sample is shown by them."
+
+
+def test_terminals_without_our_letters(model, tmp_path):
+    poor = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    for words in (("check", model), ("score", model, "--top", "3", "--out", tmp_path)):
+        result = program(*words, env=poor)
+        assert result.returncode == 0, result.stderr
+
+
+def test_targets_keep_their_names(model, tmp_path):
+    RUN.invoke(app, ["score", str(model), "--target", "gap", "--out", str(tmp_path)])
+    assert dif.Influence.load(tmp_path / "scores.npz").top(1, "gap")
 
 
 def test_a_sample_alone_in_a_term_has_no_answer_the_others_have(model, tmp_path):

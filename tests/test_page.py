@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dif.description import Description
 from dif.report import Report, shown
 
 EVIL = "<script>alert(1)</script>"
+LONG = "applicants aged 25 or younger at the time of their application, in Deutsche Mark"
 
 
 @pytest.fixture(scope="module")
@@ -28,12 +30,13 @@ def loss(params, z):
     return torch.nn.functional.softplus(-z[1] * (z[0].flatten(1) @ params["w"]))
 train = dif.Samples(loss, (X, y), name="train")
 risk = train.mean()
-problem = dif.Problem(risk + dif.ridge(0.01), [(train.mean(where=group == 1) <= risk - 0.01).named({EVIL!r})])
+fair = (train.mean(where=group == 1) <= risk - 0.01).named({EVIL!r} + " " + {LONG!r})
+problem = dif.Problem(risk + dif.ridge(0.01), [fair])
 solution = dif.fit(problem, {{"w": torch.zeros(36).double()}}, show_progress=False)
 targets = {{{EVIL!r}: risk, "gap": train.mean(where=group == 1) - train.mean(where=group == 0)}}
 names = ["<b>bold</b> & more", {EVIL!r}] + [f"sample {{i}}" for i in range(2, 120)]
-groups = [f"g{{int(g)}}" for g in group]
-features = {{{EVIL!r}: [{EVIL!r}] * 120, "label": y}}
+groups = [f"g{{int(g)}} {LONG}" for g in group]
+features = {{{EVIL!r}: [{EVIL!r}] * 120, {LONG!r}: y}}
 images = X
 """)
     told = Description.read(source)
@@ -129,7 +132,7 @@ def test_search_narrows_the_table_and_columns_sort_it(browser, page):
 
 def test_a_click_on_a_point_selects_its_row(browser, page):
     opened(browser, page[0])
-    points = browser.find_elements("css selector", "#scatter circle")
+    points = browser.find_elements("css selector", "#scatter circle[data-index]")
     assert len(points) == 10  # those that were retrained
     index = points[4].get_attribute("data-index")
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", points[4])
@@ -151,10 +154,15 @@ def test_the_keyboard_is_enough(browser, page):
     second = browser.switch_to.active_element
     second.send_keys(Keys.ENTER)
     assert chosen(browser) == second.get_attribute("data-index")
-    point = browser.find_elements("css selector", "#scatter circle")[6]
+    point = browser.find_elements("css selector", "#scatter circle[data-index]")[6]
     browser.execute_script("arguments[0].focus()", point)
     browser.switch_to.active_element.send_keys(Keys.ENTER)
     assert chosen(browser) == point.get_attribute("data-index")
+    browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
+    browser.switch_to.active_element.send_keys(Keys.ENTER)
+    assert chosen(browser) != point.get_attribute("data-index")
+    stops = browser.execute_script("return document.querySelectorAll('#scatter [tabindex=\"0\"]').length")
+    assert stops == 2  # the first, which Tab would reach, and where the arrows are now
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -163,9 +171,40 @@ def test_no_horizontal_scroll(browser, page, width, dark):
     opened(browser, page[0], width, dark)
     wide, room = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
     assert wide <= room
+    cut = """return [...document.querySelectorAll('.bars .bar, .bars span, #detail dd, figure, #detail')].filter(e => {
+        const box = e.getBoundingClientRect(), inside = e.parentElement.getBoundingClientRect();
+        return box.width && (box.right > innerWidth + 1 || (e.matches('.bars *, dd') && box.right > inside.right + 1));
+    }).length"""
+    assert browser.execute_script(cut) == 0  # nothing is clipped away beside long names
     ground = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     light = sum(int(x) for x in ground[4:-1].split(",")[:3])
     assert (light < 120) == dark
+
+
+def test_axes_have_round_numbers_inside_the_picture(browser, page):
+    opened(browser, page[0])
+    texts = browser.execute_script(
+        """return [...document.querySelectorAll('#scatter text, #histogram text')].filter((t) => {
+        const box = t.getBoundingClientRect(), svg = t.ownerSVGElement.getBoundingClientRect();
+        return box.left < svg.left - 0.5 || box.right > svg.right + 0.5; }).map((t) => t.textContent)"""
+    )
+    assert texts == []
+    ticks = browser.execute_script(
+        "return [...document.querySelectorAll('#scatter text[text-anchor=end]')].map((t) => t.textContent)"
+    )
+    assert len(ticks) >= 3
+    assert all(len(tick.lstrip("-").replace(".", "").strip("0")) <= 3 for tick in ticks)
+
+
+def test_the_page_stays_small(page, tmp_path):
+    """Whatever the user shows of a sample: later ones are listed without it, and that is said."""
+    _, report = page
+    wordy = [one | {"features": {f"f{k}": "語" * 160 for k in range(24)}} for one in report.samples * 30]
+    large = replace(report, samples=wordy)
+    large.write_html(tmp_path / "report.html")
+    assert 3_000_000 < (tmp_path / "report.html").stat().st_size < 5_000_000
+    assert "The page lists 1000 of 3600 samples" in large.remarks[0]
+    assert "without features" not in "".join(report.remarks)
 
 
 def test_what_is_saved_is_what_is_read(page):

@@ -8,20 +8,15 @@ y = torch.where(X[:, 0] + 0.8 * group + 0.3 * torch.randn(200) > 0.4, 1.0, -1.0)
 
 
 def loss(params, batch):  # one number per sample, not reduced
-    x, label = batch
-    return torch.nn.functional.softplus(-label * (x @ params["w"]))
+    return torch.nn.functional.softplus(-batch[1] * (batch[0] @ params["w"]))
 
 
 train = dif.Samples(loss, (X, y), name="train")
-risk = train.mean()
-problem = dif.Problem(
-    risk + dif.ridge(1e-2),  # each group's risk at most the mean risk + 0.01
-    [(train.mean(where=group == g) <= risk + 0.01).named(f"group {g}") for g in (0, 1)],
-)
-solution = dif.fit(problem, {"w": torch.zeros(3).double()})
+risk, gap = train.mean(), train.mean(where=group == 1) - train.mean(where=group == 0)
+fair = [(train.mean(where=group == g) <= risk + 0.01).named(f"group {g}") for g in (0, 1)]
+solution = dif.fit(dif.Problem(risk + dif.ridge(1e-2), fair), {"w": torch.zeros(3).double()})
 print(solution.active)  # which constraints hold the solution, and how surely
-
-gap = train.mean(where=group == 1) - train.mean(where=group == 0)
-scores = dif.DirectionalInfluence(solution).scores([risk, gap], train.remove_each())
+removals = train.remove_each()
+scores = dif.DirectionalInfluence(solution).scores([risk, gap], removals)
 print(scores.top(5))  # the samples whose removal moves the risk most
-print(scores.compare(dif.Retraining(solution).scores([risk, gap], train.remove_each())))
+print(scores.compare(dif.Retraining(solution).scores([risk, gap], removals)))

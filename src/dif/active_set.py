@@ -114,7 +114,7 @@ class ActiveSet:
         lines = []
         for kind in ("binding", "weak", "inactive"):
             for j in getattr(self, kind):
-                lines.append(f"{self.names[j]}: {kind} (slack {self.slack[j]:.2e}, force {self.force[j]:.2e})")
+                lines.append(f"{self.names[j]}: {kind} (relative slack {self.slack[j]:.2e}, force {self.force[j]:.2e})")
         lines.append(f"independence {self.licq:.2e}, tangent curvature {self.curvature:.3g}")
         return "\n".join(lines)
 

@@ -47,8 +47,11 @@ class Certificate:
     @classmethod
     def of(cls, solution: Solution) -> Certificate:
         """Looked at, not judged by exceptions."""
-        findings = [_optimality(solution), _multipliers(solution)]
-        findings += [_independence(solution), _curvature(solution), *_weak(solution), *_uncertain(solution)]
+        findings = [_optimality(solution)]
+        if solution.program.m:
+            findings += [_multipliers(solution), _independence(solution)]
+        findings += [_curvature(solution), *_weak(solution)]
+        findings += _uncertain(solution) if solution.program.m else []
         return cls(tuple(findings), _rows(solution), solution.objective, solution.theta.numel())
 
     @property
@@ -99,11 +102,14 @@ def _independence(solution: Solution) -> Finding:
 
 def _curvature(solution: Solution) -> Finding:
     active, what = solution.active, "Is it a strict minimum?"
-    measured = f"smallest curvature {active.curvature:.3g} along the binding constraints"
+    measured = f"smallest curvature {active.curvature:.3g}" + (
+        " along the binding constraints" if active.binding else ""
+    )
     if active.curvature == float("inf"):
         return Finding(what, GOOD, "the binding constraints leave no direction free", "Yes: they fix the parameters.")
     if active.relative_curvature > active.curvature_floor:
-        return Finding(what, GOOD, measured, "Yes: the solution is unique nearby and moves smoothly.")
+        how = "without jumps" if active.weak else "smoothly"
+        return Finding(what, GOOD, measured, f"Yes: the solution is unique nearby and moves {how}.")
     meaning = "No: it is not unique, or it is a saddle, and influence does not exist."
     cure = "Add a ridge, drop redundant parameters, fit to a minimum, or pass damping (it changes the answer)."
     return Finding(what, BAD, measured, meaning, cure)

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
 
 from dif.derivatives import sample_losses
-from dif.errors import DifError, InvalidInputError
+from dif.errors import DifError, InvalidInputError, NotConvergedWarning
 from dif.samples import Samples
 from dif.solution import Solution
 from dif.structure import leaves
@@ -95,8 +96,10 @@ class Description:
         )  # modules beside the file can be imported, as when it is run; by workers too
         sys.path.insert(0, folder)
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))
+        torch.manual_seed(0)  # for files that set no seed of their own
         try:
-            with redirect_stdout(sys.stderr):  # what it prints is not the answer
+            with redirect_stdout(sys.stderr), catch_warnings():  # what it prints is not the answer
+                simplefilter("ignore", NotConvergedWarning)  # the certificate says so
                 said = runpy.run_path(str(path), run_name="__dif__")
         except (DifError, KeyboardInterrupt):
             raise
@@ -132,7 +135,19 @@ class Description:
             features = {str(name): _column(path, f"features[{name!r}]", c, len(train)) for name, c in features.items()}
         images = said.get("images")
         _column(path, "images", images, len(train))
-        return cls(path, solution, targets, train, names, groups, features, images)
+        told = cls(path, solution, targets, train, names, groups, features, images)
+        for name, show in (("features", lambda: told.feature([0])), ("images", lambda: told.image(0))):
+            try:
+                show()
+            except Exception as error:
+                raise InvalidInputError(
+                    f"`{name}` in {str(path)!r}",
+                    measured=f"{type(error).__name__}: {error}",
+                    threshold="numbers or words" if name == "features" else "pixels as numbers, (n, height, width)",
+                    meaning="Each sample is shown by them.",
+                    cure="Give one number or word per sample and feature, one array per image; or leave it out.",
+                ) from error
+        return told
 
     @cached_property
     def losses(self) -> Tensor:
@@ -241,7 +256,7 @@ def _line(error: BaseException, path: Path) -> str:
 def _missing(path: Path, name: str, found: Any, wanted: str, example: str) -> InvalidInputError:
     return InvalidInputError(
         f"`{name}` in {str(path)!r}",
-        measured="missing" if found is None else type(found).__name__,
+        measured="missing" if found is None else "an empty dict" if isinstance(found, dict) else type(found).__name__,
         threshold=wanted,
         meaning="The file describes the model to dif.",
         cure=f"Define it at the top level, {name.split('[')[0]} = {example}; `dif init` writes an example.",

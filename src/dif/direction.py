@@ -158,6 +158,16 @@ class Direction:
             _accumulate(bV, block.owner, (row_weights @ weights)[:, None] * slopes)
         return bV, df
 
+    def moves_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
+        """weightsⱼ δ∇fⱼ·v of each perturbation and each row j, (P, 1 + m)."""
+        total = theta.new_zeros((self.P, 1 + self.program.m))
+        for block in self.blocks:
+            total += (block.alpha @ (block.touch * (Dp[block.columns] @ v)).T) * weights
+            every, place = _unique(block.index, len(block.samples))
+            _, slopes = sample_slopes(block.samples, self.program.parameters, theta, v[:, None], every)
+            _accumulate(total, block.owner, (block.s @ block.touch.T) * weights * slopes[place])
+        return total
+
     # One perturbation carried out
 
     def first_order(self, p: int, theta: Tensor, parts: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:

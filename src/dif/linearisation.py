@@ -167,11 +167,7 @@ class Linearisation:
                 V = self.V[:, held]
                 pull = torch.linalg.solve(self.S[held][:, held], V.T @ q[:, 0])  # of the target on each of these rows
                 y = x - V @ pull  # H⁻¹q along the rows that hold
-                for row in range(values.shape[1]):
-                    weight = torch.zeros_like(self.weights)
-                    weight[row] = self.weights[row]
-                    by, _ = direction.moves(self.at.theta, weight, self.at.p, self.at.Dp, y[:, None])
-                    values[mine, row] = -by[mine, 0]
+                values[mine] = -direction.moves_by_row(self.at.theta, self.weights, self.at.Dp, y)[mine]
                 values[:, 1 + self.kept] += mine[:, None] * (self.lam0 * (self.G @ y))
                 values[:, 1 + self.kept[held]] -= mine[:, None] * ((self.c0 + r)[:, held] * pull)
             values[~torch.isfinite(force).all(1)] = float("nan")

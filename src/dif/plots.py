@@ -18,7 +18,15 @@ def predicted_vs_actual(
     predicted: Tensor, actual: Tensor, ax: Any, label: str, colour: str = BLUE, marker: str = "o"
 ) -> Any:
     """Predicted changes against those found by retraining, with y = x."""
-    x, y = np.asarray(actual).reshape(-1), np.asarray(predicted).reshape(-1)
+    x, y = (_numbers(values) for values in (actual, predicted))
+    if x.shape != y.shape or not len(x):
+        raise InvalidInputError(
+            "values to draw",
+            measured=f"{len(y)} predicted, {len(x)} actual",
+            threshold="as many of both, at least 1",
+            meaning="Each point is one perturbation.",
+            cure="Score the same perturbations with both.",
+        )
     ax.scatter(x, y, s=14, alpha=0.6, color=colour, marker=marker, linewidths=0, label=label)
     low, high = min(x.min(), y.min(), *ax.get_xlim()), max(x.max(), y.max(), *ax.get_xlim())
     ax.axline((low, low), (high, high), color=GREY, linewidth=1, linestyle="--", zorder=0)
@@ -46,9 +54,12 @@ def landscape(solution: Solution, ax: Any, span: float = 0.6, levels: int = 18) 
     ax.contour(x, y, values[:, 0].reshape(size).numpy(), levels=levels, cmap="Greys", linewidths=0.8, alpha=0.8)
     if program.m:
         gap = values[:, 1:] - program.tau
-        worst = torch.where(program.equality, gap.abs(), gap).max(1).values.reshape(size).numpy()
-        ax.contourf(x, y, worst, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
-        ax.contour(x, y, worst, levels=[0.0], colors=[BLUE], linewidths=1.2)
+        for j in torch.nonzero(program.equality).reshape(-1).tolist():
+            ax.contour(x, y, gap[:, j].reshape(size).numpy(), levels=[0.0], colors=[ORANGE], linewidths=1.6)
+        if not bool(program.equality.all()):
+            worst = gap[:, ~program.equality].max(1).values.reshape(size).numpy()
+            ax.contourf(x, y, worst, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
+            ax.contour(x, y, worst, levels=[0.0], colors=[BLUE], linewidths=1.2)
     ax.plot(*centre.numpy(), marker="o", color="black", markersize=6, zorder=5)
     ax.set_aspect("equal")
     ax.set_xlabel("θ₁")
@@ -81,7 +92,7 @@ def ranking(
     return ax
 
 
-def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: int = 0) -> Any:
+def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: int | str = 0) -> Any:
     """The scores of each group's samples, and what they add up to."""
     if len(groups) != len(influence):
         raise InvalidInputError(
@@ -91,11 +102,16 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: in
             meaning="Scores are gathered by them.",
             cure="Give the group of each, in order.",
         )
+    target = influence.targets.index(target) if isinstance(target, str) else target
     column = influence.values[:, target].numpy()
     named = sorted({str(group) for group in groups})
     mine = [column[[str(group) == name for group in groups]] for name in named]
     words = [f"{name}\nΣ {np.nansum(values):+.3g}" for name, values in zip(named, mine, strict=True)]
-    ax.boxplot(mine, orientation="horizontal", flierprops={"marker": ".", "markersize": 3})
+    ax.boxplot(
+        [values[np.isfinite(values)] for values in mine],
+        orientation="horizontal",
+        flierprops={"marker": ".", "markersize": 3},
+    )
     ax.set_yticks(range(1, 1 + len(named)), words)
     ax.axvline(0.0, color=GREY, linewidth=1)
     ax.set_xlabel(f"change of {influence.targets[target]} ({influence.estimator})")
@@ -147,3 +163,8 @@ def path(solution: Solution, perturbation: Perturbation, change: Change, ax: Any
     ax.set_ylabel("θ(ε) − θ̄")
     ax.legend(frameon=False, fontsize=8)
     return ax
+
+
+def _numbers(values: Any) -> np.ndarray:
+    values = values.values if isinstance(values, Influence) else values
+    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=float).reshape(-1)

@@ -32,6 +32,7 @@ from dif.targets import Targets
 _FORMAT = "dif report 1"
 _MOST = 1000  # samples listed
 _PICTURED = 300  # of them with their images
+_LARGEST = 4_000_000  # bytes of what the page says about samples
 _BARS = 41  # of the histogram
 _ROUNDING = 1e-13  # relative to the target, or to the losses
 _SIGN = {GOOD: "✓", BAD: "✗"}
@@ -112,7 +113,7 @@ class Report:
         both = [torch.tensor([one[key] for one in known], dtype=torch.float64) for key in ("score", "actual")]
         agreement = None
         if len(known) > 1 and not self.negligible:
-            agreement = {key: _number(value) for key, value in asdict(Agreement.of(*both)).items()}
+            agreement = {key: _number(value) for key, value in asdict(Agreement.of(*both)).items()} | {"n": len(known)}
         return replace(self, samples=samples, agreement=agreement, run=self.run | {"retrained by": command})
 
     @property
@@ -131,6 +132,12 @@ class Report:
                 f"No sample changes {self.target} by more than rounding does (relative {_ROUNDING:g}): the order of "
                 "the ranking means nothing."
             )
+        bare = sum(short != full for short, full in zip(self._paged(), self.samples, strict=False))
+        if bare or len(self.samples) > _MOST:
+            said.append(
+                f"The page lists {min(len(self.samples), _MOST)} of {len(self.samples)} samples, {bare} of them "
+                "without features and images, to stay small; report.json has all."
+            )
         for key, words in (("why", "could not be answered"), ("failed", "could not be retrained")):
             missing = [one for one in self.samples if one.get(key)]
             if missing:
@@ -146,7 +153,7 @@ class Report:
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """What `save` wrote."""
         try:
-            said = json.loads(Path(path).read_text())
+            said = json.loads(Path(path).read_text("utf-8"))
             if said.pop("format") != _FORMAT:
                 raise ValueError("another format")
             return cls(**said)
@@ -164,10 +171,10 @@ class Report:
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """One file that needs nothing beside it."""
         page = files("dif") / "page"
-        text = Template((page / "report.html").read_text()).substitute(
-            style=(page / "report.css").read_text(),
-            script=(page / "report.js").read_text(),
-            data=_harmless(json.dumps(asdict(self), allow_nan=False)),
+        text = Template((page / "report.html").read_text("utf-8")).substitute(
+            style=(page / "report.css").read_text("utf-8"),
+            script=(page / "report.js").read_text("utf-8"),
+            data=_harmless(json.dumps(asdict(self) | {"samples": self._paged()}, allow_nan=False, ensure_ascii=False)),
             title=html.escape(f"{self.title}: influence on {self.target}"),
             heading=html.escape(self.title),
             summary=self._summary(),
@@ -177,6 +184,16 @@ class Report:
         )
         with written(path) as file:
             file.write(text.encode())
+
+    def _paged(self) -> list[dict[str, Any]]:
+        """The samples that the page lists, the first ones with all that is known of them, as many as it can carry."""
+        listed, left = [], _LARGEST
+        for one in self.samples[:_MOST]:
+            size = len(json.dumps(one, ensure_ascii=False).encode())
+            bare = one | {"features": {}, "image": None}
+            listed.append(one if size <= left else bare)
+            left -= size if size <= left else 0
+        return listed
 
     def _summary(self) -> str:
         target = f"<b>{html.escape(self.target)}</b>"

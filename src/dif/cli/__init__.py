@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -57,6 +58,9 @@ def demo(out: Out = Path("demo")) -> None:
 
 def main() -> None:
     """The program `dif`: --debug may stand anywhere, and what is wrong with a command is said in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without our letters gets question marks, not an error
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     if len(arguments) < len(sys.argv) - 1:
         show_tracebacks()

@@ -48,7 +48,10 @@ def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path
 
         if file.exists():
             refuse(f"{str(file)!r} is there already and is not overwritten: name another file")
-        file.write_text(TEMPLATE)
+        try:
+            file.write_text(TEMPLATE, encoding="utf-8")
+        except OSError as error:
+            refuse(f"cannot write {str(file)!r} ({error.strerror}): name a file in a folder that exists", cause=error)
     typer.echo(f"Written: {file}. Next: dif check {file}")
 
 
@@ -182,6 +185,7 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
         scores = predictor.scores(wanted, everyone, show_progress=not silent)
     if needed:
         scores = _with_the_rest(scores, told.train.remove_each(), needed)
+    scores = replace(scores, targets=(name,))
     listed = shown(scores, top)
     some = told.train.remove_each([i for i in listed if i not in needed])
     if predictor is not None:

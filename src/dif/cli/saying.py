@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dif.errors import NotASolutionError
+
 _EXTRAS = ("cvxpy", "matplotlib", "pooch")
 _state = {"debug": False}
 
@@ -32,10 +34,16 @@ def one_line() -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         refuse("interrupted; what was finished is kept, the same command goes on from there", 130, error)
+    except NotASolutionError as error:
+        words = str(error).replace(error.cure, "Train on, or polish it in the file: dif.fit(problem, solution.params).")
+        refuse(words, 2, error)
     except ImportError as error:
         missing = f"{error.name} is not installed: pip install 'dif[studies]'"
         refuse(missing if error.name in _EXTRAS else str(error), 2, error)
-    except (ValueError, OSError) as error:
+    except OSError as error:
+        known = error.strerror and error.filename
+        refuse(f"{error.strerror}: {str(error.filename)!r}; name another place" if known else str(error), 2, error)
+    except ValueError as error:
         refuse(str(error), 2, error)
     except (typer.Exit, typer.Abort):
         raise

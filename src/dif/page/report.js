@@ -16,7 +16,16 @@
   };
   const signed = (x) => (x === null || x === undefined ? "—" : (x > 0 ? "+" : x < 0 ? "−" : "") + short(Math.abs(x)));
   const short = (x) => (x === 0 ? "0" : x >= 1e-3 && x < 1e5 ? x.toPrecision(4) : x.toExponential(2));
-  const side = (x) => (x > 0 ? "up" : "down");
+  const side = (x) => (x > 0 ? "up" : x < 0 ? "down" : "none");
+  const narrow = () => matchMedia("(max-width: 52rem)").matches;
+  const ticks = (low, high) => {
+    const rough = (high - low) / 5 || Math.abs(high) || 1;
+    const unit = 10 ** Math.floor(Math.log10(rough));
+    const step = unit * [1, 2, 2.5, 5, 10].find((k) => k * unit >= rough);
+    const found = [];
+    for (let k = Math.ceil(low / step); k * step <= high; k++) found.push(k * step);
+    return found.map((v) => [v, Math.abs(v) < 1e-9 * step ? "0" : step >= 1e-3 && Math.abs(v) < 1e5 ? Number(v.toPrecision(6)).toString() : v.toExponential(1)]);
+  };
   const samples = report.samples;
   const retrained = samples.some((s) => s.actual !== undefined && s.actual !== null);
   const pictured = samples.some((s) => s.image);
@@ -46,7 +55,9 @@
     const button = make("button", column.words);
     button.type = "button";
     button.addEventListener("click", () => {
-      order = { key: column.key, down: order.key === column.key && !order.size ? !order.down : !column.text, size: false };
+      const again = order.key === column.key && !order.size;
+      const whole = column.key === "score" && again && !order.down; // a third time: by size again
+      order = { key: column.key, down: whole || (again ? !order.down : !column.text), size: whole };
       show();
     });
     cell.append(button);
@@ -57,10 +68,12 @@
 
   const words = new Map(samples.map((s) => [s, [s.name, s.group || "", ...Object.entries(s.features).flat()].join(" ").toLowerCase()]));
   const matching = () => {
-    const wanted = byId("search").value.trim().toLowerCase().split(/\s+/).filter(Boolean);
+    const phrase = byId("search").value.trim().toLowerCase();
+    const exact = phrase && samples.some((s) => words.get(s).includes(phrase));
+    const wanted = exact ? [phrase] : phrase.split(/\s+/).filter(Boolean);
     const kind = byId("kind").value;
     const found = samples.filter(
-      (s) => wanted.every((word) => words.get(s).includes(word)) && (kind === "all" || (kind === "helpful") === s.score > 0),
+      (s) => wanted.every((word) => words.get(s).includes(word)) && (kind === "all" || side(s.score) === (kind === "helpful" ? "up" : "down")),
     );
     const column = columns.find((c) => c.key === order.key);
     const value = (s) => (order.size ? Math.abs(column.of(s) || 0) : column.of(s));
@@ -79,7 +92,8 @@
     byId("more").hidden = found.length <= limit;
     for (const cell of document.querySelectorAll("#table thead th[data-key]")) {
       const mine = cell.dataset.key === order.key && !order.size;
-      cell.setAttribute("aria-sort", mine ? (order.down ? "descending" : "ascending") : "none");
+      const size = cell.dataset.key === order.key && order.size;
+      cell.setAttribute("aria-sort", mine ? (order.down ? "descending" : "ascending") : size ? "other" : "none");
     }
   };
   const row = (s) => {
@@ -94,12 +108,15 @@
     }
     for (const column of columns) {
       const value = column.of(s);
-      const cell = make(column.key === "name" ? "th" : "td", column.text ? value : column.key === "loss" ? short(value || 0) : signed(value));
+      const cell = make(column.key === "name" ? "th" : "td", column.text ? value : column.key === "loss" ? (value === null ? "—" : short(value)) : signed(value));
       if (!column.text) cell.className = "number" + (column.minor ? " minor" : "") + (column.key === "loss" || value === null ? "" : " " + side(value));
       if (column.key === "name") cell.scope = "row";
       line.append(cell);
     }
-    line.addEventListener("click", () => choose(s));
+    line.addEventListener("click", () => {
+      choose(s);
+      if (narrow()) byId("detail").scrollIntoView({ block: "start" });
+    });
     line.addEventListener("keydown", (event) => {
       if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s); }
       const next = event.key === "ArrowDown" ? line.nextElementSibling : event.key === "ArrowUp" ? line.previousElementSibling : null;
@@ -136,12 +153,12 @@
   const choose = (s, scroll) => {
     chosen = s;
     for (const line of document.querySelectorAll("#table tbody tr")) line.setAttribute("aria-selected", Number(line.dataset.index) === s.index);
-    for (const point of document.querySelectorAll("#scatter circle")) point.classList.toggle("chosen", Number(point.dataset.index) === s.index);
+    for (const point of document.querySelectorAll("#scatter circle[data-index]")) point.classList.toggle("chosen", Number(point.dataset.index) === s.index);
     const detail = byId("detail");
     detail.replaceChildren(make("h3", s.name));
     if (s.image) detail.append(picture(s.image));
-    const rise = s.score > 0 ? "rise" : "fall";
-    detail.append(make("p", s.score === null ? `No answer for this one. ${s.why || ""}` : `Without it, ${report.target} would ${rise} by about ${short(Math.abs(s.score))}.`));
+    const does = s.score === 0 ? "not change" : `${s.score > 0 ? "rise" : "fall"} by about ${short(Math.abs(s.score))}`;
+    detail.append(make("p", s.score === null ? `No answer for this one. ${s.why || ""}` : `Without it, ${report.target} would ${does}.`));
     if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retrained without it: ${signed(s.actual)}.`));
     if (s.failed) detail.append(make("p", `Retraining without it failed: ${s.failed}`));
     if (s.parts.length > 1) {
@@ -184,18 +201,21 @@
     const px = (v) => left + ((v - xs[0]) / (xs[1] - xs[0])) * (W - left - 12);
     const py = (v) => H - bottom - ((v - ys[0]) / (ys[1] - ys[0])) * (H - bottom - 12);
     svg.append(drawn("line", { x1: left, x2: W - 12, y1: H - bottom, y2: H - bottom, class: "axis" }), drawn("line", { x1: left, x2: left, y1: 12, y2: H - bottom, class: "axis" }));
-    for (let k = 0; k <= 4; k++) {
-      const [u, v] = [xs[0] + (k / 4) * (xs[1] - xs[0]), ys[0] + (k / 4) * (ys[1] - ys[0])];
-      svg.append(drawn("text", { x: px(u), y: H - bottom + 15, "text-anchor": "middle" }, Number(u.toPrecision(2)).toString()));
-      svg.append(drawn("text", { x: left - 6, y: py(v) + 4, "text-anchor": "end" }, Number(v.toPrecision(2)).toString()));
-    }
+    for (const [u, text] of ticks(...xs)) svg.append(drawn("text", { x: px(u), y: H - bottom + 15, "text-anchor": px(u) > W - 30 ? "end" : "middle" }, text));
+    for (const [v, text] of ticks(...ys)) svg.append(drawn("text", { x: left - 6, y: py(v) + 4, "text-anchor": "end" }, text));
     svg.append(drawn("text", { x: (W + left) / 2, y: H - 6, "text-anchor": "middle" }, retrained ? "retrained change" : "loss of the sample"));
     svg.append(drawn("text", { x: 14, y: H / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${H / 2})` }, "predicted change"));
     if (retrained) svg.append(drawn("line", { x1: px(ys[0]), y1: py(ys[0]), x2: px(ys[1]), y2: py(ys[1]), class: "one" }));
     else if (ys[0] < 0 && ys[1] > 0) svg.append(drawn("line", { x1: left, x2: W - 12, y1: py(0), y2: py(0), class: "one" }));
     const tip = byId("tip");
+    const shown = [];
     for (const s of points) {
-      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}`, tabindex: 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
+      const touch = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 12, class: "touch" }); // for fingers
+      touch.addEventListener("click", () => choose(s, true));
+      svg.append(touch);
+    }
+    for (const [number, s] of points.entries()) {
+      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}`, tabindex: number ? -1 : 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
       const reveal = () => {
         tip.textContent = `${s.name}: ${signed(s.score)}`;
         const box = point.getBoundingClientRect();
@@ -206,7 +226,17 @@
       for (const name of ["mouseenter", "focus"]) point.addEventListener(name, reveal);
       for (const name of ["mouseleave", "blur"]) point.addEventListener(name, () => { tip.hidden = true; });
       point.addEventListener("click", () => choose(s, true));
-      point.addEventListener("keydown", (event) => { if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s, true); } });
+      point.addEventListener("keydown", (event) => {
+        if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s, true); }
+        const next = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+        if (next && shown[number + next]) { // one stop for Tab, arrows inside
+          event.preventDefault();
+          point.setAttribute("tabindex", -1);
+          shown[number + next].setAttribute("tabindex", 0);
+          shown[number + next].focus();
+        }
+      });
+      shown.push(point);
       svg.append(point);
     }
   };
@@ -224,8 +254,9 @@
       bar.append(drawn("title", {}, `${count} samples from ${signed(edges[k])} to ${signed(edges[k + 1])}`));
       svg.append(bar);
     });
-    for (const k of [0, Math.floor(counts.length / 2), counts.length])
-      svg.append(drawn("text", { x: 12 + k * wide, y: H - bottom + 15, "text-anchor": k === 0 ? "start" : k === counts.length ? "end" : "middle" }, Number(edges[k].toPrecision(2)).toString()));
+    const at = (v) => 12 + ((v - edges[0]) / (edges[counts.length] - edges[0])) * (W - 24);
+    for (const [v, text] of ticks(edges[0], edges[counts.length]))
+      svg.append(drawn("text", { x: at(v), y: H - bottom + 15, "text-anchor": at(v) < 40 ? "start" : at(v) > W - 40 ? "end" : "middle" }, text));
     svg.append(drawn("text", { x: W / 2, y: H - 6, "text-anchor": "middle" }, `score of all ${report.total} samples (heights: log of how many)`));
   };
   if (report.by_group.length) {

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from problems import bound_regression, fair_logistic, solved
 
 import dif
@@ -80,3 +81,32 @@ def test_predicted_vs_actual(ax):
     predicted, actual = np.array([0.1, -0.2]), np.array([0.11, -0.19])
     assert plots.predicted_vs_actual(predicted, actual, ax, "DIF") is ax
     np.testing.assert_allclose(ax.collections[0].get_offsets(), np.stack([actual, predicted], 1))
+
+
+def test_predictions_are_drawn_whatever_holds_them(ax):
+    values = torch.tensor([[1.0], [2.0]], dtype=torch.float64, requires_grad=True)
+    held = dif.Influence(values.detach(), ("a", "b"), ("t",), "DIF")
+    plots.predicted_vs_actual(held, values, ax, "both")
+    np.testing.assert_array_equal(ax.collections[0].get_offsets(), [[1.0, 1.0], [2.0, 2.0]])
+    for predicted, actual in ((values[:1], values), (values[:0], values[:0])):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            plots.predicted_vs_actual(predicted, actual, ax, "none")
+        assert caught.value.meaning == "Each point is one perturbation."
+
+
+def test_groups_with_an_unanswered_score_keep_their_box(ax):
+    values = torch.tensor([[1.0], [2.0], [float("nan")], [4.0]], dtype=torch.float64)
+    plots.by_group(dif.Influence(values, tuple("abcd"), ("loss",), "DIF"), ["x", "x", "x", "y"], ax, target="loss")
+    boxes = [line for line in ax.lines if len(line.get_xdata()) == 5]
+    assert len(boxes) == 2
+    assert all(np.isfinite(line.get_xdata()).all() for line in boxes)
+
+
+def test_a_landscape_draws_equalities(ax):
+    point = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0]], dtype=torch.float64))
+    problem = dif.Problem(point.mean(), [dif.linear([1.0, 1.0]) == 1.0, dif.linear([1.0, 0.0]) <= 3.0])
+    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
+    plots.landscape(solution, ax)
+    lines = [part for part in ax.collections if any(len(path.vertices) for path in part.get_paths())]
+    on_it = [path.vertices for part in lines for path in part.get_paths() if len(path.vertices)]
+    assert any(np.allclose(vertices.sum(1), 1.0, atol=1e-6) for vertices in on_it)

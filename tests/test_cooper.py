@@ -40,7 +40,7 @@ def test_from_mini_batches_to_a_certified_solution():
     samples, problem = stated()
     start = network()
     before = [p.detach().clone() for p in start.parameters()]
-    rough = train(problem, start, epochs=60, batch_size=32, seed=0)
+    rough = train(problem, start, epochs=60, batch_size=32, dual_rate=0.1, seed=0)
     for old, new in zip(before, start.parameters(), strict=True):
         assert torch.equal(old, new)  # the user's model is read, not trained
     assert not rough.converged
@@ -106,6 +106,17 @@ def test_multipliers_by_name_and_sign():
     np.testing.assert_allclose(taken.lam, solution.lam, atol=1e-6)  # Cooper keeps float32
     assert taken.converged
     assert not solution_of(problem, solution.params, Mine()).converged
+
+    with pytest.raises(dif.InvalidInputError) as caught:
+        solution_of(problem, solution.params, Mine(), signs={"lime": -1.0})
+    assert caught.value.meaning == "No constraint of the problem has such a name."
+    wide = dif.Problem(points.mean(), [(dif.linear(torch.eye(2)) <= 9.0).named("side"), (line == 1.0).named("line")])
+    with pytest.raises(dif.InvalidInputError, match="1 values") as caught:
+        solution_of(wide, solution.params, Mine())
+    assert caught.value.meaning == "Every row of every constraint has one multiplier."
+    with pytest.raises(dif.InvalidInputError) as caught:
+        train(problem, solution.params, batch_size=0)
+    assert caught.value.meaning == "Nothing would be trained."
 
     other = dif.Problem(points.mean(), [(line == 1.0).named("budget")])
     with pytest.raises(dif.InvalidInputError, match="none for budget; there are line, side") as caught:

@@ -147,6 +147,53 @@ def test_other_parameters(kind):
         assert len(sensitivity.qp.binding) == len(sensitivity.qp.weak) == 0
 
 
+@pytest.mark.parametrize(
+    ("attributes", "start"),
+    [
+        ({"bounds": [2, 5]}, [3.0, 9.0]),
+        ({"nonpos": True}, [-3.0, 1.0]),
+        ({"neg": True}, [-3.0, 1.0]),
+        ({"nonneg": True}, [3.0, -1.0]),
+    ],
+    ids=str,
+)
+def test_attributes_of_variables_do_not_bend_the_answer(attributes, start):
+    c, v = cp.Parameter(2, value=start), cp.Variable(2, **attributes)
+    problem = cp.Problem(cp.Minimize(cp.sum_squares(v - c)))
+    problem.solve()
+    np.testing.assert_allclose(Sensitivity(problem).along({c: [1.0, 1.0]})[v], [[1.0, 0.0]], atol=1e-9)
+
+
+def test_a_diagonal_variable():
+    D, g = cp.Variable((2, 2), diag=True), cp.Parameter(value=1.0)
+    problem = cp.Problem(cp.Minimize(cp.sum_squares(D - g * np.eye(2))))
+    problem.solve()
+    np.testing.assert_allclose(Sensitivity(problem).along({g: 1.0})[D], np.eye(2)[None], atol=1e-9)
+
+
+def test_solutions_that_are_not_unique_are_refused_however_they_lie():
+    words = "The solution or its multipliers are not unique, so there is no derivative."
+    x, c = cp.Variable(2, nonneg=True), cp.Parameter(2, value=[1.0, 1.0])
+    line = cp.Problem(cp.Minimize(c @ x), [cp.sum(x) == 1])
+    w, v = cp.Parameter(4, nonneg=True, value=np.full(4, 0.25)), cp.Variable()
+    median = cp.Problem(cp.Minimize(cp.sum(cp.multiply(w, cp.abs(v - np.arange(4.0))))))
+    rng = np.random.default_rng(0)
+    X, y, theta = rng.normal(size=(50, 6)), rng.normal(size=50), cp.Variable(6)
+    X[:, -1] = X[:, :-1].sum(1)
+    each = cp.Parameter(50, nonneg=True, value=np.full(50, 0.02))
+    loss = cp.sum(cp.multiply(each, cp.square(X @ theta - y)))
+    for problem in (line, median, cp.Problem(cp.Minimize(loss))):
+        problem.solve()
+        refused(problem, "singular", words)
+    shrunk = cp.Problem(cp.Minimize(loss + 1e-6 * cp.sum_squares(theta)))
+    shrunk.solve()
+    H = 2 * X.T @ X / 50 + 2e-6 * np.eye(6)
+    at = np.linalg.solve(H, 2 * X.T @ y / 50)
+    expected = np.linalg.solve(H, (2 * X[7] * (X[7] @ at - y[7])) / 50)
+    found = Sensitivity(shrunk).remove_each(each, renormalise=False)[theta][7]
+    np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
+
+
 def refused(problem, words, meaning):
     with pytest.raises(dif.DifError) as caught:
         Sensitivity(problem)
@@ -162,6 +209,17 @@ def test_what_is_not_such_a_problem_is_refused_by_name():
     refused(cp.Problem(cp.Minimize(g**2 * cp.sum_squares(z))), "DPP", quadratic)
     whole = cp.Variable(2, integer=True)
     refused(cp.Problem(cp.Minimize(cp.sum_squares(whole - g))), "integer", quadratic)
+    both = cp.Parameter((2, 2), symmetric=True, value=np.eye(2))
+    refused(cp.Problem(cp.Minimize(cp.sum_squares(cp.Variable((2, 2)) - both))), "symmetric", quadratic)
+    turned = cp.Variable(2, complex=True)
+    refused(cp.Problem(cp.Minimize(cp.sum_squares(cp.real(turned) - g))), "complex", quadratic)
+    still = cp.Problem(cp.Minimize(cp.sum_squares(z - g)))
+    g.value = 0.0
+    still.solve()
+    g.value = 5.0  # the same optimal value, another solution
+    refused(still, "at best", "Its parameters have changed since, or the solver stopped early.")
+    g.value = 1.0
+    z = cp.Variable(2)
     refused(cp.Problem(cp.Minimize(cp.sum_squares(z - g))), "None", "The derivative is taken at a solution.")
     refused(z, "Variable", "Its canonical quadratic program is what is differentiated.")
 
@@ -181,6 +239,11 @@ def test_no_derivative_no_number():
     refused(sound, "42.25", "Its parameters have changed since, or the solver stopped early.")
     sound.solve()
     sensitivity = Sensitivity(sound)
+    g.value = 8.0
+    with pytest.raises(dif.InvalidInputError) as caught:
+        sensitivity.along({g: 1.0})
+    assert caught.value.meaning == "It was prepared at another solution."
+    g.value = 7.0
     for wrong, meaning in (
         ({g: [1.0, np.nan]}, "A direction says how much each entry of a parameter changes."),
         ({cp.Parameter(): 1.0}, "A direction says how much each entry of a parameter changes."),

@@ -47,9 +47,9 @@ def test_weights_from_disk(tmp_path, wrap):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     if wrap == "lightning":
         restored(model, tmp_path / "last.ckpt", prefix="net.inner.")
-        with pytest.raises(dif.InvalidInputError, match=r"there are metric.total, net.inner") as caught:
+        with pytest.raises(dif.InvalidInputError, match=r"there are metric.total \(1,\), net.inner") as caught:
             restored(model, tmp_path / "last.ckpt", prefix="model.")
-        assert caught.value.meaning == "The file holds another model, or names that begin otherwise."
+        assert caught.value.meaning == ("The file holds another model, several of them, or names that begin otherwise.")
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
@@ -58,9 +58,28 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
             return (open, (str(tmp_path / "broken"), "w"))
 
     torch.save({"state_dict": Evil()}, tmp_path / "evil.ckpt")
-    with pytest.raises(Exception, match=r"[Ww]eights"):
-        restored(network(), tmp_path / "evil.ckpt")
+    (tmp_path / "empty.ckpt").touch()
+    for name in ("evil", "empty"):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            restored(network(), tmp_path / f"{name}.ckpt")
+        assert caught.value.meaning == (
+            "It is damaged, or holds other objects, which would have to be executed to be read."
+        )
     assert not (tmp_path / "broken").exists()
+
+
+def test_weights_that_fit_twice_or_not_quite_are_refused(tmp_path):
+    line, deeper = nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    two = {f"{who}.{k}": v for who in ("student", "teacher") for k, v in line.state_dict().items()}
+    shapes = nn.Linear(4, 3).state_dict()
+    for number, state in enumerate((two, shapes)):
+        torch.save(state, tmp_path / f"{number}.pt")
+        with pytest.raises(dif.InvalidInputError, match="student" if number == 0 else "do not fit"):
+            restored(line, tmp_path / f"{number}.pt")
+    assert torch.equal(restored(line, tmp_path / "0.pt", prefix="teacher.").weight, line.weight.double())
+    torch.save(deeper.state_dict(), tmp_path / "deep.pt")
+    with pytest.raises(dif.InvalidInputError):
+        restored(deeper[:1], tmp_path / "deep.pt")
 
 
 def solved():

@@ -11,7 +11,7 @@ import dif
 pytest.importorskip("sklearn")
 from sklearn.base import clone
 from sklearn.datasets import load_breast_cancer, load_diabetes
-from sklearn.linear_model import Lasso, LinearRegression, LogisticRegression, Ridge
+from sklearn.linear_model import Lasso, LinearRegression, LogisticRegression, LogisticRegressionCV, Ridge
 from sklearn.model_selection import GridSearchCV, cross_val_score
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
@@ -32,7 +32,16 @@ def downweighted(estimator, i, labels=Y):
     return (np.ravel(clone(estimator).fit(X, labels, sample_weight=weights).coef_) - before) / EPS
 
 
-@pytest.mark.parametrize("estimator", [ConstrainedLinearRegression(), FairLogisticRegression()])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        ConstrainedLinearRegression(),
+        ConstrainedLinearRegression(alpha=1.0, fit_intercept=False),
+        FairLogisticRegression(),
+        FairLogisticRegression(group=0, tau=0.5),
+    ],
+    ids=str,
+)
 def test_scikit_learns_own_checks(estimator):
     results = check_estimator(estimator, on_fail=None, on_skip=None)
     assert [(r["check_name"], r["exception"]) for r in results if r["status"] not in ("passed", "skipped")] == []
@@ -151,6 +160,26 @@ def test_what_cannot_be_read_is_refused():
             "It names the column of X that says who belongs together.",
         ),
         (
+            lambda: solution_of(LogisticRegression(solver="liblinear").fit(X, Y > 0), X, Y > 0),
+            "liblinear",
+            "liblinear shrinks the intercept, so it solves another problem than the others.",
+        ),
+        (
+            lambda: solution_of(LogisticRegressionCV(Cs=2, l1_ratios=(0.0,)).fit(X, Y > 0), X, Y > 0),
+            "LogisticRegressionCV",
+            "The objective of an estimator must be known to differentiate its solution.",
+        ),
+        (
+            lambda: FairLogisticRegression(C=-1.0).fit(X, Y > 0),
+            "-1.0",
+            "It weighs a part of the objective, or loosens a bound.",
+        ),
+        (
+            lambda: FairLogisticRegression().fit(X, Y > 0).influence(X[:3], ["cat"] * 3),
+            "'cat'",
+            "A loss is taken against a class that the model knows.",
+        ),
+        (
             lambda: FairLogisticRegression(group=1, tau=0.0).fit(X, Y > 0),
             "above 0",
             "At 0 the constraints repeat each other, so that their multipliers are not unique.",
@@ -187,6 +216,51 @@ def test_constrained_regression():
     assert tested.values.shape == (150, 3)
     reloaded = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(reloaded.influence(X[:3], Y[:3]).values, tested.values)
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_without_a_penalty_and_with_both_kinds_of_weights(free):
+    labels, weights = Y > 0, np.random.default_rng(0).uniform(0.5, 1.5, len(Y))
+    options = {"C": np.inf} if free else {"class_weight": "balanced", "C": 0.3}
+    estimator = LogisticRegression(tol=1e-12, solver="newton-cholesky", **options).fit(X, labels, sample_weight=weights)
+    solution = solution_of(estimator, X, labels, sample_weight=weights)
+    np.testing.assert_allclose(solution.params["coef"], estimator.coef_[0], atol=1e-6)
+
+
+def test_influence_on_coefficients_is_that_of_refits():
+    """To first order, on average over the samples too: the shrinking must not change with their number."""
+    labels = Y > 0
+    model = FairLogisticRegression(C=0.1).fit(X, labels)
+    found = model.influence(indices=range(0, 150, 3)).values.numpy()
+    refits = []
+    for i in range(0, 150, 3):
+        kept = np.arange(150) != i
+        again = clone(model).fit(X[kept], labels[kept])
+        refits.append(np.append(again.coef_ - model.coef_, again.intercept_ - model.intercept_))
+    refits = np.array(refits)
+    assert dif.Agreement.of(torch.as_tensor(found), torch.as_tensor(refits)).pearson > 0.995
+    plain = solution_of(LogisticRegression(C=0.1, tol=1e-12, solver="newton-cholesky").fit(X, labels), X, labels)
+    entries = [dif.linear(np.eye(11)[j]).as_term() for j in range(11)]
+    removals = plain.problem.samples[0].remove_each(range(0, 150, 3))
+    same = dif.DirectionalInfluence(plain).scores(entries, removals, show_progress=False).values
+    np.testing.assert_allclose(found, same, atol=1e-7)  # no group: the same problem as scikit-learn's
+    np.testing.assert_allclose(found.mean(0), refits.mean(0), atol=0.1 * np.abs(refits).mean())
+
+
+def test_what_was_fitted_is_what_is_asked():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame(X[:, :3], columns=["a", "b", "c"])
+    model = ConstrainedLinearRegression(A_ub=[[1.0, 0.0, 0.0]], b_ub=0.0).fit(frame, Y)
+    assert model.influence(indices=[0]).targets == ("coef[a]", "coef[b]", "coef[c]", "intercept")
+    expected = model.influence(frame[:2], Y[:2]).values
+    with pytest.raises(ValueError, match="feature names"):
+        model.influence(frame[["b", "a", "c"]][:2], Y[:2])
+    with pytest.raises(ValueError, match="features"):
+        model.influence(X[:2, :2], Y[:2])
+    model.set_params(A_ub=None, alpha=5.0)
+    frame.iloc[:] = 0.0
+    test = pandas.DataFrame(X[:2, :3], columns=["a", "b", "c"])
+    np.testing.assert_array_equal(model.influence(test, Y[:2]).values, expected)
 
 
 def test_fair_logistic_regression_on_frames_and_in_pipelines():

@@ -38,7 +38,7 @@ scores = influence.scores(target, train.remove_each(), show_progress=False)
 for one in scores.top(5):
     print(f"without the week to {weeks[one.index]}: {names[largest]} {100 * one.value:+.2f} points")
 
-# %% Retraining without the 30 strongest; a derivative that ignores the bounds cannot know what is not held
+# %% Retraining without the 30 strongest; what ignores the constraints lets money appear and shares turn negative
 top = [one.index for one in scores.top(30)]
 removals = train.remove_each(top)
 actual = dif.Retraining(solution, show_progress=False).scores(target, removals)

@@ -28,27 +28,43 @@ def restored(
             self.model); found by itself when left out.
         dtype: Of the copy.
     """
-    found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    state = next(
-        (found[key] for key in _INSIDE if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)), found
-    )
-    own = set(model.state_dict())
+    try:
+        found: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        first = str(error).strip().splitlines()[:1]
+        raise InvalidInputError(
+            f"checkpoint {os.fspath(path)!r}",
+            measured=f"{type(error).__name__}: {first[0] if first else 'no text'}",
+            threshold="tensors and plain numbers alone, as torch.load(weights_only=True) reads",
+            meaning="It is damaged, or holds other objects, which would have to be executed to be read.",
+            cure="Save the weights alone where you trust the file: torch.save(model.state_dict(), path).",
+        ) from error
+    inside = [found[key] for key in _INSIDE if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)]
+    state = inside[0] if inside else found
+    own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
     named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
     tensors: dict[str, Tensor] = {k: t for k, t in state.items() if isinstance(t, Tensor)} if named else {}
     begins = {""} if prefix is None else {prefix}
     if prefix is None:
         begins |= {name[: -len(mine)] for name in tensors for mine in own if name.endswith(f".{mine}")}
-    fitting = [b for b in sorted(begins, key=len) if all(b + name in tensors for name in own)]
-    if not fitting:
-        missing = sorted(name for name in own if not any(b + name in tensors for b in begins))
-        known = ", ".join(sorted(tensors)[:5]) or "none"
+    fitting = [b for b in sorted(begins) if _under(tensors, b) == own]
+    if len(fitting) != 1:
+        there = ", ".join(f"{name} {tuple(t.shape)}" for name, t in sorted(tensors.items())[:4]) or "none"
+        several = f"fit under {', '.join(map(repr, fitting))}" if fitting else "do not fit"
         raise InvalidInputError(
             f"weights in {os.fspath(path)!r}",
-            measured=f"none for {', '.join(missing[:5]) or 'some'}; there are {known}",
-            threshold="one tensor for each parameter and buffer of the model",
-            meaning="The file holds another model, or names that begin otherwise.",
+            measured=f"{several}; there are {there}",
+            threshold="one set with the names and shapes of the model",
+            meaning="The file holds another model, several of them, or names that begin otherwise.",
             cure="Build the model as it was trained; name the beginning with prefix='model.'.",
         )
     copy = deepcopy(model)
     copy.load_state_dict({name: tensors[fitting[0] + name] for name in own})
     return copy.to(dtype).eval()
+
+
+def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors whose names begin so."""
+    return {name[len(prefix) :]: tuple(t.shape) for name, t in tensors.items() if name.startswith(prefix)}

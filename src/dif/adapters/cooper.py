@@ -125,6 +125,15 @@ def solution_of(
         multipliers=solution.lam)` goes the rest of the way.
     """
     found = dict(cmp.named_multipliers())
+    unknown = [name for name in signs or {} if name not in problem.names]
+    if unknown:
+        raise InvalidInputError(
+            "signs",
+            measured=", ".join(map(repr, unknown)),
+            threshold=f"names of constraints: {', '.join(problem.names)}",
+            meaning="No constraint of the problem has such a name.",
+            cure="Use the names of the dif.Problem's constraints.",
+        )
     missing = [name for name in problem.names if name not in found]
     if missing:
         raise InvalidInputError(
@@ -134,7 +143,7 @@ def solution_of(
             meaning="Multipliers are taken over by name.",
             cure="Name the constraints of the dif.Problem like the attributes of the Cooper problem: .named('fair').",
         )
-    lam = []
+    lam, rows = [], dif.Solution(problem, params).multipliers
     for name in problem.names:
         weight = getattr(found[name], "weight", None)
         if weight is None:
@@ -144,6 +153,14 @@ def solution_of(
                 threshold="a DenseMultiplier or an IndexedMultiplier",
                 meaning="An implicit multiplier has no value of its own for each row.",
                 cure="Leave the multipliers to dif: dif.Solution(problem, params) finds those nearest to stationarity.",
+            )
+        if weight.numel() != rows[name].numel():
+            raise InvalidInputError(
+                f"multiplier of {name!r}",
+                measured=f"{weight.numel()} values",
+                threshold=f"{rows[name].numel()}, one per row of the constraint",
+                meaning="Every row of every constraint has one multiplier.",
+                cure="State the constraint in dif with the rows that Cooper has.",
             )
         lam.append(float((signs or {}).get(name, 1.0)) * weight.detach().reshape(-1).clone())
     return dif.Solution(problem, params, lam)
@@ -156,7 +173,7 @@ def train(
     epochs: int = 100,
     batch_size: int = 64,
     rate: float = 1e-2,
-    dual_rate: float = 1e-1,
+    dual_rate: float = 1e-2,
     optimizer: Any = cooper.optim.SimultaneousOptimizer,
     seed: int = 0,
 ) -> dif.Solution:
@@ -168,10 +185,18 @@ def train(
         epochs: Passes over the data.
         batch_size: Samples per mini-batch.
         rate: Of Adam.
-        dual_rate: Of the ascent on the multipliers.
-        optimizer: Cooper's class that rolls both.
+        dual_rate: Of the ascent on the multipliers; too large, λ swings without end.
+        optimizer: Cooper's class that rolls both (one that does with torch's own optimisers).
         seed: Of the order of the samples.
     """
+    if min(epochs, batch_size) < 1:
+        raise InvalidInputError(
+            "training",
+            measured=f"epochs={epochs}, batch_size={batch_size}",
+            threshold="both at least 1",
+            meaning="Nothing would be trained.",
+            cure="Leave them out for the defaults.",
+        )
     model = _copied(params)
     cmp = Constrained(problem, model)
     primal = torch.optim.Adam(_tensors(model).values(), lr=rate)

@@ -21,11 +21,13 @@ from dif.adapters.quadratic_program import QuadraticProgram
 
 try:
     import cvxpy as cp
+    from cvxpy.reductions.cvx_attr2constr import CvxAttr2Constr, recover_value_for_leaf
     from cvxpy.reductions.solution import Solution as Raw
 except ImportError as error:
     raise ImportError('dif.adapters.cvxpy needs CVXPY: pip install "dif[cvxpy]"') from error
 
 Array = NDArray[np.float64]
+_LOWERED = ("symmetric", "diag", "PSD", "NSD", "hermitian", "sparsity")  # attributes that change what is stored
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class Sensitivity:
         self.offset = float(self._inverse[-1]["offset"])
         self._columns, self._sizes = canonical.param_id_to_col, canonical.param_id_to_size
         self._tensors = canonical.P, canonical.q, canonical.A
+        self._at = {p.id: np.array(_dense(p.value)) for p in problem.parameters()}
         places, M = self._read
         mine = np.concatenate([np.arange(*places[v.id][0].indices(M.shape[0])) for v in problem.variables()])
         self.qp.check_unique(np.unique(M[mine].indices))
@@ -78,12 +81,17 @@ class Sensitivity:
 
     def _check_value(self) -> None:
         found = self._returned(self.qp.x, self.qp.y, self.qp.z, self.qp.value + self.offset)
-        value: Any = self.problem.value
-        here, known = float(found.opt_val), float(value)
-        if not abs(here - known) <= 1e-3 * max(1.0, abs(known)):
+        size = float(np.abs(self.qp.x).max(initial=0.0))
+        unit = (
+            float(np.abs(self.qp.P.data).max(initial=0.0)) * size**2 + float(np.abs(self.qp.q).max(initial=0.0)) * size
+        )
+        then, now = (float(np.ravel(value)[0]) for value in (self.problem.value, self.problem.objective.value))  # type: ignore[arg-type]
+        here = float(found.opt_val)
+        if not max(abs(then - here), abs(now - here)) <= 1e-3 * max(abs(here), abs(then)) + 1e-6 * unit:
             raise InvalidInputError(
-                "value of the problem",
-                measured=f"{known:.6g} when it was solved, {here:.6g} for its parameters as they are now",
+                "solution of the problem",
+                measured=f"value {then:.6g} when it was solved; for its parameters as they are now {now:.6g} at its "
+                f"variables, {here:.6g} at best",
                 threshold="the same to 1e-3",
                 meaning="Its parameters have changed since, or the solver stopped early.",
                 cure="Call problem.solve() again.",
@@ -98,6 +106,14 @@ class Sensitivity:
         """
         given = {p: np.asarray(value, dtype=float) for p, value in directions.items()}
         known = {p.id: p for p in self.problem.parameters()}
+        if any(not np.array_equal(_dense(p.value), self._at[p.id]) for p in known.values()):
+            raise InvalidInputError(
+                "values of the parameters",
+                measured="others than when the Sensitivity was prepared",
+                threshold="the same",
+                meaning="It was prepared at another solution.",
+                cure="Solve again, and prepare a new Sensitivity.",
+            )
         pieces, many = [], 1
         for p, value in given.items():
             shape = getattr(p, "shape", ())
@@ -105,7 +121,8 @@ class Sensitivity:
             if getattr(p, "id", None) not in known or value.shape[several:] != shape or not np.isfinite(value).all():
                 raise InvalidInputError(
                     f"direction of {p}",
-                    measured=f"shape {value.shape}, {int((~np.isfinite(value)).sum())} entries not finite",
+                    measured=f"shape {value.shape}, {int((~np.isfinite(value)).sum())} entries not finite"
+                    + ("" if getattr(p, "id", None) in known else ", not of this problem"),
                     threshold=f"finite, {shape} or (P, *{shape}), of a parameter of the problem",
                     meaning="A direction says how much each entry of a parameter changes.",
                     cure="Pass an array of the parameter's own shape, or a stack of them.",
@@ -133,11 +150,11 @@ class Sensitivity:
         `renormalise`: the weights of the others grow so that their sum stays (a mean stays a mean).
         """
         value = np.asarray(weights.value, dtype=float)
-        if value.ndim != 1:
+        if value.ndim != 1 or len(value) < 2:
             raise InvalidInputError(
                 f"weights {weights}",
                 measured=f"shape {value.shape}",
-                threshold="one weight per sample, (n,)",
+                threshold="one weight per sample, (n,), of two or more",
                 meaning="Removing a sample sets its weight to 0.",
                 cure="Weigh the losses with one Parameter of shape n, or use along(...).",
             )
@@ -230,8 +247,23 @@ class Sensitivity:
                 begin += one.size
         found = Raw(cp.OPTIMAL, value, {known[solver.VAR_ID]: x}, duals, {})
         for reduction, inverse in list(zip(self._chain.reductions, self._inverse, strict=True))[-2::-1]:
-            found = reduction.invert(found, inverse)
+            if isinstance(reduction, CvxAttr2Constr) and inverse:
+                found = _unlowered(found, *inverse)
+            else:
+                found = reduction.invert(found, inverse)
         return found
+
+
+def _unlowered(found: Any, new: Any, old: Any, constraints: Any) -> Any:
+    """What CvxAttr2Constr.invert does, without projecting values onto the attributes: a step is no value."""
+    values = {
+        number: recover_value_for_leaf(variable, found.primal_vars[new[number].id], project=False)
+        for number, variable in old.items()
+        if new[number].id in found.primal_vars
+    }
+    dense = {number: _dense(value) for number, value in values.items()}
+    duals = {mine: found.dual_vars[theirs] for mine, theirs in constraints.items() if theirs in found.dual_vars}
+    return Raw(found.status, found.opt_val, dense, duals, found.attr)
 
 
 @dataclass(frozen=True)
@@ -241,6 +273,10 @@ class _Entries:
     row: NDArray[np.int64]
     k: NDArray[np.int64]
     value: Array
+
+
+def _dense(value: Any) -> Any:
+    return value.toarray() if sparse.issparse(value) else value
 
 
 def _entries(tensor: Any) -> _Entries:
@@ -262,8 +298,12 @@ def _checked(problem: cp.Problem) -> cp.Problem:
         why = "it has integer variables"
     elif not problem.is_qp():
         why = f"it is not a quadratic program (atoms {', '.join(sorted(a.__name__ for a in problem.atoms()))})"
+    elif any(leaf.is_complex() for leaf in (*problem.variables(), *problem.parameters())):
+        why = "it has complex numbers"
     elif not problem.parameters():
         why = "it has no Parameter to differentiate along"
+    elif any(p.attributes[name] for p in problem.parameters() for name in _LOWERED if name in p.attributes):
+        why = "a Parameter is declared symmetric, diagonal, definite or sparse"
     elif not problem.is_dpp():
         why = "its parameters do not enter as DPP asks (problem.is_dpp() is False)"
     if why:

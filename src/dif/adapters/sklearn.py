@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,13 @@ from dif import InvalidInputError
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-    from sklearn.linear_model import LinearRegression, LogisticRegression, Ridge
+    from sklearn.linear_model import LinearRegression, LogisticRegression, LogisticRegressionCV, Ridge
     from sklearn.utils.multiclass import check_classification_targets, type_of_target
     from sklearn.utils.validation import check_array, check_is_fitted, check_X_y, validate_data
 except ImportError as error:
     raise ImportError('dif.adapters.sklearn needs scikit-learn 1.6 or newer: pip install "dif[sklearn]"') from error
 
-_FAR = 0.05  # relative KKT residual beyond which a point was fitted on something else
+_FAR = 0.01  # relative KKT residual beyond which a point was fitted on something else
 
 
 # Losses of one sample; params: coef (d,) or (k, d), and intercept () or (k,) where there is one
@@ -56,21 +57,22 @@ def _shrunk(strength: float) -> dif.Function:
 def solution_of(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None, polish: bool = True) -> dif.Solution:
     """A fitted `LinearRegression`, `Ridge` (both also with positive=True) or `LogisticRegression` as a Solution.
 
-    The samples are `solution.problem.samples[0]`: removing one is what fitting again without it does. Coefficients at
-    a bound of 0 are weak or binding rows of the constraint "positive".
+    The samples are `solution.problem.samples[0]`: removing one is what fitting again without it does (but weights that
+    class_weight="balanced" made stay as they are). Coefficients at a bound of 0 are weak or binding rows of the
+    constraint "positive".
 
     Args:
         estimator: Fitted on X and y.
         X: What it was fitted on, (n, d).
         y: Likewise.
-        sample_weight: Likewise; class_weight is turned into weights, which a removal leaves as they are.
+        sample_weight: Likewise.
         polish: Go on to a certified solution from the fitted point, which solvers leave at their tolerance.
 
     Raises:
         InvalidInputError: Another estimator, a penalty that is not smooth, or a point that does not solve the problem
             of this X and y.
     """
-    if isinstance(estimator, LogisticRegression):
+    if isinstance(estimator, LogisticRegression) and not isinstance(estimator, LogisticRegressionCV):
         problem, params = _of_classifier(estimator, X, y, sample_weight)
     elif isinstance(estimator, LinearRegression | Ridge):
         problem, params = _of_regressor(estimator, X, y, sample_weight)
@@ -98,7 +100,7 @@ def _of_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[d
     check_is_fitted(estimator, "coef_")
     X, y = check_X_y(X, y, dtype="float64", y_numeric=True)
     risk = _risk(squared, X, y, sample_weight)
-    alpha = float(getattr(estimator, "alpha", 0.0))
+    alpha = _strength(getattr(estimator, "alpha", 0.0), "alpha")
     params = _params(np.reshape(estimator.coef_, -1), estimator.intercept_ if estimator.fit_intercept else None)
     bounds = [(dif.linear(np.eye(X.shape[1]), of="coef") >= 0.0).named("positive")] if estimator.positive else []
     return dif.Problem(risk + _shrunk(2 * alpha) if alpha else risk, bounds), params
@@ -115,12 +117,22 @@ def _of_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[
             meaning="The 1-norm has kinks, at which a solution is no stationary point.",
             cure="Fit with l1_ratio=0; or state the problem in CVXPY and use dif.adapters.cvxpy.",
         )
+    if estimator.solver == "liblinear" and estimator.fit_intercept:
+        raise InvalidInputError(
+            "solver of LogisticRegression",
+            measured="liblinear, with an intercept",
+            threshold="another solver, or fit_intercept=False",
+            meaning="liblinear shrinks the intercept, so it solves another problem than the others.",
+            cure="Fit with solver='lbfgs' or 'newton-cholesky'.",
+        )
     number = np.searchsorted(estimator.classes_, y)
     weights = np.ones(len(y)) if sample_weight is None else np.asarray(sample_weight, dtype=float)
     if estimator.class_weight is not None:
         from sklearn.utils.class_weight import compute_class_weight
 
-        each = compute_class_weight(estimator.class_weight, classes=estimator.classes_, y=y)
+        each = compute_class_weight(
+            estimator.class_weight, classes=estimator.classes_, y=y, sample_weight=sample_weight
+        )
         weights = weights * each[number]
     two = len(estimator.classes_) == 2
     uniform = sample_weight is None and estimator.class_weight is None
@@ -134,7 +146,8 @@ def _of_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[
     fixed = []
     if not two and intercept is not None:  # a number added to all of them changes nothing
         fixed = [(dif.linear(np.ones(len(intercept)), of="intercept") == float(np.sum(intercept))).named("intercepts")]
-    return dif.Problem(risk + _shrunk(1.0 / estimator.C), fixed), params
+    free = getattr(estimator, "penalty", "l2") is None or np.isinf(estimator.C)
+    return dif.Problem(risk if free else risk + _shrunk(1.0 / estimator.C), fixed), params
 
 
 def _samples(loss: Any, X: Any, y: Any) -> dif.Samples:
@@ -145,6 +158,20 @@ def _samples(loss: Any, X: Any, y: Any) -> dif.Samples:
 def _risk(loss: Any, X: Any, y: Any, weights: Any) -> dif.Term:
     train = _samples(loss, X, y)
     return train.sum() if weights is None else train.weighted(np.asarray(weights, dtype=float))
+
+
+def _strength(value: Any, name: str) -> float:
+    number = np.asarray(value)
+    known = number.ndim == 0 and number.dtype.kind in "if" and np.isfinite(number) and float(number) >= 0
+    if not known or (name == "C" and float(number) == 0):
+        raise InvalidInputError(
+            name,
+            measured=repr(value),
+            threshold="one finite number, ≥ 0" + (", not 0" if name == "C" else ""),
+            meaning="It weighs a part of the objective, or loosens a bound.",
+            cure="Pass a number.",
+        )
+    return float(number)
 
 
 def _params(coef: Any, intercept: Any) -> dict[str, Tensor]:
@@ -183,7 +210,11 @@ class _Influenced:
         (train,) = solution.problem.samples
         if X is None:
             d = solution.theta.numel()
-            names = [f"coef[{j}]" for j in range(d)]
+            features = list(getattr(self, "feature_names_in_", range(solution.params["coef"].numel() + 1)))
+            place = getattr(self, "_place", None)
+            if place is not None and hasattr(self, "feature_names_in_"):
+                features.pop(place)
+            names = [f"coef[{features[j] if j < len(features) else j}]" for j in range(d)]
             if self.fit_intercept:  # type: ignore[attr-defined]
                 names[-1] = "intercept"
             target: Any = [dif.linear(np.eye(d)[j], name=names[j]).as_term() for j in range(d)]
@@ -247,8 +278,9 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> ConstrainedLinearRegression:
         """Solve it; to a KKT residual of 1e-10."""
         found: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._X, self._y = found
+        self._X, self._y = (np.array(part) for part in found)
         self._n_coef = self._X.shape[1]
+        self._fitted = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), _strength(self.alpha, "alpha")
         for gone in ("coef_", "intercept_"):
             self.__dict__.pop(gone, None)
         self._solve()
@@ -262,22 +294,23 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
     def _stated(self) -> tuple[dif.Problem, dict[str, Tensor]]:
         risk = _samples(squared, self._X, self._y).sum()
         rows = []
-        for A, b, equal in ((self.A_eq, self.b_eq, True), (self.A_ub, self.b_ub, False)):
+        (A_eq, b_eq, A_ub, b_ub), alpha = self._fitted
+        for A, b, equal in ((A_eq, b_eq, True), (A_ub, b_ub, False)):
             if A is not None:
                 left = dif.linear(np.atleast_2d(np.asarray(A, dtype=float)), of="coef")
                 right = torch.as_tensor(np.array(b, dtype=float))
                 rows.append((left == right).named("A_eq") if equal else (left <= right).named("A_ub"))
-        return dif.Problem(risk + _shrunk(2 * self.alpha) if self.alpha else risk, rows), self._start()
+        return dif.Problem(risk + _shrunk(2 * alpha) if alpha else risk, rows), self._start()
 
     def _seen(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y = check_X_y(X, y, dtype="float64", y_numeric=True)
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=False)
         return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
 
 
 class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
     """Logistic regression whose risk in every group is at most the mean risk + tau.
 
-    Minimises mean log-loss + ‖coef‖² / (2·C·n), the objective of LogisticRegression divided by C·n.
+    Minimises C·(sum of log-losses) + ½‖coef‖², as LogisticRegression does.
 
     Args:
         group: The column of X that says who belongs together: a name (pandas), a number; None: no constraint. It is
@@ -289,7 +322,7 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
     Attributes:
         coef_, intercept_: The solution.
         groups_: The values of the group column, in the order of the constraints.
-        multipliers_: One for each group: 0 where the constraint does not bind.
+        multipliers_: One for each group, in the units of that objective: 0 where the constraint does not bind.
         kkt_residual_: How well the conditions of optimality hold.
         solution_: All of it as a dif.Solution.
     """
@@ -305,8 +338,12 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> FairLogisticRegression:
         """Solve it; to a KKT residual of 1e-10."""
         check_classification_targets(y)
-        place = self._column(X)
-        if place is not None and not self.tau > 0:
+        numeric = self.group is None
+        found: Any = validate_data(self, X, y, dtype=np.float64 if numeric else None)
+        X, y = found
+        place = self._column()
+        C, tau = _strength(self.C, "C"), _strength(self.tau, "tau")
+        if place is not None and not tau > 0:
             raise InvalidInputError(
                 "tau",
                 measured=self.tau,
@@ -314,7 +351,6 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
                 meaning="At 0 the constraints repeat each other, so that their multipliers are not unique.",
                 cure="Allow a little, 0.001 say.",
             )
-        X, y = validate_data(self, X, y, dtype=None if place is not None else np.float64)
         kind = type_of_target(y, input_name="y", raise_unknown=True)
         self.classes_ = np.unique(y)
         if kind != "binary" or len(self.classes_) < 2:
@@ -322,7 +358,7 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
                 f"Only binary classification is supported. The type of the target is {kind}, "
                 f"with {len(self.classes_)} class{'' if len(self.classes_) == 1 else 'es'}."
             )
-        self._place = place
+        self._place, self._fitted = place, (C, tau)
         self._X, members = self._parted(X)
         self.groups_, self._group = (None, None) if members is None else np.unique(members, return_inverse=True)
         self._y = np.where(y == self.classes_[1], 1.0, -1.0)
@@ -348,18 +384,20 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
         check_is_fitted(self, "coef_")
         return self.classes_[(self.decision_function(X) > 0).astype(int)]
 
-    def _column(self, X: Any) -> int | None:
+    def _column(self) -> int | None:
         if self.group is None:
             return None
-        names = list(getattr(X, "columns", []))
+        names, columns = list(getattr(self, "feature_names_in_", [])), int(getattr(self, "n_features_in_", 0))
+        if columns < 2:
+            raise ValueError(f"n_features = {columns}: beside the group column there must be one to learn from")
         if isinstance(self.group, str) and self.group in names:
             return names.index(self.group)
-        if isinstance(self.group, int | np.integer) and 0 <= int(self.group) < np.shape(X)[1]:
+        if isinstance(self.group, int | np.integer) and 0 <= int(self.group) < columns:
             return int(self.group)
         raise InvalidInputError(
             "group",
             measured=repr(self.group),
-            threshold=f"one of {', '.join(map(str, names))}" if names else f"a column 0 … {np.shape(X)[1] - 1}",
+            threshold=f"one of {', '.join(map(str, names))}" if names else f"a column 0 … {columns - 1}",
             meaning="It names the column of X that says who belongs together.",
             cure="Pass the name of a column of a DataFrame, or its number.",
         )
@@ -367,17 +405,31 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
     def _parted(self, X: Any) -> tuple[Any, Any]:
         """Features and group membership."""
         if self._place is None:
-            return X, None
-        return check_array(np.delete(X, self._place, 1), dtype="float64"), X[:, self._place].astype(str)
+            return np.array(X), None
+        members = X[:, self._place]
+        strange = [value for value in members.tolist() if not isinstance(value, str | int | float)]
+        if strange:
+            raise TypeError(f"argument must be a string or a number, not {type(strange[0]).__name__}, to name a group")
+        return check_array(np.delete(X, self._place, 1), dtype="float64"), members.astype(str)
 
     def _stated(self) -> tuple[dif.Problem, dict[str, Tensor]]:
         train = _samples(logistic, self._X, self._y)
-        risk = train.mean()
+        risk, (C, tau) = train.mean(), self._fitted
         several = enumerate(() if self.groups_ is None else self.groups_)
-        rows = [(train.mean(where=self._group == g) <= risk + self.tau).named(str(name)) for g, name in several]
-        return dif.Problem(risk + _shrunk(1.0 / (self.C * len(self._y))), rows), self._start()
+        rows = [(train.mean(where=self._group == g) <= risk + tau).named(str(name)) for g, name in several]
+        return dif.Problem(C * train.sum() + _shrunk(1.0), rows), self._start()
 
     def _seen(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         X = validate_data(self, X, dtype=None if self._place is not None else np.float64, reset=False)
+        unknown = sorted(set(np.asarray(y).tolist()) - set(self.classes_.tolist()), key=str)
+        if unknown or len(y) != len(X):
+            raise InvalidInputError(
+                "labels of the test samples",
+                measured=f"{len(y)} for {len(X)} samples, {len(unknown)} unknown"
+                + (f" ({unknown[0]!r})" if unknown else ""),
+                threshold=f"one per sample, each {self.classes_[0]!r} or {self.classes_[1]!r}",
+                meaning="A loss is taken against a class that the model knows.",
+                cure="Use the labels of fit.",
+            )
         sides = np.where(np.asarray(y) == self.classes_[1], 1.0, -1.0)
         return torch.as_tensor(np.array(self._parted(X)[0])), torch.as_tensor(sides)

@@ -51,9 +51,7 @@ held = scores.values[:, 0]
 piece = np.searchsorted(knots, 1.5)
 far = torch.tensor((income < knots[piece - 2]) | (income > knots[min(piece + 1, 9)]))
 here, there = (float(one[far].abs().sum()) for one in (held, free))
-print(
-    f"{int(far.sum())} households lie more than one piece away. Their influences add up to {here:.4f} (absolute values),"
-)
+print(f"{int(far.sum())} households lie more than one piece away; their influences add up to {here:.4f} in size,")
 print(f"{there:.4f} without the constraints, which carry them along the rows that bind.")
 
 # %% The figure

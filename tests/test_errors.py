@@ -178,6 +178,7 @@ ELSEWHERE = (
     "cooper",
     "sklearn",
     "habits",
+    "path",
 )
 
 

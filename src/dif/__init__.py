@@ -16,6 +16,7 @@ from dif.errors import (
 )
 from dif.estimators.classical import ClassicalInfluence
 from dif.estimators.directional import DirectionalInfluence
+from dif.estimators.following import PathInfluence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.retraining import Retraining
@@ -51,6 +52,7 @@ __all__ = [
     "NotASolutionError",
     "NotConvergedError",
     "NotConvergedWarning",
+    "PathInfluence",
     "PenaltyInfluence",
     "Perturbation",
     "Problem",

@@ -1,0 +1,107 @@
+"""Paths of solutions against re-solving: where they end, where constraints switch, and where they are lost."""
+
+import numpy as np
+import pytest
+import torch
+from problems import fair_logistic, solved
+
+import dif
+
+F64 = torch.float64
+
+
+def random_quadratic(seed, n=60, d=6):
+    """Least squares under four inequalities near their bounds and one equality; and a group to remove."""
+    g = torch.Generator().manual_seed(seed)
+    X = torch.randn(n, d, generator=g).double()
+    y = X @ torch.randn(d, generator=g).double() + 0.5 * torch.randn(n, generator=g).double()
+    A = torch.randn(4, d, generator=g).double()
+    free = torch.linalg.lstsq(X, y).solution
+    tau = A @ free + torch.tensor([-0.3, -0.05, 0.02, 0.2], dtype=F64)
+    train = dif.Samples(lambda p, z: (z[0] @ p["t"] - z[1]) ** 2, (X, y), name="train")
+    rows = [(dif.linear(A) <= tau).named("rows"), (dif.linear(torch.ones(d)) == float(free.sum())).named("sum")]
+    solution = dif.fit(dif.Problem(train.mean(), rows), {"t": torch.zeros(d, dtype=F64)}, show_progress=False)
+    size = int(torch.randint(1, int(0.3 * n) + 1, (1,), generator=g))
+    return solution, train.remove(torch.randperm(n, generator=g)[:size].tolist())
+
+
+def test_fifty_random_quadratic_programs():
+    """The end is the re-solved one to 1e-7; every event is confirmed by re-solving on both sides of its ε."""
+    events = 0
+    for seed in range(50):
+        solution, removal = random_quadratic(seed)
+        path = dif.PathInfluence(solution).follow(removal)
+        retraining = dif.Retraining(solution)
+        np.testing.assert_allclose(path.end.theta - solution.theta, retraining.change(removal).flat, atol=1e-7)
+        assert path.end.kkt.residual < 1e-9
+        assert bool((path.epsilons.diff() > 0).all())
+        for event in path.events:
+            for side in (-1e-5, 1e-5):
+                change = retraining.change((event.epsilon + side) * removal)
+                force = float((solution.lam + change.multipliers.flat)[event.row])
+                assert (force > 0) == (event.binds == (side > 0)), (seed, str(event))
+        events += len(path.events)
+    assert events > 5
+
+
+def test_every_point_of_a_path_solves_its_problem():
+    train, problem, *_ = fair_logistic()
+    solution = solved(problem)
+    group = train.remove(list(range(0, len(train), 4)))
+    path = dif.PathInfluence(solution).follow(group)
+    retraining = dif.Retraining(solution)
+    for epsilon, theta, lam in zip(path.epsilons, path.thetas, path.multipliers, strict=True):
+        if 0 < float(epsilon) < 1:
+            change = retraining.change(float(epsilon) * group)
+            np.testing.assert_allclose(theta - solution.theta, change.flat, atol=1e-7)
+            np.testing.assert_allclose(lam - solution.lam, change.multipliers.flat, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.33])
+def test_groups_that_the_first_order_cannot_predict(share):
+    train, problem, *_ = fair_logistic()
+    solution = solved(problem)
+    n = len(train)
+    groups = train.remove_groups(
+        [torch.randperm(n, generator=torch.Generator().manual_seed(k))[: int(share * n)].tolist() for k in range(4)]
+    )
+    actual = dif.Retraining(solution).scores(train.mean(), groups)
+    path = dif.PathInfluence(solution).scores(train.mean(), groups)
+    np.testing.assert_allclose(path.values, actual.values, atol=1e-7)
+    first = dif.DirectionalInfluence(solution).scores(train.mean(), groups)
+    assert first.compare(actual).relative_error > 1e-2
+
+
+def test_events_of_a_bound_that_moves():
+    """min ½‖θ − (2, 1)‖² s.t. θ₁ ≤ τ, θ₁ + θ₂ ≤ 2, τ from 3 to 0.5: both are known."""
+    point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[2.0, 1.0]], dtype=F64))
+    limit = (dif.linear([1.0, 0.0]) <= 3.0).named("limit")
+    problem = dif.Problem(point.mean(), [limit, (dif.linear([1.0, 1.0]) <= 2.0).named("budget")])
+    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=F64)}, show_progress=False)
+    path = dif.PathInfluence(solution).follow(limit.shift(-2.5))
+    # θ = (1.5, 0.5) until τ = 1.5 (ε = 0.6); then (τ, 2 − τ) until the budget is slack, θ₂ = 1 at τ = 1 (ε = 0.8)
+    assert [(event.name, event.binds) for event in path.events] == [("limit", True), ("budget", False)]
+    np.testing.assert_allclose([event.epsilon for event in path.events], [0.6, 0.8], atol=1e-9)
+    np.testing.assert_allclose(path.end.theta, [0.5, 1.0], atol=1e-9)
+    change = dif.PathInfluence(solution).change(limit.shift(-2.5))
+    assert change.diagnostics["events"] == ["ε = 0.6: limit begins to bind", "ε = 0.8: budget lets go"]
+    np.testing.assert_allclose(change.multipliers["limit"], 1.5, atol=1e-9)
+
+
+def test_a_path_that_ends_is_said_to():
+    """θ⁴/4 − θ²/2 + aθ: the minimum at the right vanishes in a fold at a = 2/√27."""
+    point = dif.Samples(lambda p, z: p["t"] ** 4 / 4 - p["t"] ** 2 / 2 + 0.0 * z, torch.zeros(1, dtype=F64))
+    push = dif.Samples(lambda p, z: z * p["t"], torch.ones(1, dtype=F64), name="push")
+    problem = dif.Problem(point.mean() + 1e-9 * push.sum())
+    solution = dif.fit(problem, {"t": torch.tensor(1.0, dtype=F64)}, show_progress=False)
+    near, far = (push.reweight(torch.tensor([a * 1e9])) for a in (0.38, 0.40))
+    end = dif.PathInfluence(solution).follow(near).end.theta
+    np.testing.assert_allclose(end**3 - end + 0.38, 0.0, atol=1e-8)
+    with pytest.raises(dif.NotConvergedError, match=r"lost at ε = 0\.9") as caught:
+        dif.PathInfluence(solution).follow(far)
+    assert caught.value.meaning == (
+        "No solution beyond that continues the one before: a fold, or a constraint that cannot be kept."
+    )
+    lenient = dif.PathInfluence(solution, strict=False).scores(point.mean(), far)
+    assert bool(lenient.values.isnan().all())
+    assert "lost at" in lenient.diagnostics["unanswered"][far.labels[0]]

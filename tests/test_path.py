@@ -39,7 +39,7 @@ def test_fifty_random_quadratic_programs():
             for side in (-1e-5, 1e-5):
                 change = retraining.change((event.epsilon + side) * removal)
                 force = float((solution.lam + change.multipliers.flat)[event.row])
-                assert (force > 0) == (event.binds == (side > 0)), (seed, str(event))
+                assert (force > 1e-12) == (event.binds == (side > 0)), (seed, str(event))  # less is rounding of 0
         events += len(path.events)
     assert events > 5
 

@@ -123,8 +123,8 @@ class Description:
                 raise _missing(path, f"targets[{name!r}]", target, "a Term that is one number, or Samples", _EXAMPLE)
         train = said.get("train")
         if train is None:
-            tables = solution.program.rows.tables
-            train = tables[0].samples if len(tables) == 1 or (tables and not aimed) else None
+            every = solution.problem.samples
+            train = every[0] if len(every) == 1 or (every and not aimed) else None
         if not isinstance(train, Samples):
             raise _missing(path, "train", train, "the dif.Samples whose members are removed", "dif.Samples(loss, data)")
         names, groups = (_column(path, name, said.get(name), len(train)) for name in ("names", "groups"))

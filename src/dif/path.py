@@ -51,8 +51,11 @@ class Path:
 @dataclass
 class _Point:
     epsilon: float
+    program: Program
     theta: Tensor
     lam: Tensor
+    c: Tensor  # f − τ
+    J: Tensor  # gradients of all rows
     corrections: int = 0
 
 
@@ -74,13 +77,14 @@ class Follower:
     def __post_init__(self) -> None:
         self.direction = Direction.single(self.at.program, self.perturbation)
         self.equality = self.at.program.equality
+        self.goal = max(self.tol, 16 * self.at.scales.rounding)
 
     def run(self) -> Path:
         """From ε = 0 to 1."""
         active = self.at.active
         held = self._mask(active.binding)
         weak = self._mask(active.weak)
-        here = _Point(0.0, self.at.theta, self.at.lam)
+        here = _Point(0.0, self.at.program, self.at.theta, self.at.lam, self.at.c, self.at.J)
         points, length = [here], _FIRST
         held, slope = self._turned(here, held, weak)
         while here.epsilon < 1.0:
@@ -94,13 +98,9 @@ class Follower:
             wrong = self._wrong(there, held)
             if bool(wrong.any()):
                 there, row = self._located(here, there, slope, held)
-                held_before = held
-                released = held.clone()
-                released[row] = False
-                touching = torch.zeros_like(held)
-                touching[row] = True
-                held, slope = self._turned(there, released, touching)
-                if bool(held[row]) != bool(held_before[row]):
+                touching, held_before = self._mask((row,)), bool(held[row])
+                held, slope = self._turned(there, held & ~touching, touching)
+                if bool(held[row]) != held_before:
                     name = self.at.program.names[row]
                     self.events.append(Event(there.epsilon, row, name, bool(held[row])))
             else:
@@ -113,7 +113,7 @@ class Follower:
             torch.stack([p.theta for p in points]),
             torch.stack([p.lam for p in points]),
             tuple(self.events),
-            Solution.of_program(self._program(1.0), here.theta, here.lam),
+            Solution.of_program(here.program, here.theta, here.lam),
             self.steps,
         )
 
@@ -122,27 +122,18 @@ class Follower:
         mask[list(rows)] = True
         return mask
 
-    def _program(self, epsilon: float) -> Program:
-        return (
-            self.at.program
-            if epsilon == 0.0
-            else Direction(self.at.program, epsilon * self.perturbation).carried_out(0)
-        )
-
     # One point
 
     def _turned(self, at: _Point, held: Tensor, weak: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Which rows hold ahead of a point, and (θ′, λ′) there; weak rows may go either way."""
-        program = self._program(at.epsilon)
         p, Dp = self.at.program.rows.part_gradients(at.theta)
         df, DJ = self.direction.first_order(0, at.theta, p, Dp)
-        _, J = program.rows.gradients(at.theta)
-        weights = program.weights(at.lam)
+        weights = at.program.weights(at.lam)
         b, r = weights @ DJ, df[1:] - self.direction.dtau[0]
         some = torch.nonzero(held | weak).reshape(-1)
-        H = Curvature(program.rows, at.theta, weights, assumed=None)
+        H, G = Curvature(at.program.rows, at.theta, weights), at.J[1:][some]
         self.steps += 1
-        step = kkt_step(b, H, r[some], J[1:][some], torch.zeros_like(r[some]), held[some], torch.ones_like(held[some]))
+        step = kkt_step(b, H, r[some], G, torch.zeros_like(r[some]), held[some], torch.ones_like(held[some]))
         ahead = held.clone()
         ahead[some] = held[some] | (step.lam > 0)
         slope = torch.zeros_like(at.lam)
@@ -153,17 +144,17 @@ class Follower:
         """The point at ε with these rows held, from the derivative at another; None where Newton does not close in."""
         ahead = epsilon - start.epsilon
         theta, lam = start.theta + ahead * slope[0], start.lam + ahead * slope[1]
-        program, last = self._program(epsilon), float("inf")
+        program = Direction(self.at.program, epsilon * self.perturbation).carried_out(0)
+        last = float("inf")
         rows = torch.nonzero(held).reshape(-1)
         everything = torch.ones_like(held[rows])
-        goal = max(self.tol, 16 * self.at.scales.rounding)
         for count in range(_CORRECTIONS + 1):
             f, J = program.rows.gradients(theta)
             c, weights = f[1:] - program.tau, program.weights(lam)
-            counted = torch.where(held, c, torch.full_like(c, float("-inf")).clamp(min=-1e300))
+            counted = torch.where(held, c, -1.0)  # the others are looked at when the point is found
             residual = residuals(self.at.scales, weights @ J, counted, torch.where(held, lam, 0.0), held).residual
-            if residual <= goal:
-                return _Point(epsilon, theta, lam, count)
+            if residual <= self.goal:
+                return _Point(epsilon, program, theta, lam, c, J, count)
             if not residual < 0.9 * last or count == _CORRECTIONS:
                 return None
             last = residual
@@ -182,23 +173,20 @@ class Follower:
 
     def _wrong(self, point: _Point, held: Tensor) -> Tensor:
         """Rows that are violated though not held, or held by a negative multiplier, (m,) bool."""
-        return self._functions(point, held) < -10 * max(self.tol, 16 * self.at.scales.rounding)
+        return self._functions(point, held) < -10 * self.goal
 
     def _functions(self, point: _Point, held: Tensor) -> Tensor:
         """What must stay ≥ 0 of each row, scaled, (m,): its multiplier where it is held, else its slack."""
-        program = self._program(point.epsilon)
-        c = program.rows.values(point.theta)[1:] - program.tau
-        found = torch.where(held, self.at.scales.multiplier(point.lam), self.at.scales.slack(c))
+        found = torch.where(held, self.at.scales.multiplier(point.lam), self.at.scales.slack(point.c))
         return torch.where(self.equality, torch.ones_like(found), found)
 
     def _located(self, low: _Point, high: _Point, slope: tuple[Tensor, Tensor], held: Tensor) -> tuple[_Point, int]:
         """The point at which the first row goes wrong between two, and that row."""
         before, after = self._functions(low, held), self._functions(high, held)
-        small = max(self.tol, 16 * self.at.scales.rounding)
-        low_eps, begun = low.epsilon, low
+        low_eps = low.epsilon
         found, row = high, int(after.argmin())
         for turn in range(_ROOTS):
-            wrong = torch.nonzero(after < -small).reshape(-1)
+            wrong = torch.nonzero(after < -self.goal).reshape(-1)
             if len(wrong) == 0:
                 break
             span = found.epsilon - low_eps
@@ -211,15 +199,15 @@ class Follower:
             middle = low_eps + min(max(share, 1e-3), 1 - 1e-3) * span if span > 1e-9 else low_eps + share * span
             if span <= _LOCATED:
                 break
-            point = self._corrected(begun, slope, middle, held)
+            point = self._corrected(low, slope, middle, held)
             if point is None:
                 raise self._lost(low)
             values = self._functions(point, held)
-            if bool((values < -small).any()):
+            if bool((values < -self.goal).any()):
                 found, after = point, values
             else:
-                low_eps, before, begun = middle, values, low
-                if float(values[row]) <= small:
+                low_eps, before = middle, values
+                if float(values[row]) <= self.goal:
                     found = point
                     break
         return found, row

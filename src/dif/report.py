@@ -11,6 +11,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -132,7 +133,7 @@ class Report:
                 f"No sample changes {self.target} by more than rounding does (relative {_ROUNDING:g}): the order of "
                 "the ranking means nothing."
             )
-        bare = sum(short != full for short, full in zip(self._paged(), self.samples, strict=False))
+        bare = sum(short != full for short, full in zip(self._paged, self.samples, strict=False))
         if bare or len(self.samples) > _MOST:
             said.append(
                 f"The page lists {min(len(self.samples), _MOST)} of {len(self.samples)} samples, {bare} of them "
@@ -174,7 +175,7 @@ class Report:
         text = Template((page / "report.html").read_text("utf-8")).substitute(
             style=(page / "report.css").read_text("utf-8"),
             script=(page / "report.js").read_text("utf-8"),
-            data=_harmless(json.dumps(asdict(self) | {"samples": self._paged()}, allow_nan=False, ensure_ascii=False)),
+            data=_harmless(json.dumps(asdict(self) | {"samples": self._paged}, allow_nan=False, ensure_ascii=False)),
             title=html.escape(f"{self.title}: influence on {self.target}"),
             heading=html.escape(self.title),
             summary=self._summary(),
@@ -185,6 +186,7 @@ class Report:
         with written(path) as file:
             file.write(text.encode())
 
+    @cached_property
     def _paged(self) -> list[dict[str, Any]]:
         """The samples that the page lists, the first ones with all that is known of them, as many as it can carry."""
         listed, left = [], _LARGEST

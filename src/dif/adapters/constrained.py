@@ -20,14 +20,12 @@ from dif.adapters.linear_models import logistic, params_of, samples_of, shrunk, 
 class _Influenced:
     """What the constrained estimators share: the solution behind them, and its influence."""
 
-    _n_coef: int
-
     @property
     def solution_(self) -> dif.Solution:
         """θ̄ and λ̄ of the problem that was solved, made anew from what fit kept."""
         check_is_fitted(self, "coef_")
-        problem, params = self._stated()  # type: ignore[attr-defined]
-        return dif.Solution(problem, params, torch.as_tensor(self.multipliers_))  # type: ignore[attr-defined]
+        params = self._params(self.coef_, self.intercept_)
+        return dif.Solution(self._stated(), params, torch.as_tensor(self.multipliers_))  # type: ignore[attr-defined]
 
     def influence(self, X: Any = None, y: Any = None, *, indices: Any = None) -> dif.Influence:
         """What would change without each training sample, predicted without fitting again.
@@ -58,18 +56,15 @@ class _Influenced:
         return dif.DirectionalInfluence(solution).scores(target, train.remove_each(indices), show_progress=False)
 
     def _solve(self) -> None:
-        problem, params = self._stated()  # type: ignore[attr-defined]
-        found = dif.fit(problem, params, show_progress=False)
+        found = dif.fit(self._stated(), self._params(np.zeros(self._X.shape[1]), 0.0), show_progress=False)  # type: ignore[attr-defined]
         self.coef_ = found.params["coef"].numpy()
         self.intercept_ = float(found.params["intercept"]) if "intercept" in found.params else 0.0
         self.multipliers_ = found.lam.numpy()
         self.kkt_residual_ = found.kkt.residual
         self.n_iter_ = 1
 
-    def _start(self) -> dict[str, Tensor]:
-        known = getattr(self, "coef_", np.zeros(self._n_coef))
-        intercept = getattr(self, "intercept_", 0.0) if self.fit_intercept else None  # type: ignore[attr-defined]
-        return params_of(known, intercept)
+    def _params(self, coef: Any, intercept: float) -> dict[str, Tensor]:
+        return params_of(coef, intercept if self.fit_intercept else None)  # type: ignore[attr-defined]
 
 
 class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
@@ -114,10 +109,7 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
         """Solve it; to a KKT residual of 1e-10."""
         found: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._X, self._y = (np.array(part) for part in found)
-        self._n_coef = self._X.shape[1]
         self._fitted = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), strength(self.alpha, "alpha")
-        for gone in ("coef_", "intercept_"):
-            self.__dict__.pop(gone, None)
         self._solve()
         return self
 
@@ -126,7 +118,7 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
         check_is_fitted(self, "coef_")
         return validate_data(self, X, dtype=np.float64, reset=False) @ self.coef_ + self.intercept_
 
-    def _stated(self) -> tuple[dif.Problem, dict[str, Tensor]]:
+    def _stated(self) -> dif.Problem:
         risk = samples_of(squared, self._X, self._y).sum()
         rows = []
         (A_eq, b_eq, A_ub, b_ub), alpha = self._fitted
@@ -135,7 +127,7 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
                 left = dif.linear(np.atleast_2d(np.asarray(A, dtype=float)), of="coef")
                 right = torch.as_tensor(np.array(b, dtype=float))
                 rows.append((left == right).named("A_eq") if equal else (left <= right).named("A_ub"))
-        return dif.Problem(risk + shrunk(2 * alpha) if alpha else risk, rows), self._start()
+        return dif.Problem(risk + shrunk(2 * alpha) if alpha else risk, rows)
 
     def _seen(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=False)
@@ -197,16 +189,13 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
         self._X, members = self._parted(X)
         self.groups_, self._group = (None, None) if members is None else np.unique(members, return_inverse=True)
         self._y = np.where(y == self.classes_[1], 1.0, -1.0)
-        self._n_coef = self._X.shape[1]
-        for gone in ("coef_", "intercept_"):
-            self.__dict__.pop(gone, None)
         self._solve()
         return self
 
     def decision_function(self, X: Any) -> Any:
         """X·coef + intercept."""
         check_is_fitted(self, "coef_")
-        X = validate_data(self, X, dtype=None if self._place is not None else np.float64, reset=False)
+        X = self._checked(X)
         return self._parted(X)[0] @ self.coef_ + self.intercept_
 
     def predict_proba(self, X: Any) -> Any:
@@ -237,6 +226,9 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
             cure="Pass the name of a column of a DataFrame, or its number.",
         )
 
+    def _checked(self, X: Any) -> Any:
+        return validate_data(self, X, dtype=None if self._place is not None else np.float64, reset=False)
+
     def _parted(self, X: Any) -> tuple[Any, Any]:
         """Features and group membership."""
         if self._place is None:
@@ -247,15 +239,15 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
             raise TypeError(f"argument must be a string or a number, not {type(strange[0]).__name__}, to name a group")
         return check_array(np.delete(X, self._place, 1), dtype="float64"), members.astype(str)
 
-    def _stated(self) -> tuple[dif.Problem, dict[str, Tensor]]:
+    def _stated(self) -> dif.Problem:
         train = samples_of(logistic, self._X, self._y)
         risk, (C, tau) = train.mean(), self._fitted
         several = enumerate(() if self.groups_ is None else self.groups_)
         rows = [(train.mean(where=self._group == g) <= risk + tau).named(str(name)) for g, name in several]
-        return dif.Problem(C * train.sum() + shrunk(1.0), rows), self._start()
+        return dif.Problem(C * train.sum() + shrunk(1.0), rows)
 
     def _seen(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X = validate_data(self, X, dtype=None if self._place is not None else np.float64, reset=False)
+        X = self._checked(X)
         unknown = sorted(set(np.asarray(y).tolist()) - set(self.classes_.tolist()), key=str)
         if unknown or len(y) != len(X):
             raise InvalidInputError(

@@ -55,9 +55,8 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         super().__init__()
         self.problem, self.params = problem, params
         first = next(iter(_tensors(params).values()))
-        with torch.no_grad():
-            rows = [self._evaluated(c.term, None, {}).numel() for c in problem.constraints]
-        for name, constraint, size in zip(problem.names, problem.constraints, rows, strict=True):
+        for name, constraint in zip(problem.names, problem.constraints, strict=True):
+            size = _rows(constraint, params)
             kind = cooper.ConstraintType.EQUALITY if constraint.equality else cooper.ConstraintType.INEQUALITY
             multiplier = cooper.multipliers.DenseMultiplier(
                 num_constraints=size, device=first.device, dtype=first.dtype
@@ -74,22 +73,20 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         indices: Which samples they are estimated from: of the problem's Samples, or per Samples where there are
         several. None: all of them.
         """
-        known: dict[int, tuple[Tensor, Tensor | None]] = {}
-        observed = {}
-        loss = self._evaluated(self.problem.objective, indices, known).reshape(())
+        bound, observed = _bound(self.params), {}
+        known = {id(samples): self._losses(samples, indices, bound) for samples in self.problem.samples}
+        loss = self._evaluated(self.problem.objective, bound, known).reshape(())
         for constraint, mine in zip(self.problem.constraints, self.constraints(), strict=True):
-            violation = self._evaluated(constraint.term, indices, known) - constraint.tau.to(loss)
+            violation = self._evaluated(constraint.term, bound, known) - constraint.tau.to(loss)
             observed[mine] = cooper.ConstraintState(violation=violation.reshape(-1))
         return cooper.CMPState(loss=loss, observed_constraints=observed)
 
-    def _evaluated(self, term: Any, indices: Any, known: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
+    @staticmethod
+    def _evaluated(term: Any, bound: dict[str, Tensor], known: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
         """A Term at the params as they are, sums over samples scaled up from those that are looked at."""
-        bound = _bound(self.params)
         first = next(iter(bound.values()))
         total = term.constant.to(first)
         for factor, part in term.sums:
-            if id(part.samples) not in known:
-                known[id(part.samples)] = self._losses(part.samples, indices, bound)
             losses, which = known[id(part.samples)]
             weights = part.weights.to(first) if which is None else part.weights[which].to(first)
             total = total + factor * len(part.samples) / len(weights) * (weights @ losses)
@@ -97,7 +94,8 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
             total = total + factor * function.fn(bound)
         return total
 
-    def _losses(self, samples: Any, indices: Any, bound: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    @staticmethod
+    def _losses(samples: Any, indices: Any, bound: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
         which = indices.get(samples) if isinstance(indices, Mapping) else indices
         which = None if which is None else torch.as_tensor(which).cpu()
         device = next(iter(bound.values())).device
@@ -143,8 +141,8 @@ def solution_of(
             meaning="Multipliers are taken over by name.",
             cure="Name the constraints of the dif.Problem like the attributes of the Cooper problem: .named('fair').",
         )
-    lam, rows = [], dif.Solution(problem, params).multipliers
-    for name in problem.names:
+    lam = []
+    for name, constraint in zip(problem.names, problem.constraints, strict=True):
         weight = getattr(found[name], "weight", None)
         if weight is None:
             raise InvalidInputError(
@@ -154,11 +152,12 @@ def solution_of(
                 meaning="An implicit multiplier has no value of its own for each row.",
                 cure="Leave the multipliers to dif: dif.Solution(problem, params) finds those nearest to stationarity.",
             )
-        if weight.numel() != rows[name].numel():
+        rows = _rows(constraint, params)
+        if weight.numel() != rows:
             raise InvalidInputError(
                 f"multiplier of {name!r}",
                 measured=f"{weight.numel()} values",
-                threshold=f"{rows[name].numel()}, one per row of the constraint",
+                threshold=f"{rows}, one per row of the constraint",
                 meaning="Every row of every constraint has one multiplier.",
                 cure="State the constraint in dif with the rows that Cooper has.",
             )
@@ -215,6 +214,13 @@ def train(
         for schedule in falling:
             schedule.step()
     return solution_of(problem, model, cmp)
+
+
+def _rows(constraint: dif.Constraint, params: Params) -> int:
+    """How many it has: sums over samples are numbers, functions may be vectors."""
+    with torch.no_grad():
+        parts = [function.fn(_bound(params)) for _, function in constraint.term.functions]
+    return max(part.numel() for part in (constraint.tau, *parts))
 
 
 def _turn(order: Tensor, step: int, batch_size: int) -> Tensor:

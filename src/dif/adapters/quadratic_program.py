@@ -112,12 +112,12 @@ class QuadraticProgram:
             )
         return np.array(found.x), np.array(found.z)[len(self.b) :]
 
-    def _hold(self, held: NDArray[np.bool_]) -> None:
-        """Factorise the optimality conditions with these rows as equalities."""
+    def _hold(self, held: NDArray[np.bool_], lent: float | None = None) -> None:
+        """Factorise the optimality conditions with these rows as equalities, and this much curvature lent."""
         self._rows: Any = sparse.csc_matrix(sparse.vstack([self.A, self.F[np.flatnonzero(held)]]))
         zero = sparse.csc_matrix((self._rows.shape[0], self._rows.shape[0]))
-        lent = self.lent * sparse.identity(self.P.shape[0], format="csc")
-        self._kkt: Any = sparse.csc_matrix(sparse.bmat([[self.P + lent, self._rows.T], [self._rows, zero]]))
+        more = (self.lent if lent is None else lent) * sparse.identity(self.P.shape[0], format="csc")
+        self._kkt: Any = sparse.csc_matrix(sparse.bmat([[self.P + more, self._rows.T], [self._rows, zero]]))
         try:
             self._factor = splu(self._kkt)
         except RuntimeError as error:
@@ -151,12 +151,11 @@ class QuadraticProgram:
         held = np.isin(np.arange(len(self.g)), np.concatenate([self.binding, self.weak]))
         push = np.zeros((len(self.x) + len(self.b) + int(held.sum()), len(variables)))
         push[variables, np.arange(len(variables))] = 1.0
-        lent, found = self.lent, []
-        for self.lent in (lent, 0.1 * lent):
-            self._hold(held)
+        found = []
+        for lent in (self.lent, 0.1 * self.lent):
+            self._hold(held, lent)
             response = self._solve(push)[variables]
             found.append(0.5 * (response + response.T))
-        self.lent = lent
         self._hold(np.isin(np.arange(len(self.g)), self.binding))
         size = 1e-9 * max(float(np.trace(found[0])), 1e-300) / max(len(variables), 1) * np.eye(len(variables))
         if len(variables) and float(eigh(found[1] + size, found[0] + size, eigvals_only=True)[-1]) > _FLAT:

@@ -221,7 +221,7 @@ def test_a_killed_farm_goes_on(tmp_path):
 
 def test_plain_optimiser_agrees(tmp_path):
     """Removals retrained from θ̄ by SciPy's L-BFGS-B, which shares neither code nor curvature with dif's."""
-    setting = cnn.Setting(n=400, model="small", channels=2, l2=0.02, epochs=20, removals=6)
+    setting = cnn.Setting(n=400, tau=0.01, model="small", channels=2, l2=0.02, epochs=20, removals=6)
     result = cnn.reproduce(setting, tmp_path, paper_epsilon=False, plain=5, show_progress=False)
     assert max(result["plain"]["residuals"]) <= 1e-7
     assert result["plain"]["largest_difference"] <= 0.01

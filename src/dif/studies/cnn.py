@@ -34,11 +34,11 @@ class Setting:
     n: int = 6_000
     groups: int = 3
     alpha: float = 0.5  # share of the samples that is dealt to the groups at random
-    tau: float = 0.01
-    l2: float = 0.01
+    tau: float = 0.002
+    l2: float = 0.006
     model: str = "paper"  # or "small"
     side: int = 14  # pixels of an image along each side: 28, or their means over 2 × 2
-    channels: int = 8
+    channels: int = 4
     seed: int = 0
     epochs: int = 100
     removals: int = 100
@@ -49,7 +49,7 @@ class Setting:
         return PAPER if self.model == "paper" else SMALL
 
 
-SMALL_STUDY = Setting(n=2_000, model="small", channels=4, epochs=200, removals=40)  # two minutes on two cores
+SMALL_STUDY = Setting(n=2_000, tau=0.01, l2=0.01, model="small", epochs=200, removals=40)  # two minutes on two cores
 
 
 @dataclass(frozen=True, eq=False)

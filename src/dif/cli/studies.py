@@ -112,7 +112,7 @@ def reproduce_cnn(
     The first misclassified test image is followed: every training sample is scored with DIF, the most influential are
     removed one by one and the network is trained again to a certified solution each time. All stages are kept in --out.
 
-    The defaults are those of docs/studies.md: minutes on a GPU, an hour or two on two cores. In two minutes on two cores:
+    The defaults are those of docs/studies.md: minutes on a GPU, an hour or two on two cores. In two minutes there:
 
     Example: dif reproduce cnn --model small --n 2000 --l2 0.01 --tau 0.01 --epochs 200 --removals 40
     """

@@ -174,7 +174,37 @@ def test_a_finished_study_is_not_repeated(study):
     assert again == json.loads(json.dumps(result))
 
 
-TINY = ["--n", "400", "--model", "small", "--channels", "2", "--l2", "0.05", "--epochs", "20", "--removals", "12"]
+def test_figures_that_are_gone_are_drawn_again(study):
+    out, _ = study
+    (out / "cnn.png").unlink()
+    cnn.reproduce(SMALL, out, resume=True, paper_epsilon=False)
+    assert (out / "cnn.png").stat().st_size > 10_000
+
+
+def test_another_study_is_not_passed_off(study, tmp_path):
+    """Only the numbers were copied, without the file that claims the folder; or only a solution, of another network."""
+    out, _ = study
+    (tmp_path / "cnn.json").write_bytes((out / "cnn.json").read_bytes())
+    with pytest.raises(dif.InvalidInputError, match=r"l2 0\.01 \(now 0\.3\)"):
+        cnn.reproduce(replace(SMALL, l2=0.3), tmp_path, paper_epsilon=False)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "solution.npz").write_bytes((out / "solution.npz").read_bytes())
+    with pytest.raises(dif.InvalidInputError, match=r"It belongs to another study."):
+        cnn.reproduce(replace(SMALL, channels=2), other, paper_epsilon=False)
+
+
+def test_a_refused_study_claims_no_folder(tmp_path):
+    with pytest.raises(dif.InvalidInputError, match=r"Each image is removed at most once."):
+        cnn.reproduce(replace(SMALL, n=30), tmp_path)
+    with pytest.raises(dif.InvalidInputError):
+        cnn.reproduce(SMALL, tmp_path, data=str(tmp_path / "nowhere"))
+    assert list(tmp_path.iterdir()) == []
+
+
+TINY = [
+    f"--{word}" for word in ("n=400", "model=small", "channels=2", "l2=0.05", "tau=0.01", "epochs=20", "removals=12")
+]
 
 
 def _started(out, *more):

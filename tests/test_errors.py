@@ -179,6 +179,9 @@ ELSEWHERE = (
     "sklearn",
     "habits",
     "path",
+    "groups",
+    "bound_curve",
+    "choosing",
 )
 
 

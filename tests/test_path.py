@@ -105,3 +105,38 @@ def test_a_path_that_ends_is_said_to():
     lenient = dif.PathInfluence(solution, strict=False).scores(point.mean(), far)
     assert bool(lenient.values.isnan().all())
     assert "lost at" in lenient.diagnostics["unanswered"][far.labels[0]]
+
+
+def test_stops_and_what_a_path_knows():
+    train, problem, *_ = fair_logistic()
+    solution = solved(problem)
+    removal = train.remove(list(range(0, 60, 5)))
+    path = dif.PathInfluence(solution).follow(removal, stops=[0.3, 0.35, 0.9])
+    assert {0.0, 0.3, 0.35, 0.9, 1.0} <= set(path.epsilons.tolist())
+    at = path.epsilons.tolist().index(0.35)
+    expected = dif.Retraining(solution).scores(train.mean(), 0.35 * removal)
+    np.testing.assert_allclose(path.changes(train.mean())[at], expected.values[0], atol=1e-9)
+    assert path.start is solution
+    assert path.curvatures == 0  # the one at the start served all
+    with pytest.raises(dif.InvalidInputError, match="A path leads from ε = 0") as caught:
+        dif.PathInfluence(solution).follow(removal, stops=[1.5])
+    assert caught.value.meaning == (
+        "A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out."
+    )
+
+
+def test_one_constraint_takes_over_from_another():
+    """A corner of the plane at which two rows hold; a third comes by and pushes one of them aside."""
+    point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[5.0, 9.0]], dtype=F64))
+    rows = dif.linear([[1.0, 0.0], [0.0, 1.0]]) <= torch.tensor([1.0, 1.0])
+    third = (dif.linear([1.0, 1.0]) <= 3.0).named("third")
+    problem = dif.Problem(point.mean(), [rows.named("box"), third])
+    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=F64)}, show_progress=False)
+    path = dif.PathInfluence(solution).follow(third.shift(-1.5))
+    # at a sum of 2 the third row holds too, with θ₂ ≤ 1 (force 8, of which it takes 4 until θ₁ ≤ 1 has none left)
+    assert {(event.name, event.binds) for event in path.events} == {("third", True), ("box[0]", False)}
+    np.testing.assert_allclose([event.epsilon for event in path.events], 2 / 3, atol=1e-9)
+    np.testing.assert_allclose(path.end.theta, [0.5, 1.0], atol=1e-9)
+    np.testing.assert_allclose(path.end.lam, [0.0, 3.5, 4.5], atol=1e-9)
+    end = dif.Retraining(solution).change(third.shift(-1.5))
+    np.testing.assert_allclose(path.end.theta - solution.theta, end.flat, atol=1e-8)

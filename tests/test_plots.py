@@ -69,12 +69,35 @@ def test_path(ax):
     solution = solved(problem)
     removal = train.remove([0])
     predicted, actual = dif.DirectionalInfluence(solution).change(removal), dif.Retraining(solution).change(removal)
-    assert plots.path(solution, removal, predicted, ax, steps=2, most=1) is ax
+    followed = dif.PathInfluence(solution).follow(removal, stops=[0.5])
+    assert plots.path(followed, ax, predicted, most=1) is ax
     i = int(actual.flat.abs().argmax())
     retrained, straight = ax.lines
     assert retrained.get_ydata()[-1] == pytest.approx(float(actual.flat[i]), abs=1e-9)
     assert straight.get_ydata()[-1] == pytest.approx(float(predicted.flat[i]))
-    assert len(retrained.get_xdata()) == 3
+    assert 0.5 in retrained.get_xdata()
+
+
+def test_paths_of_multipliers_and_bounds(ax):
+    train, problem, *_ = bound_regression()
+    solution, order = solved(problem), problem.constraints[1]
+    followed = dif.PathInfluence(solution).follow(order.shift(1.0))
+    assert [event.binds for event in followed.events] == [False]
+    assert plots.multiplier_path(followed, ax) is ax
+    named = {line.get_label(): line for line in ax.lines}
+    assert {"sum[0]", "order"} <= set(named)
+    assert float(named["order"].get_ydata()[-1]) == 0.0
+    assert [text.get_text() for text in ax.texts] == ["order lets go"]
+    assert followed.events[0].epsilon in [line.get_xdata()[0] for line in ax.lines]
+    ax.clear()
+    bound = float(order.tau)
+    curve = dif.bound_curve(solution, order, [bound - 0.5, bound, bound + 1.0], train.mean())
+    plots.bound_curve(curve, ax)
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.price)
+    assert ax.get_ylabel() == "price λ"
+    ax.clear()
+    plots.bound_curve(curve, ax, target=0)
+    np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.values[:, 0])
 
 
 def test_predicted_vs_actual(ax):

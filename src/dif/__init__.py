@@ -2,11 +2,15 @@
 
 from dif.active_set import ActiveSet
 from dif.agreement import Agreement
+from dif.bound_curve import BoundCurve, bound_curve
+from dif.choosing import Choice, choose, smallest_set
+from dif.cleaning import self_influence
 from dif.conjugate_gradients import ConjugateGradients
 from dif.constraint import Constraint
 from dif.errors import (
     DegenerateError,
     DifError,
+    FirstOrderWarning,
     InfeasibleError,
     InvalidInputError,
     NotASolutionError,
@@ -21,6 +25,7 @@ from dif.estimators.newton import NewtonInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.retraining import Retraining
 from dif.fit import fit
+from dif.group_influence import GroupInfluence
 from dif.influence import Change, Influence
 from dif.kkt import KKT
 from dif.parameters import variable
@@ -37,14 +42,18 @@ __all__ = [
     "KKT",
     "ActiveSet",
     "Agreement",
+    "BoundCurve",
     "Change",
+    "Choice",
     "ClassicalInfluence",
     "ConjugateGradients",
     "Constraint",
     "DegenerateError",
     "DifError",
     "DirectionalInfluence",
+    "FirstOrderWarning",
     "Function",
+    "GroupInfluence",
     "InfeasibleError",
     "Influence",
     "InvalidInputError",
@@ -62,8 +71,12 @@ __all__ = [
     "Solution",
     "Term",
     "UnboundedError",
+    "bound_curve",
+    "choose",
     "fit",
     "linear",
     "ridge",
+    "self_influence",
+    "smallest_set",
     "variable",
 ]

@@ -59,6 +59,10 @@ class NotConvergedWarning(UserWarning):
     """`fit` stopped at a limit; the returned solution says so too."""
 
 
+class FirstOrderWarning(UserWarning):
+    """The first order cannot be trusted with what is done to the data; the result says where."""
+
+
 def few(values: Sequence[object]) -> str:
     """The first of them, and how many there are."""
     shown = ", ".join(map(str, values[:6]))

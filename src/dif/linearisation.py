@@ -104,10 +104,10 @@ class Linearisation:
 
     def respond(self, perturbation: Perturbation) -> tuple[Tensor, Tensor, dict[str, str]]:
         """Δθ, (d,), and the multipliers of the kept rows, (k,), of one perturbation; what could not be answered."""
-        omega, nu, unanswered = self._moved(Direction.single(self.at.program, perturbation))
+        omega, nu, unanswered = self.moved(Direction.single(self.at.program, perturbation))
         return omega[0], nu[0], unanswered
 
-    def _moved(self, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
+    def moved(self, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
         """Δθ, (P, d), by one solve for all, NaN where there is no answer; the multipliers, (P, k), and the reasons."""
         first = [direction.first_order(p, self.at.theta, self.at.p, self.at.Dp) for p in range(direction.P)]
         B = torch.stack([self.weights @ DJ for _, DJ in first])
@@ -143,6 +143,18 @@ class Linearisation:
                 done += len(some)
                 report(done)
         return torch.cat(multipliers), unanswered
+
+    def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
+        """Δλ on all m rows, (P, m), NaN where there is no answer."""
+        parts = []
+        for some in chunks(perturbations):
+            direction = Direction(self.at.program, some)
+            bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, self.V)
+            nu, force, _ = self.push(bV, (df[:, 1:] - direction.dtau)[:, self.kept], some)
+            change = self.multiplier_change(nu)
+            change[~torch.isfinite(force).all(1)] = float("nan")
+            parts.append(change)
+        return torch.cat(parts)
 
     def by_row(self, targets: Targets, perturbations: Perturbation) -> Tensor:
         """The score of one target in the parts that come by way of the objective and of each constraint, (P, 1 + m).
@@ -218,7 +230,7 @@ class Linearisation:
 
         def moves() -> Iterator[Tensor]:
             for some in chunks(perturbations, max(1, _MOVED // self.at.theta.numel())):
-                omega, _, missing = self._moved(Direction(self.at.program, some))
+                omega, _, missing = self.moved(Direction(self.at.program, some))
                 unanswered.update(missing)
                 yield from omega
 

@@ -86,6 +86,12 @@ class Nearby:
             self._newton(stack, ends, max_iter)
             yield ends
 
+    def step(self, stack: Stack, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+        """One step with what was prepared, from a point (θ, λ) of each program: ω, (P, d), the multipliers, (P, m)."""
+        f, g = stack.pullback(theta, _weights(lam))
+        omega, nu, _ = self._prepared_step(f[:, 1:] - stack.tau, g, lam, None, self.solver.solve)
+        return omega, nu
+
     def _begun(self, P: int, tol: float) -> Ends:
         theta, lam = self.at.theta.expand(P, -1).clone(), self.at.lam.expand(P, -1).clone()
         goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif import Change, Influence, InvalidInputError, Perturbation, Retraining, Solution
+from dif import BoundCurve, Change, Influence, InvalidInputError, Solution
+from dif.path import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"
 
@@ -148,20 +149,51 @@ def multipliers(solution: Solution, change: Change, ax: Any) -> Any:
     return ax
 
 
-def path(solution: Solution, perturbation: Perturbation, change: Change, ax: Any, steps: int = 8, most: int = 4) -> Any:
-    """θ(ε) while a perturbation is carried out, retrained at each step, beside the straight line that was predicted."""
-    shares = np.linspace(0.0, 1.0, steps + 1)
-    retraining = Retraining(solution, show_progress=False)
-    moved = torch.stack([retraining.change(float(share) * perturbation).flat for share in shares[1:]]).cpu()
-    moved = torch.cat([torch.zeros_like(moved[:1]), moved])
+def path(followed: Path, ax: Any, change: Change | None = None, most: int = 4) -> Any:
+    """θ(ε) while a perturbation is carried out, where constraints switch, and the straight line that was predicted."""
+    shares, moved = followed.epsilons.numpy(), (followed.thetas - followed.thetas[0]).cpu()
     chosen = torch.argsort(moved[-1].abs(), descending=True)[:most].tolist()
     for number, i in enumerate(chosen):
         (line,) = ax.plot(shares, moved[:, i], marker="o", markersize=3, label=f"θ{i + 1}")
-        end = float(change.flat[i])
-        ax.plot([0, 1], [0, end], linestyle="--", color=line.get_color(), label="predicted" if number == 0 else None)
-    ax.set_xlabel("ε, how far the perturbation is carried out")
+        if change is not None:
+            predicted = [0, float(change.flat[i])]
+            ax.plot([0, 1], predicted, "--", color=line.get_color(), label="predicted" if number == 0 else None)
     ax.set_ylabel("θ(ε) − θ̄")
-    ax.legend(frameon=False, fontsize=8)
+    return _along_path(followed, ax)
+
+
+def multiplier_path(followed: Path, ax: Any) -> Any:
+    """λ(ε) of every constraint that binds anywhere on a path, and where they switch."""
+    for j, name in enumerate(followed.start.program.names):
+        if bool((followed.multipliers[:, j] != 0).any()):
+            ax.plot(followed.epsilons, followed.multipliers[:, j].cpu(), marker="o", markersize=3, label=name)
+    ax.axhline(0.0, color=GREY, linewidth=1)
+    ax.set_ylabel("λ(ε)")
+    return _along_path(followed, ax)
+
+
+def _along_path(followed: Path, ax: Any) -> Any:
+    for event in followed.events:
+        ax.axvline(event.epsilon, color=GREY, linestyle=":", linewidth=1)
+        words = f"{event.name} {'binds' if event.binds else 'lets go'}"
+        ax.annotate(words, (event.epsilon, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
+    ax.set_xlabel("ε, how far the perturbation is carried out")
+    if ax.get_legend_handles_labels()[1]:
+        ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+def bound_curve(curve: BoundCurve, ax: Any, target: int | str | None = None) -> Any:
+    """The price of a constraint (target=None), or a target, against its bound, with the kinks."""
+    column = curve.targets.index(target) if isinstance(target, str) else target
+    values = curve.price if column is None else curve.values[:, column]
+    ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
+    for kink in curve.kinks:
+        ax.axvline(kink.bound, color=GREY, linestyle=":", linewidth=1)
+        words = f"{kink.name} binds {kink.binds}"
+        ax.annotate(words, (kink.bound, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
+    ax.set_xlabel(f"bound of {curve.constraint}")
+    ax.set_ylabel("price λ" if column is None else curve.targets[column])
     return ax
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dif.constraint import Constraint
 from dif.errors import InvalidInputError
-from dif.term import Expression, Term
+from dif.term import Expression, SampleSum, Term
 
 if TYPE_CHECKING:
     from dif.samples import Samples
@@ -54,6 +55,37 @@ class Problem:
         terms = (self.objective, *(c.term for c in self.constraints))
         return tuple({id(part.samples): part.samples for term in terms for _, part in term.sums}.values())
 
+    def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
+        """The same problem after some samples have left every term: means are taken over those that stay.
+
+        Numbers of samples keep their meaning, so that further ones can be removed. `dif.fit` solves it from scratch.
+        """
+        gone = list(indices)
+        known: dict[int, SampleSum] = {}
+
+        def left(term: Term) -> Term:
+            sums = tuple((c, known.setdefault(id(s), _left(s, samples, gone))) for c, s in term.sums)
+            return replace(term, sums=sums)
+
+        return Problem(left(self.objective), [replace(c, term=left(c.term)) for c in self.constraints])
+
     def __repr__(self) -> str:
         many = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"
         return f"Problem(min {repr(self.objective)[5:-1]}, {many})"
+
+
+def _left(part: SampleSum, samples: Samples, gone: list[int]) -> SampleSum:
+    if part.samples is not samples:
+        return part
+    weights = part.weights.clone()
+    weights[gone] = 0.0
+    before, after = int((part.weights != 0).sum()), int((weights != 0).sum())
+    if after == 0:
+        raise InvalidInputError(
+            f"samples left in {part.words!r}",
+            measured=0,
+            threshold="at least 1",
+            meaning="A term without samples is not defined.",
+            cure="Remove fewer samples, or state the problem without that term.",
+        )
+    return replace(part, weights=weights * (before / after) if part.normalised else weights)

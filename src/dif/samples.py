@@ -105,21 +105,21 @@ class Samples:
         With `renormalise` every mean is taken over the samples left, as retraining does; without, the 1/N of each mean
         stays (the paper's ε).
         """
-        entries = Entries.of([self._indices(indices)])
+        entries = Entries.of([self.checked(indices)])
         return self._perturb(Removal(self, entries, renormalise, _terms(terms)))
 
     def remove_each(
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """One perturbation per sample (all of them, or those listed)."""
-        index = torch.arange(len(self)) if indices is None else torch.tensor(self._indices(indices))
+        index = torch.arange(len(self)) if indices is None else torch.tensor(self.checked(indices))
         return self._perturb(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
 
     def remove_groups(
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """One perturbation per group of samples."""
-        lists = [self._indices(group) for group in groups] if isinstance(groups, Iterable) else []
+        lists = [self.checked(group) for group in groups] if isinstance(groups, Iterable) else []
         if not lists:
             raise InvalidInputError(
                 f"groups of samples of {self.name!r}",
@@ -155,7 +155,7 @@ class Samples:
 
     def replace(self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """One perturbation that puts new data (a corrected label, say) in the place of these samples."""
-        index = self._indices(indices)
+        index = self.checked(indices)
         new = self._new(data, "corrected")
         self._check_structure(new)
         if len(new) != len(index):
@@ -233,7 +233,8 @@ class Samples:
             )
         return vector.clone()
 
-    def _indices(self, indices: int | Iterable[int]) -> list[int]:
+    def checked(self, indices: int | Iterable[int]) -> list[int]:
+        """Numbers of samples, each once, as a list."""
         if hasattr(indices, "tolist"):  # tensors and arrays, also without dimension
             indices = indices.tolist()  # type: ignore[union-attr]
         given = list(indices) if isinstance(indices, Iterable) else [indices]
@@ -264,7 +265,7 @@ class Samples:
             return None
         if hasattr(like, "tolist"):
             like = like.tolist()  # type: ignore[union-attr]
-        index = [i for one in (like if isinstance(like, Iterable) else [like]) for i in self._indices([one])]  # type: ignore[list-item]
+        index = [i for one in (like if isinstance(like, Iterable) else [like]) for i in self.checked([one])]  # type: ignore[list-item]
         if len(index) not in (1, count):
             raise InvalidInputError(
                 "like=",

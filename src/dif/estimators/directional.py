@@ -138,6 +138,15 @@ class DirectionalInfluence:
             values, perturbations, names, f"{self.name}, by term, on {targets.names[0]}", self._diagnostics
         )
 
+    def prices(self, perturbations: Perturbation) -> Influence:
+        """How much the multiplier of each constraint changes: which samples set what a constraint costs.
+
+        A multiplier is the price of its constraint, the fall of the objective per unit that the bound is loosened. A
+        negative entry: carrying the perturbation out makes the constraint cheaper.
+        """
+        values = self.linearisation.multiplier_changes(perturbations).double().cpu()
+        return Influence(values, perturbations, self.solution.program.names, f"{self.name}, prices", self._diagnostics)
+
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""
         name = self.name + (" (switching)" if self.switching else "")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.errors import DifError
+from dif.errors import DifError, InvalidInputError
 from dif.fit import check_limits, default_tolerance
 from dif.influence import Change, Influence
 from dif.linearisation import trust
-from dif.path import Follower, Path
+from dif.path import Follower, Path, Prepared
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.solution import Solution, checked_tolerance, expect_solution
@@ -29,7 +29,7 @@ class PathInfluence:
     Args:
         solution: A certified solution.
         tol: Relative KKT residual of every point (None: 1e-10 in float64, 1e-5 in float32).
-        max_steps: Limit on Newton steps per perturbation.
+        max_steps: Limit on steps, each a gradient and a solve, per perturbation.
         strict: Raise where the point is not a solution or irregular, or a path is lost; False answers NaN to that.
         show_progress: Show a bar on a terminal while scoring.
     """
@@ -41,7 +41,7 @@ class PathInfluence:
         solution: Solution,
         *,
         tol: float | None = None,
-        max_steps: int = 2000,
+        max_steps: int = 5000,
         strict: bool = True,
         show_progress: bool = True,
     ) -> None:
@@ -53,10 +53,17 @@ class PathInfluence:
             solution.check()
             solution.active.check()
         self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
+        binding = torch.zeros_like(solution.program.equality)
+        binding[list(solution.active.binding)] = True
+        self._prepared = Prepared(solution.program, solution.theta, solution.lam, binding, solution)
 
-    def follow(self, perturbation: Perturbation) -> Path:
-        """The whole path of one perturbation."""
-        return Follower(self.solution, perturbation, self.tol, self.max_steps).run()
+    def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
+        """The whole path of one perturbation, with points at each ε of `stops` among those it takes by itself."""
+        return self.follower(perturbation).run(checked_stops(stops))
+
+    def follower(self, perturbation: Perturbation) -> Follower:
+        """What walks along the path of one perturbation."""
+        return Follower(self.solution, perturbation, self.tol, self.max_steps, self._prepared)
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ at the end of the path of one perturbation."""
@@ -67,9 +74,10 @@ class PathInfluence:
             flat=path.end.theta - at.theta,
             diagnostics={
                 **self._diagnostics,
-                "residual": path.end.kkt.residual,
+                "residual": path.residual,
                 "events": [str(event) for event in path.events],
-                "newton_steps": path.newton_steps,
+                "steps": path.steps,
+                "curvatures": path.curvatures,
             },
         )
 
@@ -96,3 +104,17 @@ class PathInfluence:
         values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
         diagnostics = {**self._diagnostics, "unanswered": unanswered, "events": events}
         return Influence(values, perturbations, targets.names, self.name, diagnostics)
+
+
+def checked_stops(stops: Sequence[float]) -> list[float]:
+    """Ascending, the end among them."""
+    listed = sorted({1.0, *(float(s) for s in stops)})
+    if not all(0.0 <= stop <= 1.0 for stop in listed):
+        raise InvalidInputError(
+            "stops on a path",
+            measured=f"{listed[0]:g} … {listed[-1]:g}",
+            threshold="between 0 and 1",
+            meaning="A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out.",
+            cure="To go further, scale the perturbation: 2 * removal.",
+        )
+    return listed

@@ -24,6 +24,7 @@ DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # tr
 BATCH = 256
 REEVALUATED = ", re-evaluated"
 _BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
+_DRAWN = ("cnn.png", "cnn-images.png")
 RENORMALISED, PAPERS = "renormalised", "paper"  # the mean over the samples left; 1/Nⱼ kept
 
 
@@ -99,6 +100,15 @@ def solved(stated: Posed, setting: Setting, out: Path, show_progress: bool) -> d
         with np.load(path, allow_pickle=False) as file:
             theta, lam = (torch.as_tensor(file[name]) for name in ("theta", "lam"))
         model = deepcopy(stated.start)
+        sizes = (sum(p.numel() for p in model.parameters()), setting.groups)
+        if (theta.numel(), lam.numel()) != sizes:
+            raise dif.InvalidInputError(
+                f"solution kept in {str(path)!r}",
+                measured=f"{theta.numel()} parameters, {lam.numel()} multipliers",
+                threshold=f"{sizes[0]} and {sizes[1]}",
+                meaning="It belongs to another study.",
+                cure="Name another folder with --out, or take that file away.",
+            )
         nn.utils.vector_to_parameters(theta.to(stated.test), model.parameters())
         return dif.Solution(stated.problem, model, lam.tolist())
     solution = fitted(stated, setting, show_progress, checkpoint=out / "fit.npz")
@@ -150,11 +160,11 @@ def estimators(solution: dif.Solution, test: dif.Samples, train: dif.Samples) ->
     for name, make in kinds.items():
         found = least_damped(make, test, train, least)
         if found is None:
-            remarks[name] = f"does not exist, damped by {DAMPINGS[-1]:g} or less (the curvature is negative)"
+            remarks[name] = f"not positive definite, damped by {DAMPINGS[-1]:g} or less"
             continue
         made[name], damping = found
         if damping:
-            remarks[name] = f"does not exist without damping (the curvature is negative); damped by {damping:g}"
+            remarks[name] = f"its curvature is not positive definite without damping; damped by {damping:g}"
         least = damping if name == "classical IF" else 0.0
     made["Newton"] = dif.NewtonInfluence(solution, strict=False, show_progress=False)
     return made, remarks
@@ -191,7 +201,16 @@ def run(
         paper_epsilon: Also retrain with 1/Nⱼ kept, the paper's removal.
         show_progress: Show bars on a terminal.
     """
+    if setting.removals > setting.n:
+        raise dif.InvalidInputError(
+            "removals",
+            measured=setting.removals,
+            threshold=f"at most {setting.n}, the training images",
+            meaning="Each image is removed at most once.",
+            cure="Ask for fewer (--removals), or for more images (--n).",
+        )
     stated = posed(setting, data, device)
+    (out / "setting.json").write_text(json.dumps(asdict(setting), indent=2) + "\n")  # from here on the folder is taken
     solution = solved(stated, setting, out, show_progress)
     active = solution.active
     place, taken, error, test = target_of(stated, solution)
@@ -293,10 +312,10 @@ def _extremes(scored: dif.Influence, count: int) -> list[dict[str, Any]]:
 def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: Any) -> dict[str, Any]:
     """Run it, write cnn.json, cnn.png and cnn-images.png, return the numbers."""
     out.mkdir(parents=True, exist_ok=True)
-    claimed = out / "setting.json"
-    stated = json.dumps(asdict(setting), indent=2) + "\n"
-    if claimed.exists():
-        before = json.loads(claimed.read_text())
+    claimed, finished = out / "setting.json", out / "cnn.json"
+    known = json.loads(finished.read_text()) if finished.exists() else None
+    if claimed.exists() or known is not None:
+        before = known["setting"] if known is not None else json.loads(claimed.read_text())
         other = {key: (before.get(key), value) for key, value in asdict(setting).items() if before.get(key) != value}
         if other or not resume:
             words = ", ".join(f"{key} {old} (now {new})" for key, (old, new) in other.items())
@@ -307,21 +326,23 @@ def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: A
                 meaning="Finished stages would be mixed up, or done again for nothing.",
                 cure="Name another folder with --out." if other else "Say --resume to go on from what is there.",
             )
-    finished = out / "cnn.json"
-    if finished.exists():
-        result = json.loads(finished.read_text())
-        conventions = 1 + bool(options.get("paper_epsilon", True))
-        checked = len(result.get("plain", {}).get("removed", ()))
-        complete = len(result["compared"]) >= conventions and checked >= min(options.get("plain", 0), setting.removals)
-        if result["version"] == dif.__version__ and complete:
-            return result
-    claimed.write_text(stated)
-    result = run(setting, out, **options)
-    with written(finished) as file:
-        file.write((json.dumps(result, indent=2) + "\n").encode())
-    figure(out / "cnn.png", result)
-    images(out / "cnn-images.png", result, options.get("data"))
-    return result
+    conventions = 1 + bool(options.get("paper_epsilon", True))
+    checks = min(options.get("plain", 0), setting.removals)
+    if (
+        known is None
+        or known["version"] != dif.__version__
+        or len(known["compared"]) < conventions
+        or len(known.get("plain", {}).get("removed", ())) < checks
+    ):
+        known = run(setting, out, **options)
+        with written(finished) as file:
+            file.write((json.dumps(known, indent=2) + "\n").encode())
+        for drawn in _DRAWN:
+            (out / drawn).unlink(missing_ok=True)
+    if not all((out / drawn).exists() for drawn in _DRAWN):
+        figure(out / _DRAWN[0], known)
+        images(out / _DRAWN[1], known, options.get("data"))
+    return known
 
 
 def figure(path: Path, result: dict[str, Any]) -> None:

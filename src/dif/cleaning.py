@@ -1,0 +1,37 @@
+"""Samples that look wrong: what each does to its own loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from dif.influence import Influence
+from dif.progress import progress
+from dif.samples import Samples
+
+_TOGETHER = 128  # samples at once
+
+
+def self_influence(
+    estimator: Any, samples: Samples, indices: Iterable[int] | None = None, *, show_progress: bool = True
+) -> Influence:
+    """How much the loss of each sample would rise if it were removed: large where the others do not support it.
+
+    Mislabelled samples stand out: only their own weight holds their loss down. Under constraints a sample acts through
+    every term that holds it, so DirectionalInfluence is the estimator to pass; ClassicalInfluence sees the objective
+    alone.
+    """
+    index = list(range(len(samples))) if indices is None else samples.checked(indices)
+    quietly = {} if hasattr(estimator, "show_progress") else {"show_progress": False}  # said once, or each time
+    values, diagnostics = [], {}
+    with progress("self-influence", len(index), show_progress) as report:
+        for begin in range(0, len(index), _TOGETHER):
+            some = index[begin : begin + _TOGETHER]
+            found = estimator.scores(samples.take(torch.tensor(some)), samples.remove_each(some), **quietly)
+            values.append(found.values.diagonal())
+            diagnostics = found.diagnostics
+            report(begin + len(some))
+    column = torch.cat(values)[:, None]
+    return Influence(column, samples.remove_each(index), ("own loss",), f"{estimator.name}, self", diagnostics)

@@ -1,0 +1,77 @@
+"""Logistic regression on handwritten digits with a bound on the risk of each group: what two studies share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import dif
+
+L2, TAU = 1e-2, 0.005
+
+
+@dataclass(frozen=True, eq=False)
+class Digits:
+    """The problem, its data, and where training starts."""
+
+    train: dif.Samples
+    test: dif.Samples
+    problem: dif.Problem
+    start: dict[str, Tensor]
+    X: Tensor  # (n, 64)
+    labels: Tensor  # (n,) as trained on
+    group: Tensor  # (n,) 0: less ink than the median digit, 1: more
+    test_X: Tensor
+    test_labels: Tensor
+    test_group: Tensor
+    flipped: Tensor  # (n,) bool, labels that are wrong on purpose
+
+    def solved(self) -> dif.Solution:
+        """From zeros to a certified solution."""
+        return dif.fit(self.problem, self.start, show_progress=False)
+
+    def scratch(self, removed: Iterable[int]) -> dif.Solution:
+        """The problem without some samples, from zeros."""
+        return dif.fit(self.problem.without(self.train, removed), self.start, show_progress=False)
+
+    @property
+    def targets(self) -> dict[str, dif.Term]:
+        """What is asked about: the test loss, that of one group, the gap between the two."""
+        thin, bold = (self.test.mean(where=self.test_group == g) for g in (0, 1))
+        return {"test loss": self.test.mean(), "test loss of group 0": thin, "gap": thin - bold}
+
+
+def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
+    """Cross-entropy of a linear classifier, per sample."""
+    X, y = batch
+    return torch.nn.functional.cross_entropy(X @ params["W"] + params["b"], y, reduction="none")
+
+
+def posed(
+    seed: int = 0, n: int = 1200, tau: float = TAU, flipped: float = 0.0, constrained: bool = True, bound: int = 2
+) -> Digits:
+    """Min mean loss + ridge s.t. the risk of each of the first `bound` groups ≤ the mean risk + τ."""
+    from sklearn.datasets import load_digits
+
+    pixels, digits = load_digits(return_X_y=True)
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.randperm(len(pixels), generator=generator)
+    X, y = torch.tensor(pixels / 16)[order], torch.tensor(digits)[order]
+    ink = X.sum(1)
+    group = (ink > ink.median()).long()
+    labels = y[:n].clone()
+    wrong = torch.zeros(n, dtype=torch.bool)
+    if flipped:
+        wrong[torch.randperm(n, generator=generator)[: int(flipped * n)]] = True
+        other = (labels + torch.randint(1, 10, (n,), generator=generator)) % 10
+        labels = torch.where(wrong, other, labels)
+    train = dif.Samples(loss, (X[:n], labels), name="train")
+    test = dif.Samples(loss, (X[n:], y[n:]), name="test")
+    risk = train.mean()
+    bounds = [(train.mean(where=group[:n] == g) <= risk + tau).named(f"group {g}") for g in range(bound)]
+    problem = dif.Problem(risk + dif.ridge(L2), bounds if constrained else [])
+    start = {"W": torch.zeros(64, 10, dtype=torch.float64), "b": torch.zeros(10, dtype=torch.float64)}
+    return Digits(train, test, problem, start, X[:n], labels, group[:n], X[n:], y[n:], group[n:], wrong)

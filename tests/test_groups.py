@@ -1,0 +1,101 @@
+"""Groups: the error that is foreseen against the one that is made, and the estimator that answers."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from problems import bound_regression, fair_logistic, solved
+
+import dif
+
+
+def random_groups(train, sizes, count=4):
+    generator = torch.Generator().manual_seed(3)
+    return train.remove_groups(
+        [torch.randperm(len(train), generator=generator)[:k].tolist() for k in sizes for _ in range(count)]
+    )
+
+
+@pytest.fixture(scope="module")
+def fair():
+    train, problem, group = fair_logistic()
+    return train, solved(problem), group
+
+
+def scored(estimator, target, groups):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dif.FirstOrderWarning)
+        return estimator.scores(target, groups)
+
+
+def test_the_error_foreseen_is_the_error_made(fair):
+    train, solution, group = fair
+    groups = random_groups(train, (1, 3, 6, 12))
+    target = train.mean(where=group == 0)
+    found = scored(dif.GroupInfluence(solution), target, groups)
+    plain = dif.DirectionalInfluence(solution).scores(target, groups)
+    actual = dif.Retraining(solution).scores(target, groups)
+    np.testing.assert_allclose(found.values, plain.values, atol=1e-12)
+    made = ((plain.values - actual.values) / actual.values).abs()[:, 0]
+    foreseen = torch.tensor(found.diagnostics["remainders"])
+    assert bool((foreseen[made > 0.1] > 0.03).all())
+    assert bool((foreseen[made < 0.01] < 0.03).all())
+    assert float((foreseen / made).log().abs().median()) < 0.35  # right to a third, typically
+    assert set(found.diagnostics["by"]) == {"DIF"}
+
+
+@pytest.mark.parametrize("accuracy", [0.1, 1e-2, 1e-3, 0.0])
+def test_accuracy_moves_up(fair, accuracy):
+    train, solution, group = fair
+    groups = random_groups(train, (1, 6, 18))
+    targets = [train.mean(where=group == 0), train.mean(where=group == 1)]
+    found = dif.GroupInfluence(solution, accuracy=accuracy).scores(targets, groups)
+    actual = dif.Retraining(solution).scores(targets, groups)
+    error = (found.values - actual.values).norm(dim=1) / actual.values.norm(dim=1)
+    assert float(error.max()) <= 1.5 * accuracy + 1e-7
+    for by, remainder in zip(found.diagnostics["by"], found.diagnostics["remainders"], strict=True):
+        assert remainder <= accuracy
+        assert by in ("DIF", "Newton", "path")
+    if accuracy == 0.0:
+        assert set(found.diagnostics["by"]) == {"path"}
+    if accuracy == 1e-2:
+        assert len(set(found.diagnostics["by"])) > 1
+
+
+def test_it_says_so_by_itself(fair):
+    train, solution, _ = fair
+    words = r"measured .* allowed 0\.03 .* too large for a derivative.*accuracy="
+    with pytest.warns(dif.FirstOrderWarning, match=words):
+        dif.GroupInfluence(solution).scores(train.mean(), random_groups(train, (18,), count=2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dif.FirstOrderWarning)
+        dif.GroupInfluence(solution).scores(train.mean(), 1e-3 * train.remove([4]))
+
+
+def test_constraints_that_switch_are_named():
+    """Of a quadratic problem Newton's step is exact, switches included; DIF's answer is foreseen to be wrong."""
+    train, problem = bound_regression()
+    solution = solved(problem)
+    loosen = 3.0 * problem.constraints[1].shift(1.0)
+    found = scored(dif.GroupInfluence(solution), train.mean(), loosen)
+    assert found.diagnostics["crossed"] == {loosen.labels[0]: ["order"]}
+    assert found.diagnostics["remainders"][0] > 0.03
+    exact = dif.GroupInfluence(solution, accuracy=1e-6).scores(train.mean(), loosen)
+    assert exact.diagnostics["by"] == ["Newton"]
+    np.testing.assert_allclose(exact.values, dif.Retraining(solution).scores(train.mean(), loosen).values, atol=1e-9)
+
+
+def test_side_by_side(fair):
+    train, solution, _ = fair
+    groups = random_groups(train, (6,), count=2)
+    beside = dif.GroupInfluence(solution).side_by_side(train.mean(), groups)
+    actual = dif.Retraining(solution).scores(train.mean(), groups)
+    errors = [beside[name].compare(actual).relative_error for name in ("DIF", "Newton", "path")]
+    assert errors[0] > errors[1] > errors[2]
+    assert errors[2] < 1e-7
+
+
+def test_accuracy_is_a_number(fair):
+    with pytest.raises(dif.InvalidInputError, match=r"It is the relative error that is wanted of each answer."):
+        dif.GroupInfluence(fair[1], accuracy=-1.0)

@@ -197,7 +197,7 @@ def test_another_study_is_not_passed_off(study, tmp_path):
 def test_a_refused_study_claims_no_folder(tmp_path):
     with pytest.raises(dif.InvalidInputError, match=r"Each image is removed at most once."):
         cnn.reproduce(replace(SMALL, n=30), tmp_path)
-    with pytest.raises(dif.InvalidInputError):
+    with pytest.raises(FileNotFoundError):
         cnn.reproduce(SMALL, tmp_path, data=str(tmp_path / "nowhere"))
     assert list(tmp_path.iterdir()) == []
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import dif
 from dif.cli import app
-from dif.studies import regression, toy
+from dif.studies import attribution, digits, groups, regression, toy
 
 
 def test_toy():
@@ -91,3 +91,70 @@ def test_studies_check_their_input():
     for bad in ({"removals": 1}, {"removals": 5000}, {"bounds": "loose"}):
         with pytest.raises(dif.InvalidInputError):
             regression.run(**{"removals": 5, **bad})
+
+
+@pytest.fixture(scope="module")
+def small_digits():
+    stated = digits.posed(n=300, tau=-0.03, bound=1)
+    return stated, stated.solved()
+
+
+def test_groups_of_digits(small_digits, monkeypatch):
+    stated, solution = small_digits
+    monkeypatch.setattr(groups, "SHARES", (0.05,))
+    monkeypatch.setattr(groups, "chosen_groups", lambda stated, chosen=groups.chosen_groups: chosen(stated)[2:6])
+    found = groups.removed_groups(stated, solution)
+    assert [group["kind"] for group in found["groups"]] == ["random", "one class", "one class", "protected group"]
+    assert max(found["errors"]["path"]) < 1e-5
+    assert max(found["errors"]["path"]) < min(found["errors"]["Newton"]) < min(found["errors"]["DIF"])
+    warning = found["warning"]
+    assert warning["fired beyond 10 %"] == 1.0
+    assert warning["fired below 1 %"] == 0.0
+    assert warning["below 1 %"] > 0
+    assert max(found["accuracy"]["largest error"].values()) <= 0.015
+
+
+def test_bound_of_digits(monkeypatch):
+    stated = digits.posed(n=300)
+    monkeypatch.setattr(groups, "BOUNDS", (0.0, 0.03, 3))
+    curve = groups.moved_bound(stated, stated.solved())["curve"]
+    assert curve["largest_difference"] < 1e-6
+    assert all(kink["confirmed"] for kink in curve["kinks"])
+    assert len(curve["kinks"]) >= 1
+
+
+def test_tracin_is_the_dot_product_of_gradients(small_digits):
+    stated, solution = small_digits
+    traced = attribution.TracIn(stated, solution)
+    theta = {name: p.clone().requires_grad_() for name, p in stated.start.items()}
+    weights = torch.full((300,), 1 / 300, dtype=torch.float64)
+    weights += float(solution.lam[0]) * ((stated.group == 0).double() / (stated.group == 0).sum() - 1 / 300)
+    expected = 0.0
+    for step in range(1, attribution.CHECKPOINTS * attribution.BETWEEN + 1):
+        lagrangian = weights @ digits.loss(theta, (stated.X, stated.labels))
+        ridge = sum(0.5 * digits.L2 * (p**2).sum() for p in theta.values())
+        slopes = torch.autograd.grad(lagrangian + ridge, list(theta.values()))
+        theta = {
+            name: (p - attribution.RATE * slope).detach().requires_grad_()
+            for (name, p), slope in zip(theta.items(), slopes, strict=True)
+        }
+        if step % attribution.BETWEEN == 0:
+            pair = []
+            for X, y in ((stated.X[7:8], stated.labels[7:8]), (stated.test_X[3:4], stated.test_labels[3:4])):
+                pair.append(torch.autograd.grad(digits.loss(theta, (X, y)).sum(), list(theta.values())))
+            expected += sum(float((a * b).sum()) for a, b in zip(*pair, strict=True))
+    assert float(traced.on_tests()[7, 3]) == pytest.approx(expected, rel=1e-9)
+
+
+def test_half_the_data(small_digits, monkeypatch):
+    monkeypatch.setattr(attribution, "HALVES", 12)
+    monkeypatch.setattr(attribution, "ASKED", 8)
+    scores = attribution.halves(*small_digits)
+    assert scores["path"] > 0.999
+    assert scores["path"] >= scores["DIF"] > scores["TracIn"]
+
+
+def test_area_under_the_curve():
+    wanted = torch.tensor([True, True, False, False])
+    assert attribution.area(torch.tensor([4.0, 3.0, 2.0, 1.0]), wanted) == 1.0
+    assert attribution.area(torch.tensor([4.0, 1.0, 1.0, 3.0]), wanted) == pytest.approx(2.5 / 4)

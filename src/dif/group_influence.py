@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,11 +26,12 @@ from dif.targets import Targets
 
 TRUSTED = 0.03  # predicted relative error beyond which the first order is said not to be trusted
 _TOGETHER = 32  # groups at once
+_SLOWEST = 0.9  # shrinking of successive steps that is reckoned with
 
 
 @dataclass(frozen=True, eq=False)
 class _Foreseen:
-    """A prediction, and what one step from where it ends would make of it."""
+    """A prediction, and what further steps from where it ends would make of it."""
 
     values: Tensor  # (P, T) predicted
     remainder: Tensor  # (P,) relative error to be expected
@@ -39,9 +41,9 @@ class _Foreseen:
 class GroupInfluence:
     """Scores of groups, each with the error to be expected of it, from the first estimator that is good enough.
 
-    DIF's answer is a derivative. What it leaves out is foreseen by one step of Newton's method on the changed problem
-    from where DIF ends, with the curvature at the solution: one gradient and one solve per group, no Hessian. That
-    step also sees constraints that let go or begin to bind. Where the error foreseen is larger than `accuracy`,
+    DIF's answer is a derivative. What it leaves out is foreseen by two steps of Newton's method on the changed problem
+    from where DIF ends, with the curvature at the solution: two gradients and solves per group, no Hessian. These
+    steps also see constraints that let go or begin to bind. Where the error foreseen is larger than `accuracy`,
     Newton's whole step is taken, judged in the same way, and then the path is followed to the end.
 
     Args:
@@ -85,7 +87,7 @@ class GroupInfluence:
                     name, values = DirectionalInfluence.name, first.values[p]
                     remainder, switching = float(first.remainder[p]), first.crossed[p]
                     if self.accuracy is not None and not remainder <= self.accuracy:
-                        name, values, remainder, switching = self._higher(group, targets, switching)
+                        name, values, remainder, switching = self._higher(group, targets)
                     by.append(name)
                     rows.append(values)
                     remainders.append(remainder)
@@ -112,7 +114,7 @@ class GroupInfluence:
         values = omega @ targets.gradients(self.solution.theta)
         return self._foreseen(direction, omega, self.solution.lam + lin.multiplier_change(nu), values, targets)
 
-    def _higher(self, group: Perturbation, targets: Targets, seen: list[str]) -> tuple[str, Tensor, float, list[str]]:
+    def _higher(self, group: Perturbation, targets: Targets) -> tuple[str, Tensor, float, list[str]]:
         """Newton's answer if that is good enough, else the path's."""
         assert self.accuracy is not None
         at, direction = self.solution, Direction(self.solution.program, group)
@@ -129,15 +131,21 @@ class GroupInfluence:
     def _foreseen(
         self, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor, targets: Targets
     ) -> _Foreseen:
-        """What one more step from (θ̄ + ω, λ) would change about the values."""
-        at = self.solution
-        theta = at.theta + omega
-        lam = torch.where(at.program.equality, lam, lam.clamp(min=0))
-        further, nu = self._nearby.step(direction.stacked(), theta, lam)
-        before = targets.values(at.theta)
-        better = torch.stack([targets.values(t) - before for t in theta + further])
-        size = torch.linalg.vector_norm(better, dim=1)
-        remainder = torch.linalg.vector_norm(better - values, dim=1) / size.clamp(min=torch.finfo(size.dtype).tiny)
+        """What further steps from (θ̄ + ω, λ) would change about the values: two are made, the rest follows in kind."""
+        at, stack = self.solution, direction.stacked()
+        before, theta = targets.values(at.theta), at.theta + omega
+        nu = torch.where(at.program.equality, lam, lam.clamp(min=0))
+        seen = [self._moved(targets, theta, before)]
+        for _ in range(2):
+            further, nu = self._nearby.step(stack, theta, nu)
+            theta = theta + further
+            seen.append(self._moved(targets, theta, before))
+        first, second = (torch.linalg.vector_norm(b - a, dim=1) for a, b in pairwise(seen))
+        shrinks = (second / first.clamp(min=torch.finfo(first.dtype).tiny)).clamp(max=_SLOWEST)
+        size = torch.linalg.vector_norm(seen[-1], dim=1).clamp(min=torch.finfo(first.dtype).tiny)
+        error = torch.linalg.vector_norm(seen[-1] - values, dim=1) + second * shrinks / (1 - shrinks)
+        rounding = 1e3 * torch.finfo(first.dtype).eps * before.norm()
+        remainder = torch.where(error > rounding, error / size, 0.0)
         binding = torch.zeros_like(at.program.equality)
         binding[list(at.active.binding)] = True
         weak = torch.zeros_like(binding)
@@ -146,6 +154,10 @@ class GroupInfluence:
         names = at.program.names
         crossed = [[names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
         return _Foreseen(values, torch.nan_to_num(remainder, nan=float("inf")), crossed)
+
+    def _moved(self, targets: Targets, theta: Tensor, before: Tensor) -> Tensor:
+        """How far the targets have moved at each θ, (P, T)."""
+        return torch.stack([targets.values(t) - before for t in theta])
 
 
 def _warn(groups: Perturbation, remainders: list[float]) -> None:

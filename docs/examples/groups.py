@@ -1,0 +1,73 @@
+# %% [markdown]
+# # More than one credit at a time
+# A credit score that may not serve the young worse (real credits of a German bank). What if whole groups of credits were
+# left out, what does fairness cost, and which credits should go?
+
+# %%
+import warnings
+
+import matplotlib.pyplot as plt
+import torch
+
+import dif
+from dif import plots
+from dif.data.credit import german_credit
+
+credit = german_credit()
+young = credit.age <= 25
+
+
+def loss(params, batch):
+    x, paid = batch
+    return torch.nn.functional.softplus(-paid * (x @ params["w"]))
+
+
+train = dif.Samples(loss, (credit.X[:700], credit.paid[:700]), name="train")
+test = dif.Samples(loss, (credit.X[700:], credit.paid[700:]), name="test")
+risk, fair = train.mean(), train.mean(where=young[:700])
+limit = (fair <= risk + 0.02).named("25 or younger")
+problem = dif.Problem(risk + dif.ridge(0.01), [limit])
+solution = dif.fit(problem, {"w": torch.zeros(credit.X.shape[1], dtype=torch.float64)}, show_progress=False)
+young_loss = test.mean(where=young[700:])
+
+# %% Groups: the first order says by itself where it cannot be trusted, and the next estimator takes over
+order = torch.argsort(credit.age[:700]).tolist()
+groups = train.remove_groups([order[-7:], order[-70:], order[-210:]])  # the oldest 1 %, 10 % and 30 %
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    dif.GroupInfluence(solution).scores(young_loss, groups)
+print(said[0].message)
+careful = dif.GroupInfluence(solution, accuracy=0.01).scores(young_loss, groups)
+actual = dif.Retraining(solution, show_progress=False).scores(young_loss, groups)
+for p, by in enumerate(careful.diagnostics["by"]):
+    print(f"{by}: {float(careful.values[p, 0]):+.6f}, retrained {float(actual.values[p, 0]):+.6f}")
+
+# %% The path: what happens on the way, and where the constraint lets go
+path = dif.PathInfluence(solution).follow(train.remove(order[:70]), stops=torch.linspace(0, 1, 21).tolist())
+print(*path.events, sep="\n")
+
+# %% What fairness costs: the price against the bound, with kinks, and who sets it
+curve = dif.bound_curve(solution, limit, torch.linspace(-0.05, 0.1, 31), [young_loss, test.mean()])
+print(*curve.kinks, sep="\n")
+prices = dif.DirectionalInfluence(solution).prices(train.remove_each())
+for one in prices.top(3):
+    print(f"{one.label}: price {one.value:+.4f}")
+
+# %% Which credits to leave out: chosen one by one, and verified by training without them
+choice = dif.choose(solution, young_loss, train, 10, show_progress=False)
+ranked = dif.choose(solution, young_loss, train, 10, greedy=False, show_progress=False)
+print(f"greedy:  {choice}\nranking: {ranked}")
+
+# %% The fewest whose absence brings the gap on the test set down to 0.07
+gap = young_loss - test.mean(where=~young[700:])
+print(dif.smallest_set(solution, gap, train, 0.07, show_progress=False))
+
+# %% The figure
+figure, axes = plt.subplots(1, 3, figsize=(14, 4.2), layout="constrained")
+plots.multiplier_path(path, axes[0])
+plots.bound_curve(curve, axes[1])
+plots.bound_curve(curve, axes[2], target=0)
+axes[0].set_title("the 70 youngest leave")
+axes[1].set_title("what fairness costs")
+axes[2].set_title("what it buys")
+figure.savefig("groups.png", dpi=120)

@@ -1,6 +1,6 @@
 # %% [markdown]
 # # More than one credit at a time
-# A credit score that may not serve the young worse (real credits of a German bank). What if whole groups of credits were
+# A credit score that may not serve the young worse (real credits of a German bank). What if whole groups of them were
 # left out, what does fairness cost, and which credits should go?
 
 # %%

@@ -70,6 +70,12 @@ class ActiveSet:
         """Binding and weak rows, in order."""
         return tuple(sorted(self.binding + self.weak))
 
+    def mask(self, rows: tuple[int, ...]) -> Tensor:
+        """Those rows as a mask over all, (m,) bool."""
+        mask = torch.zeros_like(self.slack, dtype=torch.bool)
+        mask[list(rows)] = True
+        return mask
+
     @property
     def uncertain(self) -> tuple[int, ...]:
         """Rows whose deciding number lies within a factor of 100 of the tolerance."""

@@ -146,11 +146,8 @@ class GroupInfluence:
         error = torch.linalg.vector_norm(seen[-1] - values, dim=1) + second * shrinks / (1 - shrinks)
         rounding = 1e3 * torch.finfo(first.dtype).eps * before.norm()
         remainder = torch.where(error > rounding, error / size, 0.0)
-        binding = torch.zeros_like(at.program.equality)
-        binding[list(at.active.binding)] = True
-        weak = torch.zeros_like(binding)
-        weak[list(at.active.weak)] = True
-        switched = ((nu > 0) != binding) & ~weak & ~at.program.equality
+        active = at.active
+        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & ~at.program.equality
         names = at.program.names
         crossed = [[names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
         return _Foreseen(values, torch.nan_to_num(remainder, nan=float("inf")), crossed)

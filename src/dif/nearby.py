@@ -62,11 +62,9 @@ class Nearby:
         try:
             self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
         except DegenerateError:  # convex on the binding rows alone
-            self.held = program.equality.clone()
-            self.held[list(at.active.binding)] = True
+            self.held = at.active.mask(at.active.binding)
             self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
-        self.kept = self.held.clone()
-        self.kept[list(at.active.active)] = True
+        self.kept = self.held | at.active.mask(at.active.active)
 
     def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack]) -> Iterator[Ends]:
         """From (θ̄, λ̄) to the solution of every program of the stack: where they are after each means that was tried.

@@ -136,7 +136,7 @@ class Follower:
     def run(self, stops: Sequence[float] = (1.0,)) -> Path:
         """From ε = 0 to 1, with a point at each of the stops on the way (ascending; the last is the end)."""
         active = self.at.active
-        held, weak = self._mask(active.binding), self._mask(active.weak)
+        held, weak = active.mask(active.binding), active.mask(active.weak)
         here = Point(0.0, self.at.program, self.at.theta, self.at.lam, self.at.c)
         self.points.append(here)
         fresh, length, waiting = True, _FIRST, [s for s in stops if s > 0.0]
@@ -189,11 +189,6 @@ class Follower:
             self.steps,
             self.curvatures,
         )
-
-    def _mask(self, rows: tuple[int, ...]) -> Tensor:
-        mask = torch.zeros_like(self.equality)
-        mask[list(rows)] = True
-        return mask
 
     def _program(self, epsilon: float) -> Program:
         return Direction(self.at.program, epsilon * self.perturbation).carried_out(0)

@@ -53,8 +53,7 @@ class PathInfluence:
             solution.check()
             solution.active.check()
         self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
-        binding = torch.zeros_like(solution.program.equality)
-        binding[list(solution.active.binding)] = True
+        binding = solution.active.mask(solution.active.binding)
         self._prepared = Prepared(solution.program, solution.theta, solution.lam, binding, solution)
 
     def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:

@@ -45,8 +45,7 @@ class NewtonInfluence:
             solution.check()
             solution.active.check()
         self._diagnostics = {**trust(solution), "strict": strict}
-        self._binding = torch.zeros_like(solution.program.equality)
-        self._binding[list(solution.active.binding)] = True
+        self._binding = solution.active.mask(solution.active.binding)
         self._part_hessians: dict[int, Tensor] = {}
         self._solver = Repeated()
 

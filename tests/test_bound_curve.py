@@ -96,3 +96,15 @@ def test_prices_are_the_changes_of_multipliers():
     small = 1e-6 * train.remove([7])
     differences = dif.Retraining(solution, tol=1e-14).change(small).multipliers.flat
     np.testing.assert_allclose(estimator.prices(small).values[0], differences, atol=1e-9)
+
+
+def test_rows_that_meet_where_nothing_is_left():
+    """Target (−3, −1), x + y ≤ 2, x + y ≥ low, x ≤ 0: several rows meet on the way; beyond 2 there is nothing."""
+    point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[-3.0, -1.0]], dtype=F64))
+    low = (dif.linear([1.0, 1.0]) >= 0.0).named("low")
+    rows = [(dif.linear([1.0, 1.0]) <= 2.0).named("high"), low, (dif.linear([1.0, 0.0]) <= 0.0).named("left")]
+    solution = dif.fit(dif.Problem(point.mean(), rows), {"t": torch.zeros(2, dtype=F64)}, show_progress=False)
+    curve = dif.bound_curve(solution, low, [-1, 0, 1, 3])
+    assert torch.isnan(curve.price).tolist() == [False, False, False, True]
+    assert len(curve.lost) == 1
+    np.testing.assert_allclose(curve.thetas[:3].sum(1), [-1.0, 0.0, 1.0], atol=1e-9)

@@ -170,3 +170,79 @@ def test_self_influence_is_what_removal_does_to_the_own_loss():
         actual = dif.Retraining(solution).scores(train.take(torch.tensor([i])), train.remove([i])).values
         assert float(some.values[k, 0]) == pytest.approx(float(actual), abs=1e-9)
         assert float(own.values[i, 0]) == pytest.approx(float(actual), rel=0.3)
+
+
+def contradicting():
+    """½‖t − (1, 1)‖² with t₁ ≥ −0.3 and mean(t₁ − z) ≤ 0.1, z = 1, 0.5, −2: without the first two there is none."""
+    point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 1.0]]).double(), name="s")
+    limit = dif.Samples(lambda p, z: p["t"][0] - z, torch.tensor([1.0, 0.5, -2.0]).double(), name="z")
+    problem = dif.Problem(point.mean(), [dif.linear([1.0, 0.0]) >= -0.3, limit.mean() <= 0.1])
+    start = {"t": torch.zeros(2, dtype=torch.float64)}
+    return limit, problem, start, dif.fit(problem, start, show_progress=False)
+
+
+def test_sets_without_which_there_is_no_solution():
+    limit, _, _, solution = contradicting()
+    first = dif.linear([1.0, 0.0])
+    greedy = dif.choose(solution, first, limit, 2, show_progress=False)
+    left = [i for i in range(3) if i not in greedy.indices]
+    assert float(greedy.solution.theta[0]) == pytest.approx(
+        min(1.0, float(np.mean([[1, 0.5, -2][i] for i in left])) + 0.1)
+    )
+    assert greedy.solution.theta[0] >= -0.3 - 1e-9
+    with pytest.raises(dif.InfeasibleError) as caught:
+        dif.choose(solution, first, limit, 2, greedy=False, show_progress=False)
+    assert "contradict each other" in str(caught.value)
+
+
+def test_forces_that_cancel_are_no_solution():
+    """Two rows clash, one made of samples: multipliers without bound must not make the violation look small."""
+    _, problem, start, _ = contradicting()
+    limit = dif.Samples(lambda p, z: p["t"][0] - z, torch.tensor([-2.0]).double(), name="z")
+    rows = [problem.constraints[0], limit.mean() <= 0.1]
+    with pytest.raises(dif.InfeasibleError):
+        dif.fit(dif.Problem(problem.objective, rows), start, show_progress=False)
+    forced = dif.Solution(
+        dif.Problem(problem.objective, rows), {"t": torch.tensor([-1.1, 1.0]).double()}, [8.9e9, 8.9e9 + 2.1]
+    )
+    with pytest.raises(dif.DifError) as caught:
+        forced.check()
+    if isinstance(caught.value, dif.InfeasibleError):
+        assert caught.value.meaning == (
+            "The constraints contradict each other: their forces cancel, and grow without bound."
+        )
+
+
+def test_constants_of_a_target_count():
+    train, solution, mean = numbers([1.0, 0.5, 0.0, 1.5, 5.0, 7.0])
+    plain = dif.smallest_set(solution, mean, train, 1.0, show_progress=False)
+    shifted = dif.smallest_set(solution, mean - 1.0, train, 0.0, show_progress=False)
+    assert set(shifted.indices) == set(plain.indices) == {4, 5}
+    assert shifted.before == pytest.approx(plain.before - 1.0)
+    assert shifted.verified == pytest.approx(plain.verified - 1.0)
+    assert shifted.target != plain.target
+    both = dif.DirectionalInfluence(solution).scores([mean, mean - 1.0], train.remove_each())
+    np.testing.assert_allclose(both.values[:, 0], both.values[:, 1])
+
+
+def test_what_is_left_out_must_be_there():
+    train, problem, _ = fair_logistic()
+    for indices in ([-1], [1.5], [500]):
+        with pytest.raises(dif.InvalidInputError, match=r"No such sample."):
+            problem.without(train, indices)
+    with pytest.raises(dif.InvalidInputError, match=r"Samples are told apart by identity."):
+        problem.without(dif.Samples(squared, regression_data(), name="other"), [0])
+
+
+def test_the_only_sample_of_a_term():
+    X, y = regression_data()
+    train = dif.Samples(squared, (X, y), name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=torch.arange(40) == 5) <= 0.01])
+    solution = solved(problem)
+    with pytest.raises(dif.InvalidInputError) as caught:
+        dif.choose(solution, train.mean(), train, 1, among=[5])
+    assert (
+        caught.value.meaning == "Each of them is alone in a term of the problem, which would not be defined without it."
+    )
+    own = dif.self_influence(dif.DirectionalInfluence(solution), train, show_progress=False)
+    assert torch.isnan(own.values[:, 0]).nonzero().reshape(-1).tolist() == [5]

@@ -99,3 +99,21 @@ def test_side_by_side(fair):
 def test_accuracy_is_a_number(fair):
     with pytest.raises(dif.InvalidInputError, match=r"It is the relative error that is wanted of each answer."):
         dif.GroupInfluence(fair[1], accuracy=-1.0)
+
+
+def test_a_group_that_cannot_go_spoils_no_other():
+    """½(t − 1)² with t ≥ −0.3 and mean(t − z) ≤ 0.1, z = 1, 0.5, −2: without the first z there is no point left."""
+    point = dif.Samples(lambda p, z: 0.5 * (p["t"] - z) ** 2, torch.ones(1, dtype=torch.float64), name="s")
+    limit = dif.Samples(lambda p, z: p["t"] - z, torch.tensor([1.0, 0.5, -2.0], dtype=torch.float64), name="z")
+    problem = dif.Problem(point.mean(), [dif.linear([1.0]) >= -0.3, limit.mean() <= 0.1])
+    solution = dif.fit(problem, {"t": torch.tensor(0.0, dtype=torch.float64)}, show_progress=False)
+    value = dif.Function(lambda p: p["t"], name="t")
+    groups = limit.remove_each()
+    found = scored(dif.GroupInfluence(solution), value, groups)
+    assert bool(torch.isfinite(found.values[2]).all())
+    lenient = dif.GroupInfluence(solution, accuracy=1e-6, strict=False).scores(value, groups)
+    # the mean of what is left, + 0.1: −0.65, −0.4, 0.85, of which the first two lie below −0.3
+    assert torch.isnan(lenient.values[:, 0]).tolist() == [True, True, False]
+    assert float(lenient.values[2, 0] + solution.theta[0]) == pytest.approx(0.85, abs=1e-8)
+    with pytest.raises(dif.NotConvergedError, match="lost at"):
+        dif.GroupInfluence(solution, accuracy=1e-6).scores(value, groups)

@@ -100,7 +100,7 @@ def test_a_path_that_ends_is_said_to():
     with pytest.raises(dif.NotConvergedError, match=r"lost at ε = 0\.9") as caught:
         dif.PathInfluence(solution).follow(far)
     assert caught.value.meaning == (
-        "No solution beyond that continues the one before: a fold, or a constraint that cannot be kept."
+        "No solution was found beyond that which continues the one before: a fold, or clashing constraints."
     )
     lenient = dif.PathInfluence(solution, strict=False).scores(point.mean(), far)
     assert bool(lenient.values.isnan().all())
@@ -118,6 +118,8 @@ def test_stops_and_what_a_path_knows():
     np.testing.assert_allclose(path.changes(train.mean())[at], expected.values[0], atol=1e-9)
     assert path.start is solution
     assert path.curvatures == 0  # the one at the start served all
+    with pytest.raises(dif.InvalidInputError, match="stops on a path"):
+        dif.PathInfluence(solution).follow(removal, stops=["a"])
     with pytest.raises(dif.InvalidInputError, match="A path leads from ε = 0") as caught:
         dif.PathInfluence(solution).follow(removal, stops=[1.5])
     assert caught.value.meaning == (

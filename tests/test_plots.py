@@ -98,6 +98,9 @@ def test_paths_of_multipliers_and_bounds(ax):
     ax.clear()
     plots.bound_curve(curve, ax, target=0)
     np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.values[:, 0])
+    for target in (5, "nothing"):
+        with pytest.raises(dif.InvalidInputError, match=r"The curve was not followed for it."):
+            plots.bound_curve(curve, ax, target=target)
 
 
 def test_predicted_vs_actual(ax):

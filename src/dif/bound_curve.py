@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.constraint import Constraint
-from dif.errors import InvalidInputError, NotConvergedError
+from dif.errors import DifError, InvalidInputError
 from dif.estimators.following import PathInfluence
 from dif.path import Event, Point
 from dif.reading import as_numbers
@@ -113,7 +113,7 @@ def bound_curve(
         follower = paths.follower(constraint.shift(far))
         try:
             follower.run(sorted(stops))
-        except NotConvergedError as error:
+        except DifError as error:
             lost.append(str(error))
         found |= {stops[p.epsilon]: p for p in follower.points if p.epsilon in stops}
         kinks += [_kink(event, now, far) for event in follower.events]

@@ -54,7 +54,8 @@ def choose(
 
     Greedy: the strongest sample is removed, the solution followed to the problem without it, all scores are taken anew
     there, and so on. It ends early where no removal is predicted to help any more. With `greedy=False` the first-order
-    ranking at the start is taken as it is. The set is then solved on its own: `Choice.verified`.
+    ranking at the start is taken as it is. The problem without the set is then solved on its own, by `fit` from the old
+    parameters (where it is not convex, other starts may end elsewhere): `Choice.verified`.
 
     Args:
         solution: A certified solution.
@@ -162,6 +163,14 @@ class _Chooser:
         needed = indispensable(solution.program, samples)
         every = range(len(samples)) if among is None else samples.checked(among)
         candidates = [i for i in every if i not in needed]
+        if not candidates:
+            raise InvalidInputError(
+                "samples that may be removed",
+                measured=0,
+                threshold="at least 1",
+                meaning="Each of them is alone in a term of the problem, which would not be defined without it.",
+                cure="Name others, or leave among= out.",
+            )
         scores = DirectionalInfluence(solution).scores(target, samples.remove_each(candidates), show_progress=False)
         first = dict(zip(candidates, scores.values[:, 0].tolist(), strict=True))
         return cls(solution, solution, target, targets, samples, sign, candidates, first, [], [])
@@ -177,7 +186,7 @@ class _Chooser:
 
     def best(self, count: int, helpful: bool) -> list[int]:
         """The strongest candidates at the solution without the set; with `helpful` only those that help."""
-        scores = self.first
+        scores = {i: self.first[i] for i in self.candidates}
         if self.chosen:
             out = {*self.chosen, *indispensable(self.at.program, self.samples)}
             left = [i for i in self.candidates if i not in out]

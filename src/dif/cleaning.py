@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dif.direction import indispensable
 from dif.influence import Influence
 from dif.progress import progress
 from dif.samples import Samples
@@ -21,17 +22,20 @@ def self_influence(
 
     Mislabelled samples stand out: only their own weight holds their loss down. Under constraints a sample acts through
     every term that holds it, so DirectionalInfluence is the estimator to pass; ClassicalInfluence sees the objective
-    alone.
+    alone. A sample that is alone in a term of the problem cannot be removed: NaN.
     """
     index = list(range(len(samples))) if indices is None else samples.checked(indices)
+    alone = indispensable(estimator.solution.program, samples)  # cannot be removed
+    answered = [i for i in index if i not in alone]
     quietly = {} if hasattr(estimator, "show_progress") else {"show_progress": False}  # said once, or each time
     values, diagnostics = [], {}
     with progress("self-influence", len(index), show_progress) as report:
-        for begin in range(0, len(index), _TOGETHER):
-            some = index[begin : begin + _TOGETHER]
+        for begin in range(0, len(answered), _TOGETHER):
+            some = answered[begin : begin + _TOGETHER]
             found = estimator.scores(samples.take(torch.tensor(some)), samples.remove_each(some), **quietly)
             values.append(found.values.diagonal())
             diagnostics = found.diagnostics
             report(begin + len(some))
-    column = torch.cat(values)[:, None]
+    found = dict(zip(answered, torch.cat(values).tolist(), strict=True)) if values else {}
+    column = torch.tensor([found.get(i, float("nan")) for i in index], dtype=torch.float64)[:, None]
     return Influence(column, samples.remove_each(index), ("own loss",), f"{estimator.name}, self", diagnostics)

@@ -102,6 +102,7 @@ def fit(
             keep=lambda *now: keep(now[0], now[1], begun.epochs, *now[2:]),
         )
     solution = Solution.of_program(program, found.theta, found.lam)
+    solution.check_feasible()
     if not found.reached:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dif.direction import Direction, chunks
-from dif.errors import FirstOrderWarning, few
+from dif.errors import FirstOrderWarning, NotConvergedError, few
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.following import PathInfluence
 from dif.estimators.newton import NewtonInfluence
@@ -50,12 +50,16 @@ class GroupInfluence:
         solution: A certified solution.
         accuracy: Relative error that is wanted. None: DIF's answers, with a FirstOrderWarning where the error foreseen
             is above 3 %.
+        strict: Raise where no estimator can answer (the changed constraints contradict each other, say); False answers
+            NaN.
         show_progress: Show a bar on a terminal while scoring.
     """
 
     name = "group"
 
-    def __init__(self, solution: Solution, *, accuracy: float | None = None, show_progress: bool = True) -> None:
+    def __init__(
+        self, solution: Solution, *, accuracy: float | None = None, strict: bool = True, show_progress: bool = True
+    ) -> None:
         self.solution = expect_solution(solution)
         self.accuracy = accuracy
         if accuracy is not None:
@@ -66,7 +70,7 @@ class GroupInfluence:
                 meaning="It is the relative error that is wanted of each answer.",
                 cure="Use 0.01 for one percent, 0 to follow every path to its end.",
             )
-        self.show_progress = show_progress
+        self.strict, self.show_progress = strict, show_progress
         self._first = DirectionalInfluence(solution)
         self._newton = NewtonInfluence(solution, strict=False, show_progress=False)
         self._path = PathInfluence(solution, show_progress=False)
@@ -124,7 +128,12 @@ class GroupInfluence:
             found = self._foreseen(direction, step.flat[None], (at.lam + step.multipliers.flat)[None], values, targets)
             if float(found.remainder[0]) <= self.accuracy:
                 return NewtonInfluence.name, found.values[0], float(found.remainder[0]), found.crossed[0]
-        path = self._path.follow(group)
+        try:
+            path = self._path.follow(group)
+        except NotConvergedError:
+            if self.strict:
+                raise
+            return PathInfluence.name, torch.full_like(targets.values(at.theta), float("nan")), float("inf"), []
         switched = list(dict.fromkeys(event.name for event in path.events))
         return PathInfluence.name, targets.values(path.end.theta) - targets.values(at.theta), 0.0, switched
 
@@ -136,9 +145,14 @@ class GroupInfluence:
         before, theta = targets.values(at.theta), at.theta + omega
         nu = torch.where(at.program.equality, lam, lam.clamp(min=0))
         seen = [self._moved(targets, theta, before)]
+        known = torch.isfinite(theta).all(1)
+        theta = torch.where(known[:, None], theta, at.theta)
+        nu = torch.where(known[:, None], nu, at.lam)
         for _ in range(2):
-            further, nu = self._nearby.step(stack, theta, nu)
-            theta = theta + further
+            further, multipliers = self._nearby.step(stack, theta, nu)
+            known = known & torch.isfinite(further).all(1) & torch.isfinite(multipliers).all(1)
+            theta = torch.where(known[:, None], theta + further, theta)
+            nu = torch.where(known[:, None], multipliers, nu)
             seen.append(self._moved(targets, theta, before))
         first, second = (torch.linalg.vector_norm(b - a, dim=1) for a, b in pairwise(seen))
         shrinks = (second / first.clamp(min=torch.finfo(first.dtype).tiny)).clamp(max=_SLOWEST)
@@ -150,7 +164,7 @@ class GroupInfluence:
         switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & ~at.program.equality
         names = at.program.names
         crossed = [[names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
-        return _Foreseen(values, torch.nan_to_num(remainder, nan=float("inf")), crossed)
+        return _Foreseen(values, torch.where(known & torch.isfinite(remainder), remainder, float("inf")), crossed)
 
     def _moved(self, targets: Targets, theta: Tensor, before: Tensor) -> Tensor:
         """How far the targets have moved at each θ, (P, T)."""

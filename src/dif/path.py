@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dif.curvature import Curvature
 from dif.direction import Direction
-from dif.errors import DegenerateError, NotConvergedError
+from dif.errors import DegenerateError, DifError, NotConvergedError
 from dif.extrapolation import Extrapolation
 from dif.kkt import residuals
 from dif.kkt_step import kkt_step
@@ -162,8 +162,7 @@ class Follower:
                 touching[row] = True
                 before = held
                 if int(touching.sum()) > 1:
-                    self._look(there, held & ~touching)
-                    held = self._turned(there, held & ~touching, touching)
+                    held = self._turned_anew(there, held & ~touching, touching)
                 else:
                     held = self._exchanged(there, held, row) if not bool(held[row]) else held ^ touching
                 there.lam = torch.where(held, there.lam, 0.0)
@@ -198,7 +197,17 @@ class Follower:
     def _look(self, at: Point, held: Tensor) -> None:
         """Prepare anew."""
         self.curvatures += 1
-        self.prepared = Prepared(at.program, at.theta, at.lam, held)
+        try:
+            self.prepared = Prepared(at.program, at.theta, at.lam, held)
+        except DegenerateError as error:
+            raise self._lost(at) from error
+
+    def _turned_anew(self, at: Point, held: Tensor, weak: Tensor) -> Tensor:
+        self._look(at, held)
+        try:
+            return self._turned(at, held, weak)
+        except DifError as error:  # the rows that meet here contradict each other ahead
+            raise self._lost(at) from error
 
     def _derivative(self, at: Point) -> tuple[Tensor, Tensor]:
         """∂∇L/∂ε, (d,), and ∂(f − τ)/∂ε, (m,): the problem is linear in ε, so that its two ends tell."""
@@ -321,6 +330,6 @@ class Follower:
             f"path of the solution under {self.perturbation.labels[0]!r}",
             measured=f"lost at ε = {at.epsilon:.6g} after {self.steps} steps",
             threshold=f"followed to ε = 1 within {self.max_steps}",
-            meaning="No solution beyond that continues the one before: a fold, or a constraint that cannot be kept.",
+            meaning="No solution was found beyond that which continues the one before: a fold, or clashing constraints.",
             cure="Perturb less, add a ridge, or use Retraining, which may jump to another solution.",
         )

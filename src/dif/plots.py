@@ -185,7 +185,15 @@ def _along_path(followed: Path, ax: Any) -> Any:
 
 def bound_curve(curve: BoundCurve, ax: Any, target: int | str | None = None) -> Any:
     """The price of a constraint (target=None), or a target, against its bound, with the kinks."""
-    column = curve.targets.index(target) if isinstance(target, str) else target
+    column = curve.targets.index(target) if isinstance(target, str) and target in curve.targets else target
+    if column is not None and (isinstance(column, str) or not 0 <= column < len(curve.targets)):
+        raise InvalidInputError(
+            "target of a curve",
+            measured=repr(target),
+            threshold=f"None, or one of {', '.join(curve.targets) or 'no targets'}",
+            meaning="The curve was not followed for it.",
+            cure="Pass the target to dif.bound_curve.",
+        )
     values = curve.price if column is None else curve.values[:, column]
     ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
     for kink in curve.kinks:

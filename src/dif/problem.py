@@ -60,7 +60,15 @@ class Problem:
 
         Numbers of samples keep their meaning, so that further ones can be removed. `dif.fit` solves it from scratch.
         """
-        gone = list(indices)
+        gone = samples.checked(indices)
+        if all(part is not samples for part in self.samples):
+            raise InvalidInputError(
+                f"samples {samples.name!r}",
+                measured="no term of the problem uses them",
+                threshold="at least one",
+                meaning="Samples are told apart by identity.",
+                cure="Name the Samples object from which the objective or the constraints were built.",
+            )
         known: dict[int, SampleSum] = {}
 
         def left(term: Term) -> Term:

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from dif.active_set import ActiveSet
 from dif.curvature import Curvature
-from dif.errors import DegenerateError, InvalidInputError, NotASolutionError, few
+from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, few
 from dif.kkt import KKT, Scales, products, residuals, violations
 from dif.parameters import Parameters
 from dif.problem import Problem
 from dif.program import PerConstraint, Program
 from dif.reading import check_number
+
+_CANCELLING = 1e6  # times the objective's gradient, beyond which forces of constraints can only cancel each other
 
 
 class Solution:
@@ -169,8 +171,27 @@ class Solution:
 
         self._check_multipliers()
 
+    def check_feasible(self) -> None:
+        """Raise where multipliers without bound make a violation look small: samples weighed by them set the units."""
+        forces = self.lam.abs() * torch.linalg.vector_norm(self.G, dim=1)
+        if not bool((forces > _CANCELLING * self.J[0].norm()).any()):
+            return
+        alone = self.objective_curvature
+        scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
+        found = violations(scales, self.c, self.program.equality)
+        worst = int(found.argmax())
+        if float(found[worst]) > self.tol:
+            raise InfeasibleError(
+                f"violation of {self.program.names[worst]}, whose multiplier is {float(self.lam[worst]):.1e}",
+                measured=f"{float(self.c[worst].abs()):.4g}",
+                threshold="0",
+                meaning="The constraints contradict each other: their forces cancel, and grow without bound.",
+                cure="Loosen that bound, or drop one of the constraints in conflict with it.",
+            )
+
     def _check_multipliers(self) -> None:
         """Multipliers without bound (no point strictly inside the constraints) hide every residual."""
+        self.check_feasible()
         if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
             return
         ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())

@@ -30,7 +30,7 @@ class Targets:
         theta = solution.theta
         known = {id(table.samples) for table in solution.program.rows.tables}
         if isinstance(target, Samples):
-            self._samples, self._rows = target, None
+            self._samples, self._rows, self._constant = target, None, theta.new_zeros(())
             self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
             if id(target) not in known:
                 probe([target], [], self._parameters, theta)
@@ -59,6 +59,9 @@ class Targets:
         probe(list(new.values()), list(functions.values()), self._parameters, theta)
         self._samples = None
         self._rows, shapes = Rows.compile(terms, self._parameters, theta)
+        self._constant = torch.cat(
+            [term.constant.to(theta).expand(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)]
+        )
         names: list[str] = []
         for term, shape in zip(terms, shapes, strict=True):
             words = repr(term)[5:-1]
@@ -68,7 +71,7 @@ class Targets:
     def values(self, theta: Tensor) -> Tensor:
         """The targets at θ, (T,)."""
         if self._rows is not None:
-            return self._rows.values(theta)
+            return self._rows.values(theta) + self._constant
         assert self._samples is not None
         return sample_losses(self._samples, self._parameters, theta)
 

@@ -118,6 +118,8 @@ class Term(Expression):
         spoken = [(c, s.words) for c, s in self.sums] + [(c, f.name) for c, f in self.functions]
         text = " + ".join(name if c == 1.0 else f"{c:g}·{name}" for c, name in spoken)
         shown = f"{float(self.constant):g}" if self.constant.dim() == 0 else f"<{self.constant.numel()} constants>"
+        if text and bool((self.constant != 0).any()):
+            text += f" + {shown}"
         return f"Term({text or shown})"
 
 

@@ -176,6 +176,11 @@ def reproduce_groups(out: Out = Path("results")) -> None:
     seconds, warning, curve = result["seconds"], result["warning"], result["curve"]
     for name in ("DIF", "path", "Newton", "warm retraining"):
         typer.echo(f"{name}: {seconds['from scratch'] / seconds[name]:.0f} times less time than training from scratch")
+    each = result["seconds_each"]
+    ratios = sorted(a / b for a, b in zip(each["from scratch"], each["path"], strict=True))
+    typer.echo(
+        f"path, group by group: {ratios[0]:.1f} to {ratios[-1]:.0f} times less, median {ratios[len(ratios) // 2]:.0f}"
+    )
     fired, quiet = (f"{warning[key]:.1%}" for key in ("fired beyond 10 %", "fired below 1 %"))
     typer.echo(f"warning fired in {fired} of {warning['beyond 10 %']} answers off by more than 10 %, in {quiet} "
                f"of {warning['below 1 %']} within 1 %")  # fmt: skip

@@ -15,6 +15,7 @@ from dif.linearisation import trust
 from dif.path import Follower, Path, Prepared
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
+from dif.reading import as_numbers
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 
@@ -107,7 +108,7 @@ class PathInfluence:
 
 def checked_stops(stops: Sequence[float]) -> list[float]:
     """Ascending, the end among them."""
-    listed = sorted({1.0, *(float(s) for s in stops)})
+    listed = sorted({1.0, *as_numbers(stops, "stops on a path").reshape(-1).tolist()})
     if not all(0.0 <= stop <= 1.0 for stop in listed):
         raise InvalidInputError(
             "stops on a path",

@@ -70,11 +70,22 @@ def removed_groups(stated: Digits, solution: dif.Solution) -> dict[str, Any]:
         seconds[name] = time.perf_counter() - begin
         return result
 
-    scratch = timed("from scratch", lambda: [stated.scratch(index) for _, _, index in groups])
+    def each(name: str, make: Any, over: Any) -> list[Any]:
+        """One after the other, with the seconds of each."""
+        made = [timed(f"{name}, {number}", lambda one=one: make(one)) for number, one in enumerate(over)]
+        taken[name] = [seconds.pop(f"{name}, {number}") for number in range(len(made))]
+        seconds[name] = sum(taken[name])
+        return made
+
+    taken: dict[str, list[float]] = {}
+    scratch = each("from scratch", stated.scratch, [index for _, _, index in groups])
     moves = torch.stack([s.theta - solution.theta for s in scratch])
-    first = timed("DIF", lambda: dif.DirectionalInfluence(solution))
-    made = {"DIF": first, "Newton": dif.NewtonInfluence(solution), "path": dif.PathInfluence(solution)}
-    changes = {name: timed(name, lambda one=one: [one.change(r) for r in removals]) for name, one in made.items()}
+    made = {
+        "DIF": dif.DirectionalInfluence(solution),
+        "Newton": dif.NewtonInfluence(solution),
+        "path": dif.PathInfluence(solution),
+    }
+    changes = {name: each(name, one.change, removals) for name, one in made.items()}
     timed("warm retraining", lambda: [dif.Retraining(solution).change(r) for r in removals])
     errors = {
         name: [float((c.flat - move).norm() / move.norm()) for c, move in zip(listed, moves, strict=True)]
@@ -90,6 +101,7 @@ def removed_groups(stated: Digits, solution: dif.Solution) -> dict[str, Any]:
         "errors": errors,
         "events": [c.diagnostics["events"] for c in changes["path"]],
         "seconds": seconds,
+        "seconds_each": taken,
         "warning": warned(stated, solution, removals, truth),
         "accuracy": {
             "wanted": ACCURACY,

@@ -100,7 +100,7 @@ def test_a_path_that_ends_is_said_to():
     with pytest.raises(dif.NotConvergedError, match=r"lost at ε = 0\.9") as caught:
         dif.PathInfluence(solution).follow(far)
     assert caught.value.meaning == (
-        "No solution was found beyond that which continues the one before: a fold, or clashing constraints."
+        "No solution was found beyond it that continues the one before: a fold, or clashing constraints."
     )
     lenient = dif.PathInfluence(solution, strict=False).scores(point.mean(), far)
     assert bool(lenient.values.isnan().all())

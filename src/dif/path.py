@@ -330,6 +330,6 @@ class Follower:
             f"path of the solution under {self.perturbation.labels[0]!r}",
             measured=f"lost at ε = {at.epsilon:.6g} after {self.steps} steps",
             threshold=f"followed to ε = 1 within {self.max_steps}",
-            meaning="No solution was found beyond that which continues the one before: a fold, or clashing constraints.",
+            meaning="No solution was found beyond it that continues the one before: a fold, or clashing constraints.",
             cure="Perturb less, add a ridge, or use Retraining, which may jump to another solution.",
         )

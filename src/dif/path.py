@@ -22,9 +22,10 @@ from dif.solution import Solution
 from dif.targets import Targets
 
 _FIRST, _SHORTEST = 0.25, 1e-7  # steps of ε
-_CORRECTIONS = 40  # steps with one prepared system per point,
-_HALVED = 5  # within so many of which the residual must halve
+_CORRECTIONS = 60  # steps with one prepared system per point,
+_HALVED = 8  # within so many of which the residual must halve
 _EASY, _HARD = 10, 20  # corrections after which the next step of ε is longer or shorter
+_ROUGH = 1e-2  # residual, of what is to be told apart, while an event is located
 _ROOTS = 60  # steps in which an event is located
 _LOCATED = 1e-13  # ε
 _DEPENDENT = 1e-8  # relative size of what is left of a gradient beside others on which it depends
@@ -254,7 +255,7 @@ class Follower:
         ahead[rows[first]] = False
         return ahead
 
-    def _corrected(self, theta: Tensor, lam: Tensor, epsilon: float, held: Tensor) -> Point | None:
+    def _corrected(self, theta: Tensor, lam: Tensor, epsilon: float, held: Tensor, goal: float = 0.0) -> Point | None:
         """The point at ε with these rows held, from a guess; None where the steps do not close in."""
         program = self._program(epsilon)
         d, scales = theta.numel(), self.at.scales
@@ -267,7 +268,7 @@ class Follower:
             c = f[1:] - program.tau
             counted = torch.where(held, c, -1.0)  # the others are looked at when the point is found
             residual = residuals(scales, g, counted, torch.where(held, lam, 0.0), held).residual
-            if residual <= self.goal:
+            if residual <= max(goal, self.goal):
                 return Point(epsilon, program, theta, lam, c, count, residual)
             mark, since = (residual, 0) if residual < 0.5 * mark else (mark, since + 1)
             if since >= _HALVED or not residual < float("inf"):
@@ -313,7 +314,10 @@ class Follower:
             if span > 1e-9:
                 share = min(max(share, 1e-3), 1 - 1e-3)
             theta, lam = (torch.lerp(getattr(low, x), getattr(high, x), share) for x in ("theta", "lam"))
-            point = self._corrected(theta, lam, low.epsilon + share * span, held)
+            rough = _ROUGH * min(abs(float(before[row])), abs(float(after[row])))
+            point = self._corrected(theta, lam, low.epsilon + share * span, held, rough)
+            if point is not None and abs(float(self._functions(point, held)[row])) <= 10 * point.residual:
+                point = self._corrected(point.theta, point.lam, point.epsilon, held)  # too rough to tell
             if point is None:
                 raise self._lost(low)
             values = self._functions(point, held)
@@ -323,7 +327,8 @@ class Follower:
                 return point, row
             else:
                 low, before = point, values
-        return high, row
+        exact = self._corrected(high.theta, high.lam, high.epsilon, held)
+        return (high if exact is None else exact), row
 
     def _lost(self, at: Point) -> NotConvergedError:
         return NotConvergedError(

@@ -67,9 +67,11 @@ class Solution:
         """The multipliers that come nearest to stationarity: least squares over the rows at their bound, λ ≥ 0."""
         from scipy.optimize import nnls  # slow to import, seldom needed
 
+        equality, lam = self.program.equality, torch.zeros_like(self.c)
+        if len(lam) == 0:
+            return lam
         alone = self.objective_curvature
         scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
-        equality, lam = self.program.equality, torch.zeros_like(self.c)
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
         rows = torch.nonzero((equality | (scales.slack(self.c) <= reach)) & (scales.norms > 0)).reshape(-1)
         if len(rows) == 0:

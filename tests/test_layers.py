@@ -42,6 +42,7 @@ LAYERS = [
     ["adapters.quadratic_program", "adapters.cooper", "adapters.linear_models", "adapters.checkpoints"],
     ["adapters.cvxpy", "adapters.constrained"],
     ["adapters.sklearn"],
+    ["studies.results"],
     ["studies.toy", "studies.regression", "studies.network", "studies.plain", "studies.digits"],
     ["studies.cnn"],
     ["studies.ablation", "studies.credit", "studies.groups", "studies.attribution"],

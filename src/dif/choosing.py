@@ -75,7 +75,7 @@ def choose(
             while len(chooser.chosen) < number and chooser.round(min(together, number - len(chooser.chosen))):
                 report(len(chooser.chosen))
     else:
-        chooser.chosen = chooser.best(number, helpful=True)
+        chooser.chosen = chooser.best(number)
     return chooser.verified(None)
 
 
@@ -108,8 +108,8 @@ def smallest_set(
     """
     wanted = float(as_numbers(goal, "goal").reshape(()))
     most, together = _counts("smallest_set(limit, per_round)", limit, per_round)
-    now = float(Targets(target, expect_solution(solution)).values(solution.theta)[0])
-    chooser = _Chooser.of(solution, target, samples, 1.0 if now > wanted else -1.0, among)
+    chooser = _Chooser.of(solution, target, samples, 1.0, among)
+    chooser.sign = 1.0 if chooser.value > wanted else -1.0
     with progress("choosing", most, show_progress) as report:
         while len(chooser.chosen) < most and not chooser.beyond(wanted, chooser.value):
             if not chooser.round(min(together, most - len(chooser.chosen))):
@@ -131,6 +131,11 @@ def _counts(what: str, limit: int, per_round: int) -> tuple[int, int]:
             cure="Use per_round=1 for the most careful choice.",
         )
     return most, together
+
+
+def _scored(at: Solution, target: Any, samples: Samples, indices: list[int]) -> dict[int, float]:
+    found = DirectionalInfluence(at).scores(target, samples.remove_each(indices), show_progress=False)
+    return dict(zip(indices, found.values[:, 0].tolist(), strict=True))
 
 
 @dataclass
@@ -171,8 +176,7 @@ class _Chooser:
                 meaning="Each of them is alone in a term of the problem, which would not be defined without it.",
                 cure="Name others, or leave among= out.",
             )
-        scores = DirectionalInfluence(solution).scores(target, samples.remove_each(candidates), show_progress=False)
-        first = dict(zip(candidates, scores.values[:, 0].tolist(), strict=True))
+        first = _scored(solution, target, samples, candidates)
         return cls(solution, solution, target, targets, samples, sign, candidates, first, [], [])
 
     @property
@@ -184,30 +188,27 @@ class _Chooser:
         """Whether a value is at the goal or past it."""
         return self.sign * (value - goal) <= 0
 
-    def best(self, count: int, helpful: bool) -> list[int]:
-        """The strongest candidates at the solution without the set; with `helpful` only those that help."""
+    def best(self, count: int) -> list[int]:
+        """The strongest candidates at the solution without the set, as far as they help."""
         scores = {i: self.first[i] for i in self.candidates}
         if self.chosen:
             out = {*self.chosen, *indispensable(self.at.program, self.samples)}
             left = [i for i in self.candidates if i not in out]
             if not left:
                 return []
-            found = DirectionalInfluence(self.at).scores(
-                self.target, self.samples.remove_each(left), show_progress=False
-            )
-            scores = dict(zip(left, found.values[:, 0].tolist(), strict=True))
+            scores = _scored(self.at, self.target, self.samples, left)
         order = sorted(scores, key=lambda i: self.sign * scores[i])[:count]
-        return [i for i in order if self.sign * scores[i] < 0] if helpful else order
+        return [i for i in order if self.sign * scores[i] < 0]
 
     def round(self, count: int) -> bool:
         """Remove the strongest, follow the solution; False where nothing helps any more."""
-        best = self.best(count, helpful=True)
+        best = self.best(count)
         while best:
             try:
                 end = PathInfluence(self.at).follow(self.samples.remove(best)).end
             except NotConvergedError:
                 self.candidates = [i for i in self.candidates if i not in best]  # the solution cannot do without them
-                best = self.best(count, helpful=True)
+                best = self.best(count)
                 continue
             self.chosen += best
             self.at = self._without(self.chosen, end.theta, end.lam)

@@ -78,6 +78,11 @@ class Scales:
         """λ as the step that its force would make, in units."""
         return lam * self.norms / self.size
 
+    def lengths(self, moves: Tensor, G: Tensor) -> Tensor:
+        """(ω, Δλ), (..., d + m), as two steps of √D·θ: the one it is, and the one that its force would make."""
+        d = len(self.root)
+        return torch.cat([moves[..., :d] * self.root, (moves[..., d:] @ G) / self.root], -1)
+
     def gradient(self, g: Tensor) -> float:
         """∇L as the step that it would make, in units."""
         return float((g / self.root).norm()) / self.size

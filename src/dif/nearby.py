@@ -129,7 +129,7 @@ class Nearby:
         if len(live) == 0:
             return
         d, m = ends.theta.shape[1], ends.lam.shape[1]
-        past = Extrapolation(len(stack), d + m, self._lengths)
+        past = Extrapolation(len(stack), d + m, partial(self.at.scales.lengths, G=self.at.G))
         mark = torch.full_like(ends.residual, float("inf"))  # the last residual that was half of the mark before it
         since = torch.zeros_like(ends.steps)  # steps since then
         holding = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # multipliers that push
@@ -165,11 +165,6 @@ class Nearby:
             here = torch.cat([theta[live], lam[live]], 1)
             there = here + past.combined(live, here, torch.cat([omega, nu - lam[live]], 1))
             theta[live], lam[live] = there[:, :d], torch.where(free, there[:, d:], there[:, d:].clamp(min=0))
-
-    def _lengths(self, moves: Tensor) -> Tensor:
-        """(ω, Δλ), (..., d + m), as two steps of √D·θ: the one it is, and the one that its force would make."""
-        root, d = self.at.scales.root, self.at.theta.numel()
-        return torch.cat([moves[..., :d] * root, (moves[..., d:] @ self.at.G) / root], -1)
 
     def _prepared_step(
         self,

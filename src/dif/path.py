@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -259,7 +260,7 @@ class Follower:
         """The point at ε with these rows held, from a guess; None where the steps do not close in."""
         program = self._program(epsilon)
         d, scales = theta.numel(), self.at.scales
-        past = Extrapolation(1, d + len(lam), self._lengths)
+        past = Extrapolation(1, d + len(lam), partial(scales.lengths, G=self.at.G))
         only = torch.tensor([0], device=theta.device)
         mark, since = float("inf"), 0
         for count in range(_CORRECTIONS):
@@ -284,11 +285,6 @@ class Follower:
             there = here + past.combined(only, here, torch.cat([omega, mu])[None])
             theta, lam = there[0, :d], there[0, d:]
         return None
-
-    def _lengths(self, moves: Tensor) -> Tensor:
-        """(ω, Δλ), (..., d + m), as two steps of √D·θ: the one it is, and the one that its force would make."""
-        root, d = self.at.scales.root, self.at.theta.numel()
-        return torch.cat([moves[..., :d] * root, (moves[..., d:] @ self.at.G) / root], -1)
 
     # Events
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.files import written
 from dif.progress import progress
+from dif.studies import results
 from dif.studies.digits import L2, Digits, posed
 from dif.targets import Targets
 
@@ -158,11 +157,8 @@ def sets() -> dict[str, Any]:
 
 def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
     """Run it once, part by part, each kept in attribution.json; return the numbers."""
-    finished = out / "attribution.json"
-    result: dict[str, Any] = {"study": "attribution", "version": dif.__version__}
-    if finished.exists():
-        known = json.loads(finished.read_text())
-        result = known if known["version"] == dif.__version__ else result
+    kept = out / "attribution.json"
+    result = results.finished(kept) or {"study": "attribution", "version": dif.__version__}
     out.mkdir(parents=True, exist_ok=True)
     parts = {
         "linear datamodeling score": lambda: halves(stated := posed(tau=STRICT, bound=1), stated.solved()),
@@ -174,7 +170,6 @@ def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
         for number, (name, make) in enumerate(parts.items()):
             if name not in result:
                 result[name] = make()
-                with written(finished) as file:
-                    file.write((json.dumps(result, indent=2) + "\n").encode())
+                results.write(kept, result)
             report(number + 1)
     return result

@@ -17,6 +17,7 @@ import dif
 from dif import plots
 from dif.data import mnist
 from dif.files import written
+from dif.studies import results
 from dif.studies.network import PAPER, SMALL, AllConvolutional, cross_entropy, dealt
 from dif.studies.plain import losses, retrained
 
@@ -210,7 +211,7 @@ def run(
             cure="Ask for fewer (--removals), or for more images (--n).",
         )
     stated = posed(setting, data, device)
-    (out / "setting.json").write_text(json.dumps(asdict(setting), indent=2) + "\n")  # from here on the folder is taken
+    results.write(out / "setting.json", asdict(setting))  # from here on the folder is taken
     solution = solved(stated, setting, out, show_progress)
     active = solution.active
     place, taken, error, test = target_of(stated, solution)
@@ -335,8 +336,7 @@ def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: A
         or len(known.get("plain", {}).get("removed", ())) < checks
     ):
         known = run(setting, out, **options)
-        with written(finished) as file:
-            file.write((json.dumps(known, indent=2) + "\n").encode())
+        results.write(finished, known)
         for drawn in _DRAWN:
             (out / drawn).unlink(missing_ok=True)
     if not all((out / drawn).exists() for drawn in _DRAWN):

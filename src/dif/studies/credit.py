@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from importlib.resources import as_file, files
 from pathlib import Path
@@ -11,16 +10,14 @@ from typing import Any
 import dif
 from dif import plots
 from dif.description import Description
-from dif.files import written
+from dif.studies import results
 
 
 def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
     """Score all 700 removals with each estimator, retrain all 700, write credit.json and credit.png; not twice."""
-    finished = out / "credit.json"
-    if finished.exists() and (out / "credit.png").exists():
-        known = json.loads(finished.read_text())
-        if known["version"] == dif.__version__:
-            return known
+    known = results.finished(out / "credit.json", out / "credit.png")
+    if known is not None:
+        return known
     with as_file(files("dif") / "examples" / "credit.py") as path:
         told = Description.read(path)
     out.mkdir(parents=True, exist_ok=True)
@@ -46,8 +43,7 @@ def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
             for t, target in enumerate(told.targets)
         },
     }
-    with written(finished) as file:
-        file.write((json.dumps(result, indent=2) + "\n").encode())
+    results.write(out / "credit.json", result)
     _figure(out / "credit.png", result, {name: one.values[:, 0] for name, one in scores.items()}, actual.values[:, 0])
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from pathlib import Path
@@ -13,9 +12,9 @@ from torch import Tensor
 
 import dif
 from dif import plots
-from dif.files import written
 from dif.group_influence import TRUSTED
 from dif.progress import progress
+from dif.studies import results
 from dif.studies.digits import Digits, posed
 from dif.targets import Targets
 
@@ -204,15 +203,12 @@ def _counted(names: list[str]) -> dict[str, int]:
 
 def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
     """Run it once, write groups.json and groups.png, return the numbers."""
-    finished = out / "groups.json"
-    if finished.exists() and (out / "groups.png").exists():
-        known = json.loads(finished.read_text())
-        if known["version"] == dif.__version__:
-            return known
+    known = results.finished(out / "groups.json", out / "groups.png")
+    if known is not None:
+        return known
     out.mkdir(parents=True, exist_ok=True)
     result = {"study": "groups", "version": dif.__version__, **run(show_progress)}
-    with written(finished) as file:
-        file.write((json.dumps(result, indent=2) + "\n").encode())
+    results.write(out / "groups.json", result)
     figure(out / "groups.png", result)
     return result
 

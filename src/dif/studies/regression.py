@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 import dif
 from dif import plots
 from dif.progress import progress
+from dif.studies import results
 
 N, D, NOISE = 1000, 5, 0.1
 A_EQ, B_EQ = [[1.0] * 5], -4.0
@@ -163,7 +163,7 @@ def reproduce(
     """Run it, write regression.json and regression.png, return the numbers."""
     out.mkdir(parents=True, exist_ok=True)
     result = run(seed, removals, bounds, show_progress)
-    (out / "regression.json").write_text(json.dumps(result, indent=2) + "\n")
+    results.write(out / "regression.json", result)
     figure(out / "regression.png", result)
     return result
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 import dif
 from dif import plots
+from dif.studies import results
 
 
 def problem() -> tuple[dif.Samples, dif.Problem]:
@@ -62,7 +62,7 @@ def reproduce(out: Path) -> dict[str, Any]:
     """Run it, write toy.json and toy.png, return the numbers."""
     out.mkdir(parents=True, exist_ok=True)
     result = run()
-    (out / "toy.json").write_text(json.dumps(result, indent=2) + "\n")
+    results.write(out / "toy.json", result)
     figure(out / "toy.png", result)
     return result
 

@@ -8,7 +8,8 @@ from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dif
-from dif.derivatives import cost, sample_gradients, sample_slopes
+from dif.cost import cost
+from dif.derivatives import sample_gradients, sample_slopes
 from dif.direction import Direction
 from dif.parameters import Parameters
 
@@ -117,10 +118,10 @@ def test_scores_go_to_disk_as_they_come(tmp_path):
     assert (loaded.perturbations, loaded.targets, loaded.estimator) == (held.perturbations, held.targets, "DIF")
     assert loaded.compare(held).relative_error == 0
     assert np.load(path, mmap_mode="r").shape == (60, 60)
-    with pytest.raises(dif.InvalidInputError, match=r"a file name ending in \.npy") as caught:
+    with pytest.raises(dif.InvalidInputError, match=r"a name ending in \.npy or \.zarr") as caught:
         influence.scores(train, train.remove_each(), out=tmp_path / "scores.csv")
     assert caught.value.meaning == (
-        "The scores are written as one array of numpy, what they are about into a .npy.json beside it."
+        "The scores are written as one array of numpy or Zarr, what they are about into a .json beside it."
     )
     with pytest.raises(dif.InvalidInputError, match="no term of the problem uses these samples"):
         influence.scores(train, dif.Samples(logistic, (X, Y)).remove_each(), out=path)

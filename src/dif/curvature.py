@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dif.derivatives import cost, sample_slopes
+from dif.cost import cost
+from dif.derivatives import sample_slopes
 from dif.rows import Rows
 
 DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
@@ -205,6 +206,8 @@ class Curvature:
 
     @cached_property
     def _dense(self) -> Tensor:
+        if self.plain is None and not self.gauss_newton:
+            return self.rows.part_hessian(self.theta, self.weights @ self.rows.C)
         eye = torch.eye(self.d).to(self.theta)
         H = self.product(eye) if self.plain is None else self._extended(self.plain.dense(), eye)
         return 0.5 * (H + H.T)

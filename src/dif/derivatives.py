@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,86 +12,24 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.func import grad, jvp, vjp, vmap
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from dif.cost import cost
 from dif.errors import InvalidInputError
+from dif.linear_maps import Curved, hessian
+from dif.memory import in_flight, out_of_memory, within_memory
 from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.structure import leaves, mapped
 
-_PROBED = 8  # samples on which the cost of one is measured
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
-_IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
 _SHARED = 32  # columns that should go through a batch together,
 _FEWEST = 128  # if so many samples can be in it
-_ACCELERATED = 2**29  # either, on an accelerator
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that an entry of a per-sample gradient is worth (written, read, used),
 _LONGER = 1e-3  # and this more per entry of the gradient: fewer of them are held at once
 _GRADIENTS = 2**22  # entries of per-sample gradients held at once on the CPU
 _NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
 _NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
 _NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What the loss of one sample takes."""
-
-    elements: int  # numbers made on the way, as many as are kept for the way back
-    inputs: int  # numbers that the sample consists of
-    flops: int  # of one evaluation
-
-
-def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
-    """Measured once per samples and model, on a few of them."""
-    known = samples.costs.get(len(theta))
-    if known is None:
-        many = min(_PROBED, len(samples), samples.batch_size or _PROBED)
-        few = many // 2
-        more, less = _measured(samples, parameters, theta, many), _measured(samples, parameters, theta, few)
-        each = [max(0, (x - y) // (many - few)) for x, y in zip(more, less, strict=True)]  # per sample, overheads gone
-        known = Cost(max(1, each[0]), each[1], max(1, more[2] // many))
-        samples.costs[len(theta)] = known
-    return known
-
-
-def _measured(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int, int]:
-    """Numbers that a batch leaves behind on its way forward, those it consists of, and the multiplications it takes."""
-    if count == 0:
-        return 0, 0, 0
-    _, batch = next(samples.batches(torch.arange(count), device=theta.device))
-    with torch.no_grad(), _Counted() as counted:
-        tensors = {name: t.clone() for name, t in parameters.tensors(theta).items()}
-        _losses(samples, parameters.bind(tensors), batch, count)
-    return counted.elements, sum(t.numel() for t in leaves(batch)), counted.flops
-
-
-class _Counted(TorchDispatchMode):
-    """Counts the numbers that operators make, and the multiplications it takes them."""
-
-    elements = flops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = [t for t in args if isinstance(t, Tensor)]
-        if isinstance(out, Tensor) and all(out.untyped_storage() is not t.untyped_storage() for t in given):
-            name, factors = func.__name__.split(".")[0], [t for t in given if t.dim() > 0]
-            each = 1
-            if name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv") and len(factors) >= 2:
-                each = 2 * factors[-2].shape[-1]
-            elif "convolution" in name and len(factors) >= 2:
-                each = 2 * factors[1][0].numel()
-            self.elements += out.numel()
-            self.flops += out.numel() * each
-        return out
-
-
-def in_flight(like: Tensor, cpu: int = _IN_FLIGHT) -> int:
-    """How many numbers may be held at once: more on an accelerator, where there is room."""
-    if like.device.type != "cuda":
-        return cpu
-    room = torch.cuda.get_device_properties(like.device).total_memory - torch.cuda.memory_allocated(like.device)
-    return max(cpu, min(_ACCELERATED, int(room / (8 * like.element_size()))))
 
 
 def passes(
@@ -128,33 +65,17 @@ def fitting(samples: Samples, parameters: Parameters, theta: Tensor, place: slic
 
 def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
     """θ → the losses of one batch, their shape checked."""
-    return lambda theta: _losses(samples, parameters.bind(parameters.tensors(theta)), batch, count)
+    return lambda theta: samples.losses(parameters.bind(parameters.tensors(theta)), batch, count)
 
 
-def _losses(samples: Samples, params: dict[str, Tensor], batch: Any, count: int) -> Tensor:
-    try:
-        out = samples.loss(params, batch)
-    except Exception as error:
-        error.add_note(f"raised by the loss of Samples {samples.name!r} on a batch of {count}")
-        raise
-    shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-    if shape != (count,):
-        raise InvalidInputError(
-            f"what the loss of Samples {samples.name!r} returned",
-            measured=f"shape {shape}" if isinstance(shape, tuple) else shape,
-            threshold=f"a tensor of shape ({count},) for a batch of {count}",
-            meaning="dif needs the loss of each sample by itself, before any mean or sum.",
-            cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
-        )
-    return out
-
-
+@within_memory
 def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """ℓᵢ(θ) of all samples or of those listed, (n,)."""
     with torch.no_grad():
         return torch.cat([loss(theta) for _, _, loss in passes(samples, parameters, theta, indices)])
 
 
+@within_memory
 def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """∇ℓᵢ(θ) row by row, (n, d)."""
     pieces = [
@@ -163,6 +84,7 @@ def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, in
     return torch.cat(pieces)
 
 
+@within_memory
 def sample_slopes(
     samples: Samples, parameters: Parameters, theta: Tensor, V: Tensor, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -292,6 +214,26 @@ def hessian_products(
                 raise
             fallbacks.add(_NO_FORWARD_OVER_REVERSE)
     return _reverse_over_reverse(scalar, theta, V, options)
+
+
+@within_memory
+def mapped_hessian(
+    samples: Samples, parameters: Parameters, theta: Tensor, w: Tensor, indices: Tensor | None = None
+) -> Tensor | None:
+    """Σᵢ wᵢ∇²ℓᵢ of a loss that sees θ through linear maps of the batch alone; None for any other."""
+    price = cost(samples, parameters, theta)
+    if price.maps is None:
+        return None
+    inputs, outputs = price.maps
+    room = in_flight(theta)
+    fits = max(1, room // (outputs * (inputs + outputs) + price.inputs))
+    together = max(1, room // (min(fits, len(w)) * (price.elements + outputs)))
+    try:
+        return hessian(samples, parameters, theta, samples.batches(indices, fits, theta.device), w, together)
+    except (Curved, RuntimeError, NotImplementedError) as error:  # in some batch another structure; or no forward mode
+        if out_of_memory(error):
+            raise
+        return None
 
 
 def batch_gauss_newton_products(

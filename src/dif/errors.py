@@ -63,6 +63,10 @@ class FirstOrderWarning(UserWarning):
     """The first order cannot be trusted with what is done to the data; the result says where."""
 
 
+class MemoryWarning(UserWarning):
+    """Memory ran out; the work goes on in smaller batches, and gives the same answer."""
+
+
 def few(values: Sequence[object]) -> str:
     """The first of them, and how many there are."""
     shown = ", ".join(map(str, values[:6]))

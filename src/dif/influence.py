@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from dif.files import written
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.reading import as_index
+from dif.streamed import Values, beside, journal_of, opened, streamed, whole_pieces
 
 _FORMAT = "dif influence 1"
 _LABELS = 4096  # written at once
@@ -51,14 +51,23 @@ class Influence:
     A score of +0.02 on a test loss says: carrying the perturbation out raises that loss by about 0.02.
     """
 
-    values: Tensor  # (P, T), on the CPU
+    stored: Values  # (P, T), on the CPU or on disk
     carried_out: Perturbation | tuple[str, ...]  # what was done, or its labels where it was read from a file
     targets: tuple[str, ...]
     estimator: str
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self.stored)
+
+    @property
+    def values(self) -> Tensor:
+        """All scores, (P, T). Those of a .npy are read from disk as needed; those of a .zarr are read whole."""
+        return self.stored[:]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """The scores of some perturbations, (end − begin, T); of a .zarr nothing else is read."""
+        return self.stored[begin:end]
 
     @cached_property
     def perturbations(self) -> tuple[str, ...]:
@@ -78,7 +87,7 @@ class Influence:
                 meaning="There is no such ranking.",
                 cure=f"The targets are {', '.join(self.targets[:5])}{', …' if len(self.targets) > 5 else ''}.",
             )
-        column = self.values[:, place]
+        column = self.stored[:, place]
         size = torch.nan_to_num(column.abs(), nan=-1.0)  # what could not be answered comes last
         order = torch.argsort(size, descending=True, stable=True)[:number].tolist()
         return [Ranked(i, self.perturbations[i], float(column[i])) for i in order]
@@ -109,10 +118,11 @@ class Influence:
 
     def metrics(self) -> dict[str, float]:
         """A few plain numbers about the scores and what they rest on, for whatever logs numbers (MLflow, say)."""
-        sizes = self.values[torch.isfinite(self.values)].abs()
+        values = self.values
+        sizes = values[torch.isfinite(values)].abs()
         found = {
             "perturbations": float(len(self)),
-            "unanswered": float(self.values.numel() - len(sizes)),
+            "unanswered": float(values.numel() - len(sizes)),
             "largest": float(sizes.max()) if len(sizes) else 0.0,
             "mean_size": float(sizes.mean()) if len(sizes) else 0.0,
             "kkt_residual": max(self.diagnostics.get("kkt", {"": 0.0}).values()),
@@ -123,9 +133,9 @@ class Influence:
                 found[name] = float(value)
         return found
 
-    def _about(self) -> Iterator[str]:
+    def _about(self, **more: Any) -> Iterator[str]:
         """Everything but the values as JSON, piece by piece: the words of a million removals are never held."""
-        about = {"format": _FORMAT, "estimator": self.estimator, "diagnostics": self.diagnostics}
+        about = {"format": _FORMAT, "estimator": self.estimator, "diagnostics": self.diagnostics, **more}
         yield json.dumps(about | {"targets": self.targets})[:-1] + ', "perturbations": ['
         done = self.carried_out
         for begin in range(0, len(self), _LABELS):
@@ -139,58 +149,46 @@ class Influence:
         with written(path) as file:
             np.savez(file, values=self.values.numpy(), about=np.array("".join(self._about())))
 
-    def describe(self, path: str | os.PathLike[str]) -> None:
-        """Write everything but the values beside the file of values that was filled during scoring."""
-        with written(_beside(path)) as file:
-            file.writelines(piece.encode() for piece in self._about())
+    def describe(self, path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> None:
+        """Write everything but the values beside a file of values that is filled during scoring."""
+        with written(beside(path)) as file:
+            file.writelines(piece.encode() for piece in self._about(streamed=record))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:
-        """Read what `save` wrote, or `scores(..., out=path)`; the latter stays on disk and is read as needed."""
+        """Read what `save` wrote, or `scores(..., out=path)`.
+
+        The latter stays on disk and is read as needed. It may still be growing: rows to come are NaN, and
+        `diagnostics["rows"]` says how many are there.
+        """
         try:
-            if os.fspath(path).endswith(".npy"):
-                values = torch.from_numpy(np.lib.format.open_memmap(os.fspath(path), mode="r+"))
-                about = json.loads(_beside(path).read_text())
+            if streamed(path):
+                about = json.loads(beside(path).read_text())
+                values = opened(path)
             else:
                 with np.load(path, allow_pickle=False) as file:
                     values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
             found, shape = about["format"], (len(about["perturbations"]), len(about["targets"]))
-            about = {key: about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")}
-        except FileNotFoundError:
+            known = {key: about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")}
+        except (FileNotFoundError, ImportError):
             raise
         except Exception as error:
             raise _unreadable(path, f"{type(error).__name__}: {error}") from error
-        if found != _FORMAT or values.shape != shape:
+        if found != _FORMAT or tuple(values.shape) != shape:
             raise _unreadable(path, f"format {found!r}, values of shape {tuple(values.shape)}")
+        if streamed(path):
+            _, pieces = journal_of(path) or ({}, [])
+            good = whole_pieces(values, pieces)
+            rows = good[-1]["end"] if good else 0
+            if len(good) < len(pieces):
+                raise _unreadable(path, f"values that are not those written, from row {rows} on")
+            known["diagnostics"] = {**known["diagnostics"], "rows": rows}
         return cls(
-            values, tuple(about["perturbations"]), tuple(about["targets"]), about["estimator"], about["diagnostics"]
+            values, tuple(known["perturbations"]), tuple(known["targets"]), known["estimator"], known["diagnostics"]
         )
 
     def __repr__(self) -> str:
         return f"Influence({self.estimator}: {len(self)} perturbations × {len(self.targets)} targets)"
-
-
-def values_on_disk(path: str | os.PathLike[str], shape: tuple[int, int]) -> Tensor:
-    """A tensor (P, T) that lives in a file, NaN to begin with."""
-    name = os.fspath(path)
-    if not name.endswith(".npy"):
-        raise InvalidInputError(
-            "out=",
-            measured=repr(name),
-            threshold="a file name ending in .npy",
-            meaning="The scores are written as one array of numpy, what they are about into a .npy.json beside it.",
-            cure="Name it scores.npy, say.",
-        )
-    if not Path(name).parent.is_dir():
-        raise FileNotFoundError(f"no folder {str(Path(name).parent)!r} to save {Path(name).name!r} in: make it first")
-    _beside(path).unlink(missing_ok=True)
-    values = np.lib.format.open_memmap(name, mode="w+", dtype=np.float64, shape=shape)
-    values[:] = np.nan
-    return torch.from_numpy(values)
-
-
-def _beside(path: str | os.PathLike[str]) -> Path:
-    return Path(f"{os.fspath(path)}.json")
 
 
 def _unreadable(path: str | os.PathLike[str], found: str) -> InvalidInputError:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from dif.direction import Direction
 from dif.errors import InvalidInputError
 from dif.files import written
+from dif.fingerprint import of_direction, of_solution
 from dif.fit import Found
 from dif.solution import Solution
 
@@ -75,21 +75,13 @@ class Kept:
     def _path(self, direction: Direction, p: int) -> Path:
         seen = hashlib.sha256(f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}".encode())
         seen.update(self._of_solution)
-        parts = [direction.scaled_parts(p), direction.dtau[p]]
-        for block in direction.blocks:
-            mine = slice(None) if block.owner is None else block.owner == p
-            parts += [block.touch, block.index[mine], block.s[mine]]
-        for part in parts:
-            seen.update(_bytes(part))
+        for part in of_direction(direction, p):
+            seen.update(part)
         return self.folder / f"{seen.hexdigest()[:32]}.npz"
 
     @cached_property
     def _of_solution(self) -> bytes:
-        at, program = self.solution, self.solution.program
-        size = float(at.f.abs().max()) or 1.0
-        values = torch.round(at.f.double().cpu() / size, decimals=8) + 0.0  # rounding differs from run to run
-        bounds = _bytes(program.tau) + _bytes(program.equality)
-        return _bytes(at.theta) + _bytes(at.lam) + bounds + _bytes(values)
+        return of_solution(self.solution)
 
     def _damaged(self, path: Path, found: str) -> InvalidInputError:
         return InvalidInputError(
@@ -99,7 +91,3 @@ class Kept:
             meaning="It is damaged, or was written by another version.",
             cure="Delete it: that one retraining is then done again.",
         )
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return str(tuple(tensor.shape)).encode() + tensor.detach().cpu().contiguous().numpy().tobytes()

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +15,9 @@ from torch import Tensor
 
 from dif.direction import Direction, chunks
 from dif.errors import DegenerateError
-from dif.influence import Change, Influence, values_on_disk
+from dif.farm import checked_jobs, shared_out
+from dif.fingerprint import of_direction, of_solution, rounded
+from dif.influence import Change, Influence
 from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
@@ -19,11 +25,29 @@ from dif.progress import progress
 from dif.reading import check_number
 from dif.reduced_qp import no_direction, solve_reduced_qp
 from dif.solution import Solution
+from dif.streamed import Streamed
 from dif.targets import Targets, actual_scores
 
 _PIECE = 2**25  # slopes held at once
 _MOVED = 2**25  # numbers of Δθ held at once
 _PIECES, _FEWEST = 64, 2**14  # pieces of a sweep at most, perturbations in one at least (memory permitting)
+_SHARES = 4  # pieces of work per job
+
+Count = Callable[[Tensor], int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The scores of some perturbations."""
+
+    values: Tensor  # (P, T), on the CPU
+    switched: int  # in how many of them a constraint lets go or begins to bind
+    unanswered: dict[str, str]
+
+
+def none_switched(nu: Tensor) -> int:
+    """Of an estimator that does not ask."""
+    return 0
 
 
 class Linearisation:
@@ -119,30 +143,29 @@ class Linearisation:
         return omega, nu, unanswered
 
     def scores(
-        self, targets: Targets, perturbations: Perturbation, values: Tensor, show_progress: bool
-    ) -> tuple[Tensor, dict[str, str]]:
-        """Fill values (P, T) with qᵀΔθ; the multipliers, (P, k), and what could not be answered are returned.
+        self, Q: Tensor, perturbations: Perturbation, begin: int, size: int, jobs: int, count: Count
+    ) -> Iterator[Piece]:
+        """qᵀΔθ for the columns q of Q, (rows, T), piece by piece from row `begin` on.
 
-        One sweep over the perturbed samples, in pieces: beside the results nothing grows with their number.
+        One sweep over the perturbed samples: beside the results nothing grows with their number.
         """
-        Q = targets.gradients(self.at.theta)
-        k = len(self.kept)
         columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
-        through = self.G @ columns[:, k:]  # (k, T)
-        multipliers, unanswered, done = [], {}, 0
-        size = max(1, min(_PIECE // max(1, columns.shape[1]), max(_FEWEST, len(perturbations) // _PIECES)))
-        with progress("scores", len(perturbations), show_progress) as report:
-            for some in chunks(perturbations, size):
-                direction = Direction(self.at.program, some)
-                bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
-                r = (df[:, 1:] - direction.dtau)[:, self.kept]
-                nu, force, missing = self.push(bV[:, :k], r, some)
-                unanswered |= missing
-                values[done : done + len(some)] = (-bV[:, k:] - force @ through).to(values)
-                multipliers.append(nu)
-                done += len(some)
-                report(done)
-        return torch.cat(multipliers), unanswered
+        pieces = chunks(perturbations[begin:], size) if begin < len(perturbations) else []
+        ready = shared_out(partial(self._scored, columns, count), pieces, jobs)
+        waiting: dict[int, Piece] = {}
+        for number in range(len(pieces)):
+            while number not in waiting:
+                which, piece = next(ready)
+                waiting[which] = piece
+            yield waiting.pop(number)
+
+    def _scored(self, columns: Tensor, count: Count, some: Perturbation) -> Piece:
+        k = len(self.kept)
+        direction = Direction(self.at.program, some)
+        bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
+        nu, force, unanswered = self.push(bV[:, :k], (df[:, 1:] - direction.dtau)[:, self.kept], some)
+        values = -bV[:, k:] - force @ (self.G @ columns[:, k:])
+        return Piece(values.double().cpu(), count(nu), unanswered)
 
     def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
         """Δλ on all m rows, (P, m), NaN where there is no answer."""
@@ -207,19 +230,48 @@ class Linearisation:
         diagnostics: dict[str, Any],
         out: str | os.PathLike[str] | None = None,
         show_progress: bool = True,
-    ) -> tuple[Influence, Tensor]:
-        """The Influence of many on a target, in a file where one is named; and the multipliers of the kept rows."""
-        targets = Targets(target, self.at)
-        for some in chunks(perturbations):  # malformed ones are refused before any file is touched
-            Direction(self.at.program, some)
-        shape = (len(perturbations), len(targets.names))
-        values = torch.full(shape, float("nan"), dtype=torch.float64) if out is None else values_on_disk(out, shape)
-        nu, unanswered = self.scores(targets, perturbations, values, show_progress)
-        trusted = {**diagnostics, **self._work(), "unanswered": unanswered}
-        influence = Influence(values, perturbations, targets.names, name, trusted)
-        if out is not None:
-            influence.describe(out)
-        return influence, nu
+        jobs: int = 1,
+        count: Count = none_switched,
+    ) -> Influence:
+        """The Influence of many on a target, in a file where one is named; what is there already is not done again."""
+        jobs, targets, every = checked_jobs(jobs), Targets(target, self.at), chunks(perturbations)
+        Q, shape = targets.gradients(self.at.theta), (len(perturbations), len(targets.names))
+        size = max(1, min(_PIECE // (len(self.kept) + shape[1]), max(_FEWEST, len(perturbations) // _PIECES)))
+        if jobs != 1:
+            size = max(1, min(size, -(-len(perturbations) // (_SHARES * abs(jobs)))))
+        seen = hashlib.sha256(f"{name} {targets.names} {json.dumps(diagnostics, sort_keys=True)}".encode())
+        for some in every:  # malformed ones are refused before any file is touched
+            direction = Direction(self.at.program, some)
+            for part in of_direction(direction) if out is not None else ():
+                seen.update(part)
+        if out is None:
+            file, values = None, torch.full(shape, float("nan"), dtype=torch.float64)
+        else:
+            seen.update(of_solution(self.at) + rounded(Q))
+            file = Streamed(out, shape, seen.hexdigest(), size)
+            values = file.values
+        influence = Influence(values, perturbations, targets.names, name, dict(diagnostics))
+        done = 0 if file is None else file.done
+        if file is not None and done < len(perturbations):
+            influence.describe(file.path)  # whoever reads it while it grows
+        past = [] if file is None else file.pieces
+        switched = sum(piece["switched"] for piece in past)
+        unanswered = {label: words for piece in past for label, words in piece["unanswered"].items()}
+        with progress("scores", len(perturbations), show_progress) as report:
+            for piece in self.scores(Q, perturbations, done, size, jobs, count) if done < len(perturbations) else ():
+                switched += piece.switched
+                unanswered |= piece.unanswered
+                if file is None:
+                    values[done : done + len(piece.values)] = piece.values
+                else:
+                    file.write(done, piece.values, switched=piece.switched, unanswered=piece.unanswered)
+                done += len(piece.values)
+                report(done)
+        influence.diagnostics.update(self._work(), unanswered=unanswered, switched=switched)
+        if file is not None:
+            influence.describe(file.path, file.record)
+            file.finish()
+        return influence
 
     def reevaluated(
         self, name: str, target: Any, perturbations: Perturbation, diagnostics: dict[str, Any], show_progress: bool

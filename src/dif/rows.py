@@ -15,17 +15,20 @@ from dif.derivatives import (
     batch_pulled_back,
     forward,
     hessian_products,
+    mapped_hessian,
     passes,
     pulled_back,
     sample_losses,
     sharing,
 )
 from dif.errors import InvalidInputError
+from dif.memory import within_memory
 from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.term import Function, SampleSum, Term
 
 _TOGETHER = 256  # columns at once through a function of the parameters alone
+_MAPPED = 16  # parameters from which the structure of a loss pays
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +183,7 @@ class Rows:
             gradients.append(gradient)
         return torch.cat(values), torch.cat(gradients)
 
+    @within_memory
     def pulled(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over the samples of a table, for each row w of weights (k, n)."""
         samples = self.tables[table].samples
@@ -195,6 +199,7 @@ class Rows:
         p, Dp = self.part_gradients(theta)
         return self.C @ p, self.C @ Dp
 
+    @within_memory
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """f(θ) and Σⱼ μⱼ∇fⱼ(θ) for the weights μ = weigh(f(θ)): one forward and one backward sweep."""
         pulls: list[Callable[[Tensor], Tensor]] = []
@@ -223,6 +228,7 @@ class Rows:
             start += len(value)
         return f_values, gradient.detach()
 
+    @within_memory
     def _swept_back(self, samples: Samples, theta: Tensor, w: Tensor) -> Tensor:
         """Σᵢ wᵢ∇ℓᵢ(θ) over all samples, batch by batch."""
         total = torch.zeros_like(theta)
@@ -234,11 +240,37 @@ class Rows:
         """Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
         return self.part_hessian(theta, mu @ self.C)
 
+    @within_memory
     def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
-        """Σₖ weightsₖ ∇²pₖ(θ), (d, d)."""
-        H = self.hessian_products(theta, weights, torch.eye(theta.numel()).to(theta))
+        """Σₖ weightsₖ ∇²pₖ(θ), (d, d): losses of linear maps by their structure, the rest by products."""
+        d = theta.numel()
+        H, left = theta.new_zeros((d, d)), weights.clone()
+        for number, table in enumerate(self.tables):
+            w, those = self._weighed(number, weights)
+            part = mapped_hessian(table.samples, self.parameters, theta, w, those) if d >= _MAPPED else None
+            if part is not None:
+                H += part
+                left[self.columns(number)] = 0
+        if not torch.equal(left, weights) and not self._agrees(H, theta, weights - left):
+            H, left = torch.zeros_like(H), weights
+        if bool((left != 0).any()):
+            H = H + self.hessian_products(theta, left, torch.eye(d).to(theta))
         return 0.5 * (H + H.T)
 
+    def _agrees(self, H: Tensor, theta: Tensor, weights: Tensor) -> bool:
+        """Whether a Hessian had by structure multiplies a random vector as autograd does."""
+        v = torch.randn(len(H), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta)
+        gap = torch.linalg.vector_norm(H @ v - self.hessian_products(theta, weights, v[:, None])[:, 0])
+        size = torch.linalg.vector_norm(H.abs() @ v.abs())
+        return bool(gap <= torch.finfo(H.dtype).eps ** 0.625 * size)  # 2e-10 in float64
+
+    def _weighed(self, table: int, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What each sample weighs where it weighs anything, and which those are (None: all)."""
+        w = weights[self.columns(table)] @ self.tables[table].U
+        some = torch.nonzero(w).reshape(-1)
+        return w[some], some.cpu() if len(some) < len(w) else None
+
+    @within_memory
     def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor, gauss_newton: bool = False) -> Tensor:
         """Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), the sum over the data inside: one sweep, (d, c).
 
@@ -258,12 +290,9 @@ class Rows:
 
         pending = of_functions if curved else None
         for number, table in enumerate(self.tables):
-            w = weights[self.columns(number)] @ table.U
-            some = torch.nonzero(w).reshape(-1)
-            if len(some) == 0:
+            w, those = self._weighed(number, weights)  # samples of other groups have no part in it
+            if len(w) == 0:
                 continue
-            those = some.cpu() if len(some) < len(w) else None  # samples of other groups have no part in it
-            w = w[some]
             at_most = sharing(table.samples, self.parameters, theta, V.shape[1])
             for place, batch, loss in passes(table.samples, self.parameters, theta, those, at_most):
                 if gauss_newton:

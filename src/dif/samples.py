@@ -173,6 +173,24 @@ class Samples:
 
     # How the numbers are reached
 
+    def losses(self, params: Any, batch: Any, count: int) -> Tensor:
+        """The loss of each sample of a batch, their shape checked."""
+        try:
+            out = self.loss(params, batch)
+        except Exception as error:
+            error.add_note(f"raised by the loss of Samples {self.name!r} on a batch of {count}")
+            raise
+        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
+        if shape != (count,):
+            raise InvalidInputError(
+                f"what the loss of Samples {self.name!r} returned",
+                measured=f"shape {shape}" if isinstance(shape, tuple) else shape,
+                threshold=f"a tensor of shape ({count},) for a batch of {count}",
+                meaning="dif needs the loss of each sample by itself, before any mean or sum.",
+                cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
+            )
+        return out
+
     def batches(
         self, indices: Tensor | None = None, at_most: int | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[slice, Any]]:

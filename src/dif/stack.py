@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives import fitting, passes, stacked_gradients, stacked_products, stacked_pullback
+from dif.memory import within_memory
 from dif.parameters import Parameters
 from dif.rows import Smooth
 from dif.samples import Samples
@@ -32,6 +33,7 @@ class Stack:
         tables = tuple((samples, W[which]) for samples, W in self.tables)
         return Stack(self.parameters, tables, self.functions, self.C, self.tau[which])
 
+    @within_memory
     def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its θ (P, d)."""
         P, d = thetas.shape
@@ -53,6 +55,7 @@ class Stack:
             start += function.size
         return f, J
 
+    @within_memory
     def pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its θ (P, d), for weights (P, 1 + m)."""
         f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
@@ -72,6 +75,7 @@ class Stack:
             start += function.size
         return f, g
 
+    @within_memory
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
         total = torch.zeros_like(V)

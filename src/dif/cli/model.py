@@ -209,7 +209,7 @@ def _with_the_rest(scores: Influence, everyone: Perturbation, needed: dict[int, 
         for i, words in needed.items()
     }
     diagnostics = scores.diagnostics | {"unanswered": scores.diagnostics.get("unanswered", {}) | why}
-    return replace(scores, values=values, carried_out=everyone, diagnostics=diagnostics)
+    return replace(scores, stored=values, carried_out=everyone, diagnostics=diagnostics)
 
 
 def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, silent: bool) -> Report:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dif.errors import DegenerateError, InvalidInputError
 from dif.influence import Change, Influence
 from dif.linear_solve import Solver, prepare
-from dif.linearisation import Linearisation, checked_damping, trust
+from dif.linearisation import Linearisation, checked_damping, none_switched, trust
 from dif.perturbation import Perturbation
 from dif.reading import check_number
 from dif.solution import Solution, expect_solution
@@ -104,18 +104,20 @@ class DirectionalInfluence:
         perturbations: Perturbation,
         *,
         out: str | os.PathLike[str] | None = None,
+        jobs: int = 1,
         show_progress: bool = True,
     ) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ.
 
-        With `out`, a file name ending in .npy, the scores go there as they come (NaN until then) and are not held in
-        memory; `Influence.load` reads them.
+        With `out`, a name ending in .npy or .zarr, the scores go there as they come (NaN until then) and are not held
+        in memory; `Influence.load` reads them, and the same call goes on where an earlier one was interrupted. `jobs`
+        processes share the work (joblib; its `parallel_config` chooses the backend).
         """
         name = self.name + (" (switching)" if self.switching else "")
-        influence, nu = self.linearisation.influence(name, target, perturbations, self._diagnostics, out, show_progress)
-        if self.switching:
-            influence.diagnostics["switched"] = int(self._switched(nu).sum())
-        return influence
+        count = self._count if self.switching else none_switched
+        return self.linearisation.influence(
+            name, target, perturbations, self._diagnostics, out, show_progress, jobs, count
+        )
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
         """Through which term each perturbation acts on one target: a column for the objective and each constraint.
@@ -151,6 +153,9 @@ class DirectionalInfluence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""
         name = self.name + (" (switching)" if self.switching else "")
         return self.linearisation.reevaluated(name, target, perturbations, self._diagnostics, show_progress)
+
+    def _count(self, nu: Tensor) -> int:
+        return int(self._switched(nu).sum())
 
     def _switched(self, nu: Tensor) -> Tensor:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""

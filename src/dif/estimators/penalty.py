@@ -89,14 +89,18 @@ class PenaltyInfluence:
         perturbations: Perturbation,
         *,
         out: str | os.PathLike[str] | None = None,
+        jobs: int = 1,
         show_progress: bool = True,
     ) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ.
 
-        With `out`, a file name ending in .npy, the scores go there as they come (NaN until then) and are not held in
-        memory; `Influence.load` reads them.
+        With `out`, a name ending in .npy or .zarr, the scores go there as they come (NaN until then) and are not held
+        in memory; `Influence.load` reads them, and the same call goes on where an earlier one was interrupted. `jobs`
+        processes share the work (joblib; its `parallel_config` chooses the backend).
         """
-        return self.linearisation.influence(self.name, target, perturbations, self._diagnostics, out, show_progress)[0]
+        return self.linearisation.influence(
+            self.name, target, perturbations, self._diagnostics, out, show_progress, jobs
+        )
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""

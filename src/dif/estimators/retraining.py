@@ -7,22 +7,22 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from joblib import Parallel, delayed
 from torch import Tensor
 
 from dif.checkpoint import Standing
-from dif.derivatives import in_flight, unsupported
+from dif.derivatives import unsupported
 from dif.direction import Direction, chunks
-from dif.errors import DifError, InvalidInputError, NotConvergedError
+from dif.errors import DifError, NotConvergedError
+from dif.farm import checked_jobs, shared_out
 from dif.fit import Found, check_limits, default_tolerance, solve
 from dif.influence import Change, Influence
 from dif.kept import Kept
 from dif.limits import Limits
 from dif.linearisation import trust
+from dif.memory import in_flight
 from dif.nearby import Nearby
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
-from dif.reading import as_index
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 
@@ -66,7 +66,7 @@ class Retraining:
         self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
         check_limits(max_iter, None)
         self.max_iter = max_iter
-        self.jobs = _checked_jobs(jobs)
+        self.jobs = checked_jobs(jobs)
         self.strict = strict
         self.show_progress = show_progress
         if strict:
@@ -120,13 +120,12 @@ class Retraining:
         missing = [p for p in range(len(perturbations)) if p not in waiting]
         if missing and self._nearby is None:
             self._nearby = self._prepared()
-        pieces = self._pieces(perturbations, missing)
-        work = (delayed(_solved)(self, some, begin) for begin, some in pieces)
-        kind = {"prefer": "processes"} if self.jobs != 1 else {"backend": "sequential"}
-        done: Any = Parallel(self.jobs, return_as="generator_unordered", **kind)(work)
+        pieces = list(self._pieces(perturbations, missing))
+        ready = shared_out(self.solved, [some for _, some in pieces], self.jobs)
         for p in range(len(perturbations)):
             while p not in waiting:
-                begin, outcomes = next(done)
+                number, outcomes = next(ready)
+                begin = pieces[number][0]
                 waiting |= {begin + q: outcome for q, outcome in enumerate(outcomes)}
             yield waiting.pop(p)
 
@@ -232,21 +231,3 @@ class Retraining:
             meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
             cure="Raise max_iter, add a ridge, or perturb less.",
         )
-
-
-def _solved(retraining: Retraining, some: Perturbation, begin: int) -> tuple[int, list[Outcome]]:
-    """A piece of work, in whatever process."""
-    return begin, retraining.solved(some)
-
-
-def _checked_jobs(jobs: int) -> int:
-    number = as_index(jobs)
-    if number is None or number == 0:
-        raise InvalidInputError(
-            "jobs",
-            measured=repr(jobs),
-            threshold="a number of processes, or −1 for as many as there are cores",
-            meaning="They share the retrainings.",
-            cure="Leave it out for one.",
-        )
-    return number

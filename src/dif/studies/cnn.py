@@ -217,9 +217,7 @@ def run(
     place, taken, error, test = target_of(stated, solution)
     made, remarks = estimators(solution, test, stated.train)
     everyone = stated.train.remove_each()
-    scores = out / "scores.npy"
-    known = dif.Influence.load(scores) if Path(f"{scores}.json").exists() else None
-    scored = known or made["DIF"].scores(test, everyone, out=scores, show_progress=show_progress)
+    scored = made["DIF"].scores(test, everyone, out=out / "scores.npy", show_progress=show_progress)
     ranked = [one.index for one in scored.top(setting.removals)]
     retraining = dif.Retraining(solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=show_progress)
     compared: dict[str, Any] = {}

@@ -10,6 +10,7 @@ ROOT = Path(dif.__file__).parent
 # From the bottom up; modules of one line may not import each other.
 LAYERS = [
     ["errors"],
+    ["shards"],
     ["parameters", "progress", "reading", "files", "limits", "metric", "trust_region", "extrapolation", "memory"],
     ["perturbation", "structure"],
     ["constraint"],

@@ -34,6 +34,7 @@ from dif.perturbation import Perturbation
 from dif.problem import Problem
 from dif.refinement import Refinement
 from dif.samples import Samples
+from dif.shards import sharded
 from dif.solution import Solution
 from dif.term import Function, Term, linear, ridge
 
@@ -79,6 +80,7 @@ __all__ = [
     "linear",
     "ridge",
     "self_influence",
+    "sharded",
     "smallest_set",
     "variable",
 ]

@@ -23,6 +23,10 @@ _FEWEST = 256  # samples from which a Hessian may be sketched,
 _PLENTY = 8  # and per parameter so many that more would hardly change it
 _PROBES = 16
 _LANCZOS = 60  # steps
+_LOOKED_AT = 6  # every so many of them: whether the smallest value has settled,
+_SETTLED = 1e-4  # its residual within this of it: the value itself within about the square;
+_JUDGED = 0.03  # enough where only its size is asked for
+_ITERATED = 128  # parameters from which that is cheaper than all eigenvalues
 
 
 class Operator(Protocol):
@@ -317,7 +321,8 @@ def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, floa
     """
     if H.assembled:
         dense, root = H.dense().double(), root.double()
-        return _smallest(dense, G.double()), _smallest(dense / root / root[:, None], G.double() / root)
+        scaled = dense / root / root[:, None]
+        return _smallest(dense, G.double()), _smallest(scaled, G.double() / root, _JUDGED)
     return lanczos(H, G, torch.ones_like(root))[0], lanczos(H, G, root)[0]
 
 
@@ -326,15 +331,37 @@ def _unit(G: Tensor) -> Tensor:
     return G / lengths.clamp(min=torch.finfo(G.dtype).tiny)
 
 
-def _smallest(H: Tensor, G: Tensor) -> float:
+def _smallest(H: Tensor, G: Tensor, settled: float = _SETTLED) -> float:
     if len(G):
-        _, sizes, Vt = torch.linalg.svd(_unit(G), full_matrices=True)
-        Z = Vt[int((sizes > 1e-10).sum()) :].T
-        H = Z.T @ H @ Z
+        U, sizes, _ = torch.linalg.svd(_unit(G).T, full_matrices=False)
+        N = U[:, sizes > 1e-10]  # (d, k) across the tangent space
+        if N.shape[1] >= len(H):
+            return float("inf")
+        HN, height = H @ N, float(torch.linalg.matrix_norm(H)) or 1.0
+        H = H - N @ HN.T - HN @ N.T + N @ (N.T @ HN + height * torch.eye(N.shape[1]).to(H)) @ N.T
+    if len(H) >= _ITERATED:
+        factor, failed = torch.linalg.cholesky_ex(H)
+        if not int(failed):
+            nothing, one = H.new_zeros((0, len(H))), torch.ones_like(H[0])
+            return -1.0 / lanczos(_Inverse(factor), nothing, one, settled)[0]
     return float(torch.linalg.eigvalsh(H)[0]) if len(H) else float("inf")
 
 
-def lanczos(H: Operator, G: Tensor, root: Tensor) -> tuple[float, Tensor]:
+@dataclass(frozen=True)
+class _Inverse:
+    """−H⁻¹, its smallest eigenvalue first: −1/λ."""
+
+    factor: Tensor
+
+    @property
+    def d(self) -> int:
+        return len(self.factor)
+
+    def product(self, V: Tensor) -> Tensor:
+        return -torch.cholesky_solve(V, self.factor)
+
+
+def lanczos(H: Operator | _Inverse, G: Tensor, root: Tensor, settled: float = _SETTLED) -> tuple[float, Tensor]:
     """Smallest Ritz value of H on {Gω = 0}, in the coordinates root·θ, and its direction there."""
     U, sizes, _ = torch.linalg.svd(_unit(G.double() / root.double()).T, full_matrices=False)
     normal = U[:, sizes > 1e-10].to(G)
@@ -356,7 +383,15 @@ def lanczos(H: Operator, G: Tensor, root: Tensor) -> tuple[float, Tensor]:
         beside.append(float(w.norm()))
         if beside[-1] <= 1e-7 * max(abs(x) for x in diagonal):
             break
+        if len(diagonal) % _LOOKED_AT == 0:
+            values, vectors = _tridiagonal(diagonal, beside[:-1])
+            if beside[-1] * abs(float(vectors[-1, 0])) <= settled * abs(float(values[0])):
+                break
         basis.append(w / w.norm())
-    along, off = torch.tensor(diagonal, dtype=torch.float64), torch.tensor(beside[:-1], dtype=torch.float64)
-    values, vectors = torch.linalg.eigh(torch.diag(along) + torch.diag(off, 1) + torch.diag(off, -1))
-    return float(values[0]), torch.stack(basis[: len(along)], 1) @ vectors[:, 0].to(normal)
+    values, vectors = _tridiagonal(diagonal, beside[:-1])
+    return float(values[0]), torch.stack(basis[: len(diagonal)], 1) @ vectors[:, 0].to(normal)
+
+
+def _tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[Tensor, Tensor]:
+    along, off = torch.tensor(diagonal, dtype=torch.float64), torch.tensor(beside, dtype=torch.float64)
+    return torch.linalg.eigh(torch.diag(along) + torch.diag(off, 1) + torch.diag(off, -1))

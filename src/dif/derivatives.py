@@ -19,6 +19,7 @@ from dif.linear_maps import Curved, hessian
 from dif.memory import in_flight, out_of_memory, within_memory
 from dif.parameters import Parameters
 from dif.samples import Samples
+from dif.shards import added, everywhere, gathered, span
 from dif.structure import leaves, mapped
 
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
@@ -33,15 +34,18 @@ _NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
 
 
 def passes(
-    samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None, at_most: int | None = None
-) -> Iterator[tuple[slice, Any, Callable[[Tensor], Tensor]]]:
+    samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None, at_most: int | None = None,
+    *, shared: bool = True,
+) -> Iterator[tuple[slice, Any, Callable[[Tensor], Tensor]]]:  # fmt: skip
     """One sweep over the data (all of it, or the samples listed): positions, batch, and θ → the losses of that batch.
 
-    As many samples at once as fit.
+    As many samples at once as fit. Where samples are shared among processes, this one's part only, unless told not to.
     """
     price = cost(samples, parameters, theta)
     fits = max(1, in_flight(theta, _PASS) // (price.elements + price.inputs))  # vectorised maps may copy inputs
-    for place, batch in samples.batches(indices, fits if at_most is None else min(fits, at_most), theta.device):
+    step = fits if at_most is None else min(fits, at_most)
+    within = span(len(samples) if indices is None else len(indices)) if shared else None
+    for place, batch in samples.batches(indices, step, theta.device, within):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
 
 
@@ -72,7 +76,8 @@ def batch_loss(samples: Samples, parameters: Parameters, batch: Any, count: int)
 def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """ℓᵢ(θ) of all samples or of those listed, (n,)."""
     with torch.no_grad():
-        return torch.cat([loss(theta) for _, _, loss in passes(samples, parameters, theta, indices)])
+        pieces = [loss(theta) for _, _, loss in passes(samples, parameters, theta, indices)]
+    return gathered(torch.cat([theta.new_zeros(0), *pieces]), len(samples) if indices is None else len(indices))
 
 
 @within_memory
@@ -81,7 +86,8 @@ def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, in
     pieces = [
         _batch_gradients(samples, parameters, theta, z) for _, z, _ in passes(samples, parameters, theta, indices)
     ]
-    return torch.cat(pieces)
+    total = len(samples) if indices is None else len(indices)
+    return gathered(torch.cat([theta.new_zeros((0, len(theta))), *pieces]).detach(), total)
 
 
 @within_memory
@@ -114,7 +120,8 @@ def sample_slopes(
             value, slope = _pushed_forward(samples, loss, theta, V, together)
             losses.append(value)
             slopes.append(slope)
-    return torch.cat(losses), torch.cat(slopes)
+    total = len(samples) if indices is None else len(indices)
+    return gathered(torch.cat(losses), total), gathered(torch.cat(slopes), total)
 
 
 def forward(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -228,12 +235,15 @@ def mapped_hessian(
     room = in_flight(theta)
     fits = max(1, room // (outputs * (inputs + outputs) + price.inputs))
     together = max(1, room // (min(fits, len(w)) * (price.elements + outputs)))
+    mine = span(len(w))
+    batches = samples.batches(indices, fits, theta.device, mine)
     try:
-        return hessian(samples, parameters, theta, samples.batches(indices, fits, theta.device), w, together)
+        made = hessian(samples, parameters, theta, batches, w, together)
     except (Curved, RuntimeError, NotImplementedError) as error:  # in some batch another structure; or no forward mode
         if out_of_memory(error):
             raise
-        return None
+        made = None
+    return added(made) if everywhere(made is not None, theta) and made is not None else None
 
 
 def batch_gauss_newton_products(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
+from functools import partial
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed
+from joblib import wrap_non_picklable_objects as wrapped
 from joblib.parallel import get_active_backend
 
 from dif.errors import InvalidInputError
@@ -43,7 +45,8 @@ def shared_out(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iter
 
 def _done(work: Callable[..., R], left: dict[int, Any], jobs: int) -> Iterator[tuple[int, R]]:
     streams = getattr(get_active_backend(prefer="processes")[0], "supports_return_generator", False)
-    tasks = [delayed(_numbered)(work, number, piece) for number, piece in left.items()]
+    # in one piece, so that what is the same object stays the same object; losses are often lambdas
+    tasks = [delayed(wrapped(partial(_numbered, work, number, piece)))() for number, piece in left.items()]
     made: Any = Parallel(jobs, prefer="processes", return_as="generator_unordered" if streams else "list")(tasks)
     yield from made
 

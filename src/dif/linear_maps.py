@@ -217,7 +217,7 @@ def hessian(
 def _second_derivative(
     samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, together: int
 ) -> Tensor:
-    """S = wᵢ∇²φ of each sample in its z, (n, C, C); the samples of a batch know nothing of each other."""
+    """S = wᵢ∇²φ of each sample in its z, (C, C, n); the samples of a batch know nothing of each other."""
     shapes = [value.shape for value in tape.values]
     sizes = [one.outputs for one in tape.maps]
     Z = torch.cat([value.reshape(len(w), -1) for value in tape.values], 1)
@@ -227,8 +227,8 @@ def _second_derivative(
         return _run(samples, parameters, theta, batch, given)[0] @ w
 
     along = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
-    column = vmap(lambda e: jvp(grad(phi), (Z,), (e,))[1], out_dims=2, chunk_size=together, randomness="same")
-    return column(along).detach()
+    column = vmap(lambda e: jvp(grad(phi), (Z,), (e,))[1], chunk_size=together, randomness="same")
+    return column(along).detach().transpose(1, 2).contiguous()
 
 
 def _assembled(maps: list[Map], S: Tensor) -> Tensor:
@@ -237,18 +237,17 @@ def _assembled(maps: list[Map], S: Tensor) -> Tensor:
     for one in maps:
         begins.append(begins[-1] + one.index.numel())
     K = S.new_zeros((begins[-1], begins[-1]))
+    inputs = [one.X.T.contiguous() for one in maps]  # (p, n): samples run fastest
     row = 0
     for k, left in enumerate(maps):
         p = left.X.shape[1]
         for a in range(left.outputs):
-            top = begins[k] + a * p
-            column = row + a
-            for right, begin in zip(maps[k:], begins[k:], strict=False):
+            top, column = begins[k] + a * p, row + a
+            for right, X, begin in zip(maps[k:], inputs[k:], begins[k:], strict=False):
                 first = a if right is left else 0  # of its outputs
-                width = right.X.shape[1]
-                weighed = S[:, row + a, column : column + right.outputs - first, None] * right.X[:, None, :]
-                part = left.X.T @ weighed.reshape(len(S), -1)
-                K[top : top + p, begin + first * width : begin + right.index.numel()] = part
-                column += right.outputs - first
+                last = column + right.outputs - first
+                weighed = (S[row + a, column:last, None, :] * X).reshape(-1, S.shape[2])
+                K[top : top + p, begin + first * len(X) : begin + right.index.numel()] = inputs[k] @ weighed.T
+                column = last
         row += left.outputs
     return K

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import MemoryWarning
+from dif.shards import alone
 
 IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
 _ACCELERATED = 2**29  # at most, on an accelerator
@@ -31,7 +32,10 @@ def in_flight(like: Tensor, cpu: int = IN_FLIGHT) -> int:
 
 
 def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
-    """A sweep over the data that is begun again with half the batch where memory runs out, which is said."""
+    """A sweep over the data that is begun again with half the batch where memory runs out, which is said.
+
+    Not where samples are shared among processes: the others would wait for ever.
+    """
 
     @wraps(sweep)
     def begun_again(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -39,7 +43,7 @@ def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
             try:
                 return sweep(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error) or _short[0] >= _HALVINGS:
+                if not out_of_memory(error) or _short[0] >= _HALVINGS or not alone():
                     raise
                 words = str(error).splitlines()[0]
             _short[0] += 1

@@ -74,7 +74,7 @@ def check_used(
         _, batch = next(samples.batches(torch.arange(min(_FEW, len(samples))), device=theta.device))
         _mark(used, parameters, theta, lambda params, s=samples, b=batch: s.loss(params, b))
     for f in functions:
-        if not f.regulariser:
+        if f.ridge is None:
             _mark(used, parameters, theta, lambda params, f=f: checked_value(f, params, theta.dtype))
     unused = [name for name, yes in used.items() if not yes]
     if unused and torch.is_inference_mode_enabled():

@@ -25,6 +25,7 @@ from dif.errors import InvalidInputError
 from dif.memory import within_memory
 from dif.parameters import Parameters
 from dif.samples import Samples
+from dif.shards import added, alone, span
 from dif.term import Function, SampleSum, Term
 
 _TOGETHER = 256  # columns at once through a function of the parameters alone
@@ -192,7 +193,7 @@ class Rows:
             losses, pulled = batch_pulled_back(samples, self.parameters, theta, loss, weights[:, place])
             value = value + weights[:, place] @ losses
             gradient = gradient + pulled
-        return value, gradient
+        return added(value), added(gradient)
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """f(θ), (R,), and its Jacobian, (R, d)."""
@@ -205,32 +206,37 @@ class Rows:
         pulls: list[Callable[[Tensor], Tensor]] = []
         values = []
         for table in self.tables:
-            sweep = passes(table.samples, self.parameters, theta)
-            place, _, loss = next(sweep)
-            if place.stop == len(table.samples):  # keep the graph: the backward sweep needs no second forward one
-                losses, pull = forward(loss, theta)
-            else:
-                with torch.no_grad():
-                    losses = torch.cat([loss(theta), *(later(theta) for _, _, later in sweep)])
-                pull = partial(self._swept_back, table.samples, theta)
+            losses, pull = self._own(table, theta)
             pulls.append(pull)
-            values.append(table.U @ losses.detach())
+            values.append(added(table.U[:, span(len(table.samples))] @ losses))
         for f in self.functions:
             value, pull = f.forward(theta)
             pulls.append(pull)
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
-        weights = weigh(f_values) @ self.C
-        gradient, start = torch.zeros_like(theta), 0
-        for number, (value, pull) in enumerate(zip(values, pulls, strict=True)):
-            w = weights[start : start + len(value)]
-            gradient = gradient + pull(w @ self.tables[number].U if number < len(self.tables) else w)
-            start += len(value)
-        return f_values, gradient.detach()
+        parts = torch.split(weigh(f_values) @ self.C, [len(value) for value in values])
+        of_samples, gradient = torch.zeros_like(theta), torch.zeros_like(theta)
+        for number, (w, pull) in enumerate(zip(parts, pulls, strict=True)):
+            if number < len(self.tables):
+                of_samples = of_samples + pull(w @ self.tables[number].U)
+            else:
+                gradient = gradient + pull(w)
+        return f_values, (gradient + added(of_samples)).detach()
+
+    def _own(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The losses of this process's samples, and the map from weights of all samples to Σᵢ wᵢ∇ℓᵢ over its own."""
+        mine, sweep = span(len(table.samples)), passes(table.samples, self.parameters, theta)
+        first = next(sweep, None)
+        if first is not None and first[0] == mine:  # keep the graph: the backward sweep needs no second forward one
+            losses, pull = forward(first[2], theta)
+            return losses.detach(), lambda w: pull(w[mine])
+        with torch.no_grad():
+            losses = [loss(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
+        return torch.cat([theta.new_zeros(0), *losses]), partial(self._swept_back, table.samples, theta)
 
     @within_memory
     def _swept_back(self, samples: Samples, theta: Tensor, w: Tensor) -> Tensor:
-        """Σᵢ wᵢ∇ℓᵢ(θ) over all samples, batch by batch."""
+        """Σᵢ wᵢ∇ℓᵢ(θ) over this process's samples, batch by batch."""
         total = torch.zeros_like(theta)
         for place, _, loss in passes(samples, self.parameters, theta):
             total += forward(loss, theta)[1](w[place]).detach()
@@ -268,7 +274,7 @@ class Rows:
         """What each sample weighs where it weighs anything, and which those are (None: all)."""
         w = weights[self.columns(table)] @ self.tables[table].U
         some = torch.nonzero(w).reshape(-1)
-        return w[some], some.cpu() if len(some) < len(w) else None
+        return w[some], some if len(some) < len(w) else None
 
     @within_memory
     def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor, gauss_newton: bool = False) -> Tensor:
@@ -277,10 +283,12 @@ class Rows:
         With `gauss_newton` the samples' part without the curvature of the model.
         """
         total = torch.zeros_like(V)
-        curved, start = [], sum(len(t.U) for t in self.tables)
+        curved, start, alike = [], sum(len(t.U) for t in self.tables), weights.new_zeros(())
         for f in self.functions:
             here = weights[start : start + f.size]
-            if f.matrix is None and bool((here != 0).any()):
+            if f.function.ridge is not None:
+                alike = alike + here[0] * f.function.ridge
+            elif f.matrix is None and bool((here != 0).any()):
                 curved.append((here, f.value))
             start += f.size
 
@@ -288,7 +296,8 @@ class Rows:
             # in float32, numbers without dimension turn to float64 under nested transforms
             return torch.stack([(w * value(t)).sum().to(w.dtype) for w, value in curved]).sum()
 
-        pending = of_functions if curved else None
+        later = of_functions if curved else None
+        pending = later if alone() else None  # with the first batch, unless every process would add it
         for number, table in enumerate(self.tables):
             w, those = self._weighed(number, weights)  # samples of other groups have no part in it
             if len(w) == 0:
@@ -304,8 +313,9 @@ class Rows:
 
                 count = place.stop - place.start
                 total += batch_hessian_products(table.samples, self.parameters, theta, scalar, count, V)
-                pending = None
-        return total if pending is None else total + hessian_products(pending, theta, V, _TOGETHER, set())
+                pending, later = None, None if alone() else later
+        total = added(total) + alike * V
+        return total if later is None else total + hessian_products(later, theta, V, _TOGETHER, set())
 
 
 def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:

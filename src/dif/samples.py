@@ -192,12 +192,16 @@ class Samples:
         return out
 
     def batches(
-        self, indices: Tensor | None = None, at_most: int | None = None, device: torch.device | None = None
+        self,
+        indices: Tensor | None = None,
+        at_most: int | None = None,
+        device: torch.device | None = None,
+        within: slice | None = None,
     ) -> Iterator[tuple[slice, Any]]:
         """Batches of the data in order (of all samples, or of those listed), each with its positions."""
         total = len(self) if indices is None else len(indices)
         step = min(size for size in (self.batch_size, at_most, max(total, 1)) if size is not None)
-        return self.storage.batches(indices, step, device)
+        return self.storage.batches(indices, step, device, within)
 
     def take(self, indices: Tensor | None) -> Samples:
         """The samples listed (None: all of them), as Samples of their own; nothing is copied."""

@@ -40,7 +40,7 @@ class Stack:
         f = thetas.new_zeros((P, len(self.C)))
         J = thetas.new_zeros((P, len(self.C), d))
         for samples, W in self.tables:
-            for place, _, loss in passes(samples, self.parameters, thetas[0]):
+            for place, _, loss in passes(samples, self.parameters, thetas[0], shared=False):
                 together = fitting(samples, self.parameters, thetas[0], place, len(self.C))
                 value, slope = stacked_gradients(loss, thetas, W[:, :, place], together)
                 f += value
@@ -60,7 +60,7 @@ class Stack:
         """f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its θ (P, d), for weights (P, 1 + m)."""
         f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
         for samples, W in self.tables:
-            for place, _, loss in passes(samples, self.parameters, thetas[0]):
+            for place, _, loss in passes(samples, self.parameters, thetas[0], shared=False):
                 together = fitting(samples, self.parameters, thetas[0], place, 1)
                 value, slope = stacked_pullback(loss, thetas, W[:, :, place], weights, together)
                 f += value
@@ -78,13 +78,13 @@ class Stack:
     @within_memory
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
-        total = torch.zeros_like(V)
         pending = self._curved_functions()
         mu = weights @ self.C
+        total = (mu @ self._ridges(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
             w = torch.einsum("pj,pjn->pn", weights, W)
             more = pending if number == 0 else None
-            for place, _, loss in passes(samples, self.parameters, thetas[0]):
+            for place, _, loss in passes(samples, self.parameters, thetas[0], shared=False):
 
                 def scalar(t: Tensor, w: Tensor, mu: Tensor, loss=loss, more=more) -> Tensor:
                     return loss(t) @ w if more is None else loss(t) @ w + more(t, mu)
@@ -94,11 +94,16 @@ class Stack:
                 more = None
         return total
 
+    def _ridges(self, like: Tensor) -> Tensor:
+        """How much each function's output curves alike in all directions, (K,)."""
+        every = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
+        return torch.tensor(every, dtype=like.dtype, device=like.device)
+
     def _curved_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """(θ, μ) → Σₖ μₖφₖ(θ) over the functions that curve; None if there are none."""
         curved, start = [], 0
         for function in self.functions:
-            if function.matrix is None:
+            if function.matrix is None and function.function.ridge is None:
                 curved.append((slice(start, start + function.size), function.value))
             start += function.size
         if not curved:

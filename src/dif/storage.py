@@ -76,14 +76,18 @@ class Storage:
         return leaves(self.data if self.tensors_held else self.one())
 
     def batches(
-        self, indices: Tensor | None, step: int, device: torch.device | None = None
+        self, indices: Tensor | None, step: int, device: torch.device | None = None, within: slice | None = None
     ) -> Iterator[tuple[slice, Any]]:
-        """Batches of at most `step` samples in order (of all, or of those listed), each with its positions."""
+        """Batches of at most `step` samples in order (of all, or of those listed), each with its positions.
+
+        `within`: only these positions.
+        """
         self._check_length()
         total = len(self) if indices is None else len(indices)
-        places = [slice(begin, min(begin + step, total)) for begin in range(0, total, step)]
+        first, last = (0, total) if within is None else (within.start, within.stop)
+        places = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
         wanted = (place if indices is None else indices[place] for place in places)
-        if self.workers and not self.tensors_held and total > step:
+        if self.workers and not self.tensors_held and len(places) > 1:
             fetched: Any = self._fetched([self._indices(where) for where in wanted])
         else:
             fetched = (self._take(where) for where in wanted)
@@ -102,7 +106,7 @@ class Storage:
 
     def _indices(self, where: slice | Tensor) -> Sequence[int]:
         if self.chosen is not None:
-            where = self.chosen[where]
+            where = self.chosen[where if isinstance(where, slice) else where.to(self.chosen.device)]
         return range(self.whole)[where] if isinstance(where, slice) else where.tolist()
 
     def _take(self, where: slice | Tensor) -> Any:
@@ -112,7 +116,7 @@ class Storage:
             items = [self.data[i] for i in indices] if many is None else many(list(indices))
             return self._cast(self.collate(items))
         if self.chosen is not None:
-            where = self.chosen[where]
+            where = self.chosen[where if isinstance(where, slice) else where.to(self.chosen.device)]
         return mapped(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
 
     def _fetched(self, batches: list[Sequence[int]]) -> Iterator[Any]:

@@ -129,7 +129,7 @@ class Function(Expression):
 
     fn: Callable[[Any], Tensor]
     name: str = "function"
-    regulariser: bool = False  # touches every parameter, so it does not show that the model uses one
+    ridge: float | None = None  # c of ½c‖θ‖²: touches every parameter, so it does not show that the model uses one
     matrix: Tensor | None = None  # of a linear function: its derivative, known in closed form
     of: str | None = None  # the tensor that the matrix multiplies; None: flat θ
 
@@ -200,7 +200,7 @@ def ridge(c: float) -> Function:
     def value(params: Mapping[str, Tensor]) -> Tensor:
         return 0.5 * c * torch.stack([(t * t).sum() for t in params.values()]).sum()
 
-    return Function(value, name=f"ridge({c:g})", regulariser=True)
+    return Function(value, name=f"ridge({c:g})", ridge=c)
 
 
 def _number(value: object) -> Tensor | None:

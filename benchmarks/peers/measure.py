@@ -1,0 +1,52 @@
+"""Measure one library in a process of its own: python measure.py NAME {time,memory}; prints one JSON object."""
+
+import importlib
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import oracle
+import problem
+
+RUNS = 5
+
+
+def resident() -> int:
+    """Bytes in memory now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def timed(name: str) -> dict[str, object]:
+    """Seconds of each run after a first one, and the distance from the exact answer, of its largest entry."""
+    module = importlib.import_module(name)
+    model, data = getattr(module, "load", problem.load)()
+    out, seconds = module.scores(model, data), []
+    for _ in range(RUNS):
+        begun = time.perf_counter()
+        module.scores(model, data)
+        seconds.append(time.perf_counter() - begun)
+    exact = getattr(module, "exact", oracle.scores)(model, data)
+    error = float(np.abs(out - exact).max() / np.abs(exact).max())
+    return {"seconds": seconds, "error": error, "r": float(np.corrcoef(out.ravel(), exact.ravel())[0, 1])}
+
+
+def memory(name: str) -> dict[str, object]:
+    """Bytes by which memory grows at most during one call, after a call on 20 points that loads what is loaded late."""
+    module = importlib.import_module(name)
+    model, data = getattr(module, "load", problem.load)()
+    getattr(module, "warm", module.scores)(model, problem.Data(*(part[:20] for part in data)))
+    before = resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    module.scores(model, data)
+    high = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
+    return {"peak": high - before}
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    print(json.dumps({"time": timed, "memory": memory}[sys.argv[2]](sys.argv[1])))

@@ -20,8 +20,14 @@ lint: $(READY)
 docs: $(READY)  ## the documentation, into site/; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
-bench: $(READY)  ## side by side with a CVXPY QP per sample, ratios printed
-	$(BIN)/python benchmarks/regression.py
+bench: $(READY) benchmarks/.peers/.ready benchmarks/.layers/.ready  ## side by side with others; writes benchmarks/RESULTS.md
+	$(BIN)/python benchmarks/all.py
+
+# What others need stays in environments of their own. kronfluence asks for torchvision, which it never imports.
+benchmarks/.%/.ready: benchmarks/%.txt
+	test -x benchmarks/.$*/bin/python || $(PYTHON) -m venv benchmarks/.$*
+	benchmarks/.$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	touch $@
 
 $(READY): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,4 +35,4 @@ $(READY): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OUT) dist site
+	rm -rf $(VENV) $(OUT) dist site benchmarks/.peers benchmarks/.layers

@@ -182,6 +182,7 @@ ELSEWHERE = (
     "groups",
     "bound_curve",
     "choosing",
+    "scale_out",
 )
 
 

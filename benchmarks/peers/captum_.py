@@ -2,10 +2,9 @@
 
 import numpy as np
 from captum.influence import NaiveInfluenceFunction
+from problem import RIDGE, Data
 from torch import nn
 from torch.utils.data import TensorDataset
-
-from problem import RIDGE, Data
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:

@@ -4,11 +4,10 @@ import numpy as np
 import torch
 from dattri.algorithm.influence_function import IFAttributorExplicit
 from dattri.task import AttributionTask
+from problem import RIDGE, Data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-
-from problem import RIDGE, Data
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:

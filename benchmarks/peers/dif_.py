@@ -3,11 +3,11 @@
 from functools import partial
 
 import numpy as np
+from problem import RIDGE, Data
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import dif
-from problem import RIDGE, Data
 
 
 def loss(model, batch):

@@ -2,12 +2,11 @@
 
 import numpy as np
 import torch
+from problem import RIDGE, Data
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
-
-from problem import RIDGE, Data
 
 CHUNK = 32
 
@@ -18,7 +17,7 @@ def scores(model: nn.Linear, data: Data) -> np.ndarray:
 
     def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:
         pieces = flat.split([shape.numel() for shape in shapes.values()])
-        params = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces)}
+        params = {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
         return cross_entropy(functional_call(model, params, (x,)), y)
 
     theta = parameters_to_vector(model.parameters()).detach()

@@ -8,11 +8,10 @@ import torch
 from kronfluence.analyzer import Analyzer, prepare_model
 from kronfluence.arguments import FactorArguments, ScoreArguments
 from kronfluence.task import Task
+from problem import RIDGE, Data
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
-
-from problem import RIDGE, Data
 
 F64 = torch.float64
 FACTORS = FactorArguments(

@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 
 import numpy as np
-import torch
-
 import oracle
 import problem
+import torch
 
 RUNS = 5
 

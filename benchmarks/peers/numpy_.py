@@ -1,10 +1,9 @@
 """Influence scores in closed form with numpy and scipy."""
 
 import numpy as np
+from problem import RIDGE, Data, hessian, softmax, with_ones
 from scipy.linalg import cho_factor, cho_solve
 from torch import nn
-
-from problem import RIDGE, Data, hessian, softmax, with_ones
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:

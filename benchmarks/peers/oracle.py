@@ -1,9 +1,8 @@
 """The exact answer from its definition, numpy alone; shares no formula with the timed versions."""
 
 import numpy as np
-from torch import nn
-
 from problem import RIDGE, Data
+from torch import nn
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
@@ -18,13 +17,13 @@ def scores(model: nn.Linear, data: Data) -> np.ndarray:
 
     def gradients(inputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
         _, r = residuals(inputs, labels)
-        return np.array([np.concatenate([np.outer(ri, xi).ravel(), ri]) for ri, xi in zip(r, inputs)])
+        return np.array([np.concatenate([np.outer(ri, xi).ravel(), ri]) for ri, xi in zip(r, inputs, strict=True)])
 
     g, g_test = gradients(x, y), gradients(x_test, y_test)
     p, _ = residuals(x, y)
     n, n_w = len(x), w.size
     h = RIDGE * np.eye(g.shape[1])
-    for pi, xi in zip(p, x):
+    for pi, xi in zip(p, x, strict=True):
         curvature = np.diag(pi) - np.outer(pi, pi)
         h[:n_w, :n_w] += np.kron(curvature, np.outer(xi, xi)) / n
         h[:n_w, n_w:] += np.kron(curvature, xi[:, None]) / n

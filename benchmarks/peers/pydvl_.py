@@ -1,12 +1,11 @@
 """Influence scores with pyDVL's DirectInfluence."""
 
 import numpy as np
+from problem import RIDGE, Data
 from pydvl.influence.torch import DirectInfluence
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
-
-from problem import RIDGE, Data
 
 BATCH = 100  # the fastest here of 50 to 1500; the averaged Hessian does not depend on it
 

@@ -1,11 +1,10 @@
 """Influence scores with pyinfluence: two classes only, so a binary variant of the problem (digit >= 5)."""
 
 import numpy as np
+import problem
 from pyinfluence import InfluenceFunctions
 from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
-
-import problem
 
 
 def load() -> tuple[LogisticRegression, problem.Data]:

@@ -338,7 +338,8 @@ def _smallest(H: Tensor, G: Tensor, settled: float = _SETTLED) -> float:
         if N.shape[1] >= len(H):
             return float("inf")
         HN, height = H @ N, float(torch.linalg.matrix_norm(H)) or 1.0
-        H = H - N @ HN.T - HN @ N.T + N @ (N.T @ HN + height * torch.eye(N.shape[1]).to(H)) @ N.T
+        W = HN - 0.5 * N @ (N.T @ HN + height * torch.eye(N.shape[1]).to(H))
+        H = torch.addmm(H, torch.cat([N, W], 1), torch.cat([W, N], 1).T, alpha=-1)  # steep across, as it was along
     if len(H) >= _ITERATED:
         factor, failed = torch.linalg.cholesky_ex(H)
         if not int(failed):

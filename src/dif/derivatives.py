@@ -77,7 +77,8 @@ def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indic
     """ℓᵢ(θ) of all samples or of those listed, (n,)."""
     with torch.no_grad():
         pieces = [loss(theta) for _, _, loss in passes(samples, parameters, theta, indices)]
-    return gathered(torch.cat([theta.new_zeros(0), *pieces]), len(samples) if indices is None else len(indices))
+    own = torch.cat(pieces) if pieces else theta.new_zeros(0)
+    return gathered(own, len(samples) if indices is None else len(indices))
 
 
 @within_memory

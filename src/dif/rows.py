@@ -152,6 +152,18 @@ class Rows:
             columns += [f.matrix is None] * f.size
         return (self.C[:, torch.tensor(columns, dtype=torch.bool, device=self.C.device)] != 0).any(1)
 
+    def outweighs(self, mu: Tensor, than: Tensor) -> float:
+        """How many times more a sample or curved function weighs in Σⱼ μⱼfⱼ than in another such sum, at most."""
+        much, little = mu @ self.C, than @ self.C
+        pairs = [(much[k] @ t.U, little[k] @ t.U) for k, t in ((self.columns(i), t) for i, t in enumerate(self.tables))]
+        start = sum(len(t.U) for t in self.tables)
+        for f in self.functions:
+            if f.matrix is None:
+                pairs.append((much[start : start + f.size], little[start : start + f.size]))
+            start += f.size
+        a, b = (torch.cat(parts).abs() for parts in zip(*pairs, strict=True))
+        return float((a[a > 0] / b[a > 0]).max()) if bool((a > 0).any()) else 0.0
+
     def over(self, indices: Sequence[Tensor]) -> Rows:
         """The rows estimated from some samples of each table: weights grow so that the sums keep their size."""
         tables = tuple(

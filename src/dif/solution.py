@@ -18,6 +18,8 @@ from dif.problem import Problem
 from dif.program import PerConstraint, Program
 from dif.reading import check_number
 
+_MODERATE = 1e3  # times what it weighs in the objective: a sample may weigh so much in the Lagrangian, unlooked at
+_UNBOUNDED = 1e7  # times the objective's curvature, beyond which a multiplier has no bound
 _CANCELLING = 1e6  # times the objective's gradient, beyond which forces of constraints can only cancel each other
 
 
@@ -196,8 +198,11 @@ class Solution:
         self.check_feasible()
         if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
             return
+        nothing, weights = torch.zeros_like(self.lam), self.program.weights
+        if self.program.rows.outweighs(weights(self.lam), than=weights(nothing)) < _MODERATE:
+            return
         ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())
-        if ratio > 1e7:
+        if ratio > _UNBOUNDED:
             row = int(self.lam.abs().argmax())
             raise DegenerateError(
                 f"multiplier of {self.program.names[row]}",

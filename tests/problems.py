@@ -1,5 +1,8 @@
 """Small problems, each with what its solution should look like."""
 
+import json
+
+import numpy as np
 import torch
 
 import dif
@@ -78,3 +81,15 @@ def solved(problem, d=4):
     solution = dif.fit(problem, zeros(d), show_progress=False)
     assert solution.converged
     return solution
+
+
+def retrainings(folder):
+    """The finished retrainings that a folder keeps, by name, and when the file of each was written."""
+    found = {}
+    for path in folder.glob("*.npz"):
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+        for name, residual, goal in zip(about["names"], about["residual"], about["goal"], strict=True):
+            if residual <= goal:
+                found[name] = path.stat().st_mtime_ns
+    return found

@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from problems import retrainings
 
 import dif
 from dif.data import mnist
@@ -85,10 +86,12 @@ def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
     removals = train.remove_each(range(20))
     plain = dif.Retraining(solution).scores(train.mean(), removals)
     dif.Retraining(solution, keep=tmp_path).scores(train.mean(), train.remove_each([3, 7, 8]))
-    assert len(list(tmp_path.glob("*.npz"))) == 3
+    assert len(retrainings(tmp_path)) == 3
     seen = []
     solved = dif.Retraining.solved
-    monkeypatch.setattr(dif.Retraining, "solved", lambda self, some: seen.extend(some.labels) or solved(self, some))
+    monkeypatch.setattr(
+        dif.Retraining, "solved", lambda self, some: seen.extend(some.perturbation.labels) or solved(self, some)
+    )
     kept = dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
     np.testing.assert_allclose(kept.values, plain.values, rtol=1e-7, atol=1e-15)
     assert sorted(seen) == sorted(f"remove train[{i}]" for i in range(20) if i not in (3, 7, 8))
@@ -115,7 +118,7 @@ def test_jobs_share_retrainings(tmp_path):
     alone = dif.Retraining(solution).scores(train.mean(), removals)
     shared = dif.Retraining(solution, jobs=2, keep=tmp_path).scores(train.mean(), removals)
     np.testing.assert_allclose(shared.values, alone.values, rtol=1e-9, atol=1e-14)
-    assert len(list(tmp_path.glob("*.npz"))) == 40
+    assert len(retrainings(tmp_path)) == 40
     with pytest.raises(dif.InvalidInputError, match=r"jobs: measured 0, .* They share the work."):
         dif.Retraining(solution, jobs=0)
 
@@ -236,12 +239,12 @@ def test_a_killed_farm_goes_on(tmp_path):
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    done = {path.name: path.stat().st_mtime_ns for path in kept.glob("*.npz")}
+    done = retrainings(kept)
     assert 3 <= len(done) <= 12
     assert not (killed / "cnn.json").exists()
     second = _started(killed, "--resume")
     assert second.wait(timeout=300) == 0
-    after = {path.name: path.stat().st_mtime_ns for path in kept.glob("*.npz")}
+    after = retrainings(kept)
     assert len(after) == 12
     assert {name: after[name] for name in done} == done
     numbers = [json.loads((folder / "cnn.json").read_text())["compared"]["renormalised"] for folder in (whole, killed)]

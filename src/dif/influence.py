@@ -170,9 +170,11 @@ class Influence:
                     values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
             found, shape = about["format"], (len(about["perturbations"]), len(about["targets"]))
             known = {key: about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")}
-        except (FileNotFoundError, ImportError):
+        except ImportError:
             raise
         except Exception as error:
+            if isinstance(error, FileNotFoundError) and not os.path.exists(path):
+                raise
             raise _unreadable(path, f"{type(error).__name__}: {error}") from error
         if found != _FORMAT or tuple(values.shape) != shape:
             raise _unreadable(path, f"format {found!r}, values of shape {tuple(values.shape)}")

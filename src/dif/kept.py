@@ -1,13 +1,15 @@
-"""Finished retrainings on disk: what was solved once is not solved again."""
+"""Retrainings on disk: what was solved once is not solved again."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,15 +21,16 @@ from dif.fingerprint import of_direction, of_solution
 from dif.fit import Found
 from dif.solution import Solution
 
-_FORMAT = "dif retraining 1"
+_FORMAT = "dif retrainings 2"
 
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A folder with one file (npz, no pickle) per retraining: θ, λ and the residual, so that any target can be read.
+    """A folder with one file (npz, no pickle) for what was solved together: θ, λ and residuals, for any target.
 
-    The name of a file is the fingerprint of the solution, the values and bounds of its problem, the tolerance and the
-    perturbation: others are not found.
+    A retraining is found by the fingerprint of the solution, the values and bounds of its problem, the tolerance and
+    the perturbation. What was solved together is kept together, complete or not at all, so that the rest of
+    interrupted work is done exactly as it would have been. What did not reach the tolerance is kept as a start.
     """
 
     folder: Path
@@ -43,51 +46,66 @@ class Kept:
 
     def load(self, direction: Direction, p: int) -> Found | None:
         """Where perturbation p ended, if it was kept."""
-        path = self._path(direction, p)
-        if not path.exists():
-            return None
-        like = self.solution
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about = json.loads(str(file["about"]))
-                theta, lam = (torch.as_tensor(file[name]).to(like.theta) for name in ("theta", "lam"))
-            known = about["format"] == _FORMAT and theta.shape == like.theta.shape and lam.shape == like.lam.shape
-            numbers = [float(about["residual"]), float(about["goal"]), int(about["iterations"])]
-        except Exception as error:
-            raise self._damaged(path, f"{type(error).__name__}: {error}") from error
-        if not known:
-            raise self._damaged(path, f"format {about['format']!r}, θ of shape {tuple(theta.shape)}")
-        return Found(theta, lam, *numbers)  # type: ignore[arg-type]
+        places = self._places.get(self._name(direction, p), [])
+        ends = [self._read(path, row) for path, row in places]
+        return min(ends, key=lambda end: end.residual / end.goal, default=None)
 
-    def save(self, direction: Direction, p: int, found: Found) -> None:
-        """Write, complete or not at all."""
+    def save(self, direction: Direction, which: Sequence[int], ends: Sequence[Found]) -> None:
+        """Write them, all or none."""
         about = {
             "format": _FORMAT,
-            "perturbation": direction.perturbation[p].labels[0],
-            "residual": found.residual,
-            "goal": found.goal,
-            "iterations": found.iterations,
+            "names": [self._name(direction, p) for p in which],
+            "perturbations": [direction.perturbation[p].labels[0] for p in which],
+            "residual": [end.residual for end in ends],
+            "goal": [end.goal for end in ends],
+            "iterations": [end.iterations for end in ends],
         }
-        theta, lam = found.theta.cpu().numpy(), found.lam.cpu().numpy()
-        with written(self._path(direction, p)) as file:
+        theta, lam = (torch.stack([getattr(end, part) for end in ends]).cpu().numpy() for part in ("theta", "lam"))
+        reached = "" if all(end.reached for end in ends) else "-begun"
+        name = hashlib.sha256(" ".join(about["names"]).encode()).hexdigest()[:32]
+        with written(self.folder / f"{name}{reached}.npz") as file:
             np.savez(file, theta=theta, lam=lam, about=np.array(json.dumps(about)))
 
-    def _path(self, direction: Direction, p: int) -> Path:
+    @cached_property
+    def _places(self) -> dict[str, list[tuple[Path, int]]]:
+        """In which file and row each retraining is."""
+        found: dict[str, list[tuple[Path, int]]] = {}
+        for path in sorted(self.folder.glob("*.npz")):
+            for row, name in enumerate(self._opened(path)[0]["names"]):
+                found.setdefault(name, []).append((path, row))
+        return found
+
+    def _opened(self, path: Path) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                about, theta, lam = json.loads(str(file["about"])), file["theta"], file["lam"]
+            if about["format"] != _FORMAT:
+                raise ValueError(f"format {about['format']!r}")
+            if not len(about["names"]) == len(about["residual"]) == len(theta) == len(lam):
+                raise ValueError(f"θ of shape {theta.shape}")
+        except Exception as error:
+            raise InvalidInputError(
+                f"retrainings kept in {str(path)!r}",
+                measured=f"{type(error).__name__}: {error}",
+                threshold=f"a file of format {_FORMAT!r}",
+                meaning="It is damaged, or was written by another version.",
+                cure="Delete it: those retrainings are then done again.",
+            ) from error
+        return about, theta, lam
+
+    def _read(self, path: Path, row: int) -> Found:
+        about, theta, lam = self._opened(path)
+        like = self.solution
+        numbers = [about[key][row] for key in ("residual", "goal", "iterations")]
+        return Found(torch.as_tensor(theta[row]).to(like.theta), torch.as_tensor(lam[row]).to(like.lam), *numbers)
+
+    def _name(self, direction: Direction, p: int) -> str:
         seen = hashlib.sha256(f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}".encode())
         seen.update(self._of_solution)
         for part in of_direction(direction, p):
             seen.update(part)
-        return self.folder / f"{seen.hexdigest()[:32]}.npz"
+        return seen.hexdigest()[:32]
 
     @cached_property
     def _of_solution(self) -> bytes:
         return of_solution(self.solution)
-
-    def _damaged(self, path: Path, found: str) -> InvalidInputError:
-        return InvalidInputError(
-            f"retraining kept in {str(path)!r}",
-            measured=found,
-            threshold=f"a file of format {_FORMAT!r} for this model",
-            meaning="It is damaged, or was written by another version.",
-            cure="Delete it: that one retraining is then done again.",
-        )

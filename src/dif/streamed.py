@@ -200,7 +200,7 @@ def _made(name: str, shape: tuple[int, int], piece: int) -> Values:
         np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
         row = np.full((max(1, 2**20 // max(1, shape[1])), shape[1]), np.nan)
         for begin in range(0, shape[0], len(row)):
-            row[: shape[0] - begin].tofile(file)
+            file.write(row[: shape[0] - begin].tobytes())
     return torch.from_numpy(np.lib.format.open_memmap(name, mode="r+"))
 
 

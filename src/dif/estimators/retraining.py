@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
@@ -116,50 +116,59 @@ class Retraining:
 
     def _retrained(self, perturbations: Perturbation) -> Iterator[Outcome]:
         """Where each changed problem ended, in order; or why it did not. With strict, failures are raised."""
-        waiting: dict[int, Outcome] = self._found(perturbations)
-        missing = [p for p in range(len(perturbations)) if p not in waiting]
-        if missing and self._nearby is None:
+        known = self._found(perturbations)
+        waiting: dict[int, Outcome] = {p: (found, None) for p, found in known.items() if found.reached}
+        begun = {p: found for p, found in known.items() if not found.reached}
+        if len(waiting) < len(perturbations) and self._nearby is None:
             self._nearby = self._prepared()
-        pieces = list(self._pieces(perturbations, missing))
-        ready = shared_out(self.solved, [some for _, some in pieces], self.jobs)
+        pieces = list(self._pieces(perturbations, known)) + [
+            ([p], perturbations[p], found) for p, found in begun.items()
+        ]
+        ready = shared_out(self._piece, [piece[1:] for piece in pieces], self.jobs)
         for p in range(len(perturbations)):
             while p not in waiting:
                 number, outcomes = next(ready)
-                begin = pieces[number][0]
-                waiting |= {begin + q: outcome for q, outcome in enumerate(outcomes)}
+                waiting |= dict(zip(pieces[number][0], outcomes, strict=True))
             yield waiting.pop(p)
 
-    def _found(self, perturbations: Perturbation) -> dict[int, Outcome]:
-        """What is kept already."""
+    def _found(self, perturbations: Perturbation) -> dict[int, Found]:
+        """What is kept already, finished or not."""
         if self._kept is None:
             return {}
-        known: dict[int, Outcome] = {}
+        known: dict[int, Found] = {}
         begin = 0
         for some in chunks(perturbations):
             direction = Direction(self.solution.program, some)
             for p in range(direction.P):
                 found = self._kept.load(direction, p)
                 if found is not None:
-                    known[begin + p] = found, None
+                    known[begin + p] = found
             begin += direction.P
         return known
 
-    def _pieces(self, perturbations: Perturbation, missing: list[int]) -> Iterator[tuple[int, Perturbation]]:
-        """What is still to be solved, as many at once as fit and as leave something for every job."""
+    def _pieces(
+        self, perturbations: Perturbation, known: Container[int]
+    ) -> Iterator[tuple[list[int], Perturbation, None]]:
+        """What is still to be solved, as many at once as fit and as leave something for every job.
+
+        Always the same together, whatever is known already: rounding depends on the company.
+        """
         at = self.solution
         vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per perturbation
         longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
         size = max(1, in_flight(at.theta, _HELD) // (vectors * longest))
         size = size if self._kept is None else min(size, _KEPT)
         if self.jobs != 1:
-            size = min(size, max(1, len(missing) // (_SHARES * abs(self.jobs))))
-        begin = 0
-        while begin < len(missing):
-            end = begin + 1
-            while end < len(missing) and end - begin < size and missing[end] == missing[end - 1] + 1:
+            size = min(size, max(1, len(perturbations) // (_SHARES * abs(self.jobs))))
+        for begin in range(0, len(perturbations), size):
+            missing = [p for p in range(begin, min(begin + size, len(perturbations))) if p not in known]
+            end = 0
+            while end < len(missing):  # in runs: a perturbation is sliced, not picked
+                first = end
                 end += 1
-            yield missing[begin], perturbations[missing[begin] : missing[end - 1] + 1]
-            begin = end
+                while end < len(missing) and missing[end] == missing[end - 1] + 1:
+                    end += 1
+                yield missing[first:end], perturbations[missing[first] : missing[end - 1] + 1], None
 
     def _prepared(self) -> Nearby | None:
         """What many are solved with; None where the solution has no curvature to start from."""
@@ -168,30 +177,24 @@ class Retraining:
         except DifError:
             return None
 
-    def solved(self, some: Perturbation) -> list[Outcome]:
+    def _piece(self, piece: tuple[Perturbation, Found | None]) -> list[Outcome]:
+        """Perturbations to be solved together; or one that an earlier run left unfinished."""
+        some, begun = piece
+        direction = Direction(self.solution.program, some)
+        return self.solved(direction) if begun is None else [self._alone(direction, 0, begun)]
+
+    def solved(self, direction: Direction) -> list[Outcome]:
         """Perturbations solved together, and kept."""
         at = self.solution
-        direction = Direction(at.program, some)
         for p in range(direction.P):
             direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
-        begun = [Found(at.theta, at.lam)] * direction.P
-        kept: set[int] = set()
-
-        def keep(p: int, found: Found) -> None:
-            if self._kept is not None and p not in kept:
-                self._kept.save(direction, p, found)
-            kept.add(p)
-
-        for begun in self._together(direction):
-            for p in [p for p, found in enumerate(begun) if found.reached]:
-                keep(p, begun[p])
-        outcomes: list[Outcome] = []
-        for p, start in enumerate(begun):
-            found, failure = (start, None) if start.reached else self._alone(direction, p, start)
-            if found is not None and failure is None:
-                keep(p, found)
-            outcomes.append((found, failure))
-        return outcomes
+        ends = [Found(at.theta, at.lam)] * direction.P
+        for ends in self._together(direction):
+            if all(end.reached for end in ends):
+                break
+        if self._kept is not None and any(end.reached for end in ends):
+            self._kept.save(direction, range(direction.P), ends)
+        return [(end, None) if end.reached else self._alone(direction, p, end) for p, end in enumerate(ends)]
 
     def _together(self, direction: Direction) -> Iterator[list[Found]]:
         """Newton on all of them at once, where the model allows that: where they stand after each means tried."""
@@ -219,6 +222,8 @@ class Retraining:
             failure = error
         if found is not None:
             found.iterations += begun.iterations
+            if failure is None and self._kept is not None:
+                self._kept.save(direction, [p], [found])
         if failure is not None and self.strict:
             raise failure
         return found, failure

@@ -1,0 +1,113 @@
+"""Run as a script: work that is killed again and again, at random moments, and goes on; prints what came of it as JSON.
+
+python killed.py scores|zarr|farm FOLDER. Each attempt is a process forked after everything is loaded.
+"""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from problems import F64, retrainings
+
+import dif
+
+KILLS, ROWS, PIECE, REMOVALS = 20, 960, 20, 320
+LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3}  # seconds after which an attempt is killed
+
+
+def evaluated(log):
+    """A loss that says so whenever it is evaluated on a whole piece, and takes a moment for it."""
+
+    def loss(params, z):
+        if len(z[0]) == PIECE and log.exists():
+            with log.open("a") as file:
+                file.write(f"{float(z[1][0])!r}\n")
+            time.sleep(0.03)
+        return torch.nn.functional.softplus(-z[1] * (z[0] @ params["theta"]))
+
+    return loss
+
+
+def problem(log):
+    generator = torch.Generator().manual_seed(0)
+    X = torch.randn(ROWS, 4, generator=generator, dtype=F64)
+    y = 1.0 + 0.001 * torch.arange(ROWS, dtype=F64)  # tells the pieces apart
+    y = y * torch.where(X.sum(1) + torch.randn(ROWS, generator=generator, dtype=F64) > 0, 1.0, -1.0)
+    train = dif.Samples(evaluated(log), (X, y), name="train")
+    group = torch.arange(ROWS) % 2 == 0
+    stated = dif.Problem(train.mean() + dif.ridge(0.05), [train.mean(where=group) <= train.mean() - 0.01])
+    return train, dif.fit(stated, {"theta": torch.zeros(4, dtype=F64)}, show_progress=False)
+
+
+def scoring(train, solution, path):
+    from dif import linearisation
+
+    linearisation._FEWEST = PIECE  # many small pieces
+    linearisation._PIECES = ROWS // PIECE
+    dif.DirectionalInfluence(solution).scores(train, train.remove_each(), out=path, show_progress=False)
+
+
+def farming(train, solution, folder):
+    def slower(self, direction, usual=dif.Retraining.solved):
+        with (folder.parent / "log").open("a") as file:
+            file.write(f"{direction.perturbation.labels[0]}\n")
+        return usual(self, direction)
+
+    dif.Retraining.solved = slower
+    return dif.Retraining(solution, keep=folder, show_progress=False).scores(train, train.remove_each(range(REMOVALS)))
+
+
+def work(kind, train, solution, folder):
+    if kind == "farm":
+        values = farming(train, solution, folder / "kept").values
+        np.save(folder / "values.npy", values.numpy())
+    else:
+        scoring(train, solution, folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}")
+
+
+def finished(kind, folder):
+    """How much is done."""
+    if kind == "farm":
+        return len(retrainings(folder / "kept"))
+    journal = folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}.part"
+    lines = journal.read_text().split("\n")[1:-1] if journal.exists() else []
+    return json.loads(lines[-1])["end"] if lines else 0
+
+
+def main(kind, folder):
+    torch.set_num_threads(1)
+    if kind == "zarr":
+        import zarr  # noqa: F401  loaded before, like everything else
+    rng, log = random.Random(kind), folder / "log"
+    train, solution = problem(log)
+    done, killed, attempts = [], 0, 0
+    while attempts < 200:
+        attempts += 1
+        log.touch()
+        child = os.fork()
+        if child == 0:
+            try:
+                work(kind, train, solution, folder)
+            finally:
+                os._exit(0)
+        if killed < KILLS:
+            time.sleep(rng.uniform(0.005, LATEST[kind]))
+            os.kill(child, signal.SIGKILL)
+        ended = os.waitpid(child, 0)[1]
+        killed += ended == signal.SIGKILL
+        if not ended:
+            break
+        done.append(finished(kind, folder))
+    evaluations = log.read_text().splitlines()
+    log.unlink()
+    print(json.dumps({"killed": killed, "done": done, "attempts": attempts, "evaluations": len(evaluations)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

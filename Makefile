@@ -4,13 +4,19 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OUT ?= demo
 
-.PHONY: demo test lint bench docs clean
+.PHONY: demo test coverage lint audit bench docs clean
 
 demo: $(READY)  ## both studies of the paper on embedded data; prints a table and where the figures are
 	$(BIN)/dif demo --out $(OUT)
 
 test: $(READY)  ## everything but slow and gpu
 	$(BIN)/python -m pytest -n auto
+
+coverage: $(READY)  ## the same, and which lines of src/dif it runs; fails under 95 %
+	$(BIN)/python -m pytest -n auto --cov --cov-report=term:skip-covered
+
+audit: $(READY)  ## known vulnerabilities of the pinned versions; needs the advisory database of the package index
+	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -103,6 +103,43 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
     assert torch.equal(dif.Influence.load(path).values, other.values)
 
 
+LARGER = """
+import sys, resource, torch, dif, zarr
+from dif import linearisation
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed(0)
+X, y = torch.randn(20_000, 4, generator=generator).double(), torch.randn(20_000, generator=generator).double()
+def loss(p, z):
+    return 0.5 * (z[0] @ p["theta"] - z[1]) ** 2
+train, test = dif.Samples(loss, (X, y)), dif.Samples(loss, (X[:2_500], y[:2_500]), name="test")
+solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"theta": torch.zeros(4).double()}, show_progress=False)
+influence = dif.DirectionalInfluence(solution)
+influence.scores(train.mean(), train.remove_each([1]), out=sys.argv[1] + "/small.zarr")  # loads what is loaded late
+linearisation._PIECE = 2**18
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 350_000_000, resource.RLIM_INFINITY))
+try:
+    influence.scores(test, train.remove_each(), show_progress=False)
+except (MemoryError, RuntimeError) as error:
+    print("in memory:", type(error).__name__)
+found = influence.scores(test, train.remove_each(), out=sys.argv[1] + "/large.zarr", show_progress=False)
+print(found.top(1, 7)[0].index, tuple(found.rows(19_999, 20_000).shape), len(found))
+"""
+
+
+def test_more_scores_than_memory(tmp_path):
+    """400 MB of scores where 350 MB may be had."""
+    pytest.importorskip("zarr")
+    run = python("-c", LARGER, tmp_path)
+    assert run.returncode == 0, run.stderr
+    first, second = run.stdout.splitlines()
+    assert first.startswith("in memory:")
+    assert second.endswith("(1, 2500) 20000")
+    import zarr
+
+    assert zarr.open_array(tmp_path / "large.zarr", mode="r").shape == (20_000, 2_500)
+
+
 @pytest.mark.parametrize("kind", ["npy", "zarr"])
 def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
     if kind == "zarr":

@@ -18,7 +18,7 @@ WORDS = {
     "captum_": "Captum, NaiveInfluenceFunction",
     "dattri_": "dattri, IFAttributorExplicit",
     "kronfluence_": "Kronfluence, EKFAC (approximate by design)",
-    "kronfluence_frozen_": "the same, loaded modules hidden from its garbage collections",
+    "kronfluence_frozen_": "Kronfluence, loaded modules hidden from its garbage collections",
     "numpy_": "NumPy by hand, the closed form of this model alone",
 }
 LIBRARIES = ("pydvl_", "captum_", "dattri_")

@@ -79,8 +79,8 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
     held = influence.scores(train, train.remove_each())
     write = dif.streamed.Streamed.write
 
-    def looked_at(self, begin, block, **about):
-        write(self, begin, block, **about)
+    def looked_at(self, block, **about):
+        write(self, block, **about)
         now = dif.Influence.load(path)
         seen.append((now.diagnostics["rows"], int(torch.isnan(now.values).all(1).sum())))
         assert torch.equal(now.rows(0, 10), held.values[:10])
@@ -158,6 +158,31 @@ def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
         dif.Influence.load(path)
     assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
     assert torch.equal(dif.Influence.load(path).values, held.values)
+
+
+def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
+    train, influence, _ = scored
+    path, journal = tmp_path / "scores.npy", tmp_path / "scores.npy.part"
+    monkeypatch.setattr("dif.linearisation._FEWEST", 10)
+    monkeypatch.setattr("dif.linearisation._PIECES", 6)
+    held = influence.scores(train, train.remove_each())
+    usual, done = dif.streamed.Streamed.write, []
+
+    def interrupted(self, block, **about):
+        if len(done) in (2, 5):
+            done.append(None)
+            with journal.open("a") as file:
+                file.write('{"end": 30, "chec')
+            raise KeyboardInterrupt
+        usual(self, block, **about)
+        done.append(self.done)
+
+    monkeypatch.setattr("dif.streamed.Streamed.write", interrupted)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            influence.scores(train, train.remove_each(), out=path)
+    assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
+    assert done == [10, 20, None, 30, 40, None, 50, 60]
 
 
 # Files

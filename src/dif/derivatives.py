@@ -23,6 +23,7 @@ from dif.shards import added, everywhere, gathered, span
 from dif.structure import leaves, mapped
 
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
+_PER_PARAMETER = 24  # or so many per parameter, if that is more: each batch makes vectors of their length
 _SHARED = 32  # columns that should go through a batch together,
 _FEWEST = 128  # if so many samples can be in it
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that an entry of a per-sample gradient is worth (written, read, used),
@@ -42,7 +43,8 @@ def passes(
     As many samples at once as fit. Where samples are shared among processes, this one's part only, unless told not to.
     """
     price = cost(samples, parameters, theta)
-    fits = max(1, in_flight(theta, _PASS) // (price.elements + price.inputs))  # vectorised maps may copy inputs
+    room = in_flight(theta, max(_PASS, _PER_PARAMETER * len(theta)))
+    fits = max(1, room // (price.elements + price.inputs))  # vectorised maps may copy inputs
     step = fits if at_most is None else min(fits, at_most)
     within = span(len(samples) if indices is None else len(indices)) if shared else None
     for place, batch in samples.batches(indices, step, theta.device, within):

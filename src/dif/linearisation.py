@@ -25,7 +25,7 @@ from dif.progress import progress
 from dif.reading import check_number
 from dif.reduced_qp import no_direction, solve_reduced_qp
 from dif.solution import Solution
-from dif.streamed import Streamed
+from dif.streamed import Held, Streamed
 from dif.targets import Targets, actual_scores
 
 _PIECE = 2**25  # slopes held at once
@@ -149,8 +149,10 @@ class Linearisation:
 
         One sweep over the perturbed samples: beside the results nothing grows with their number.
         """
+        if begin == len(perturbations):
+            return
         columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
-        pieces = chunks(perturbations[begin:], size) if begin < len(perturbations) else []
+        pieces = chunks(perturbations[begin:], size)
         ready = shared_out(partial(self._scored, columns, count), pieces, jobs)
         waiting: dict[int, Piece] = {}
         for number in range(len(pieces)):
@@ -244,33 +246,21 @@ class Linearisation:
             direction = Direction(self.at.program, some)
             for part in of_direction(direction) if out is not None else ():
                 seen.update(part)
-        if out is None:
-            file, values = None, torch.full(shape, float("nan"), dtype=torch.float64)
-        else:
-            seen.update(of_solution(self.at) + rounded(Q))
-            file = Streamed(out, shape, seen.hexdigest(), size)
-            values = file.values
-        influence = Influence(values, perturbations, targets.names, name, dict(diagnostics))
-        done = 0 if file is None else file.done
-        if file is not None and done < len(perturbations):
-            influence.describe(file.path)  # whoever reads it while it grows
-        past = [] if file is None else file.pieces
-        switched = sum(piece["switched"] for piece in past)
-        unanswered = {label: words for piece in past for label, words in piece["unanswered"].items()}
+        seen.update(of_solution(self.at) + rounded(Q) if out is not None else b"")
+        sheet = Held(shape) if out is None else Streamed(out, shape, seen.hexdigest(), size)
+        influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics))
+        if isinstance(sheet, Streamed) and sheet.done < len(perturbations):
+            influence.describe(sheet.path)  # for whoever reads it while it grows
         with progress("scores", len(perturbations), show_progress) as report:
-            for piece in self.scores(Q, perturbations, done, size, jobs, count) if done < len(perturbations) else ():
-                switched += piece.switched
-                unanswered |= piece.unanswered
-                if file is None:
-                    values[done : done + len(piece.values)] = piece.values
-                else:
-                    file.write(done, piece.values, switched=piece.switched, unanswered=piece.unanswered)
-                done += len(piece.values)
-                report(done)
+            for piece in self.scores(Q, perturbations, sheet.done, size, jobs, count):
+                sheet.write(piece.values, switched=piece.switched, unanswered=piece.unanswered)
+                report(sheet.done)
+        unanswered = {label: words for piece in sheet.pieces for label, words in piece["unanswered"].items()}
+        switched = sum(piece["switched"] for piece in sheet.pieces)
         influence.diagnostics.update(self._work(), unanswered=unanswered, switched=switched)
-        if file is not None:
-            influence.describe(file.path, file.record)
-            file.finish()
+        if isinstance(sheet, Streamed):
+            influence.describe(sheet.path, sheet.record)
+            sheet.finish()
         return influence
 
     def reevaluated(

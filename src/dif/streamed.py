@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+from dif.files import written
 
 _FORMAT = "dif scores in progress 1"
 _KINDS = (".npy", ".zarr")
@@ -48,7 +49,26 @@ class ZarrValues:
 Values = Tensor | ZarrValues
 
 
-class Streamed:
+class Held:
+    """Values (P, T) in memory, filled piece by piece."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        self.values: Values = torch.full(shape, float("nan"), dtype=torch.float64)
+        self.pieces: list[dict[str, Any]] = []
+
+    @property
+    def done(self) -> int:
+        """Rows that are finished."""
+        return self.pieces[-1]["end"] if self.pieces else 0
+
+    def write(self, block: Tensor, **about: Any) -> None:
+        """The next piece, and what is to be known of it besides."""
+        begin, end = self.done, self.done + len(block)
+        self.values[begin:end] = block
+        self.pieces.append({"end": end, **about})
+
+
+class Streamed(Held):
     """A file of values (P, T), NaN where they are still to come, and beside it a journal of the pieces that are done.
 
     Each line of the journal has the checksum of its piece; a piece that does not agree with it, and what follows, is
@@ -67,19 +87,11 @@ class Streamed:
         found = self._found()
         self.values = self._begun() if found is None else found
 
-    @property
-    def done(self) -> int:
-        """Rows that are finished."""
-        return self.pieces[-1]["end"] if self.pieces else 0
-
-    def write(self, begin: int, block: Tensor, **about: Any) -> None:
-        """A finished piece, and what is to be known of it besides."""
-        block = block.double().cpu()
-        self.values[begin : begin + len(block)] = block
+    def write(self, block: Tensor, **about: Any) -> None:
+        """The next piece, on disk when this returns."""
+        super().write(block, checksum=checksum(block), **about)
         _flushed(self.path)
-        line = {"end": begin + len(block), "checksum": checksum(block), **about}
-        self._journal(line)
-        self.pieces.append(line)
+        self._journal(self.pieces[-1])
 
     def finish(self) -> None:
         """Nothing more is to come."""
@@ -119,10 +131,8 @@ class Streamed:
             self.pieces = whole_pieces(values, known[1])
         except Exception:  # damaged beyond reading: begin anew
             return None
-        if len(self.pieces) < len(known[1]) or not beside(self.path, "part").exists():
-            beside(self.path, "part").unlink(missing_ok=True)
-            for line in (self._head, *self.pieces):  # what is not whole is forgotten
-                self._journal(line)
+        with written(beside(self.path, "part")) as file:  # what is not whole is forgotten, half a line too
+            file.writelines(f"{json.dumps(line)}\n".encode() for line in (self._head, *self.pieces))
         return values
 
 

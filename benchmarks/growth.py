@@ -103,8 +103,8 @@ def section() -> str:
     text = [
         "## Growth\n",
         "Least squares with a ridge and m equalities, whose solution is known in closed form, so that dif alone is\n"
-        "measured: preparing (gradients, curvature, active set, solves), and scoring all removals; median of 3 runs, a\n"
-        "process of its own for each point, float64.\n",
+        "measured: preparing (gradients, curvature, active set, solves), and scoring all removals; median of 3 runs,\n"
+        "a process of its own for each point, float64.\n",
     ]
     text.append("![Time and memory against N, d, m and T](figures/growth.png)\n")
     for ax, (kind, sizes) in zip(canvas.subplots(1, 4), SWEEPS.items(), strict=True):

@@ -259,3 +259,33 @@ def test_one_column_is_the_gradient_along_it(loss):
     losses, slopes = sample_slopes(train, parameters, theta, v)
     torch.testing.assert_close(slopes, sample_gradients(train, parameters, theta) @ v, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(losses, loss(params, x), rtol=1e-12, atol=1e-12)
+
+
+def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeypatch):
+    """What scoring costs is counted, not timed: N is one sweep, m and T one solve each, and nothing else grows."""
+    train, problem, _ = fair_logistic(batch_size=7)
+    solution = solved(problem)
+    columns, fetched = [], []
+
+    class Counted(dif.linear_solve.DenseCholesky):
+        def solve(self, B):
+            columns.append(B.shape[1])
+            return super().solve(B)
+
+    influence = dif.DirectionalInfluence(solution, solver=lambda H: Counted(H.dense()))
+    assert columns == [len(solution.active.active)]
+    test = dif.Samples(logistic, (X[:9], Y[:9]), name="test")
+    influence.scores(test, train.remove_each([0]))  # probes the new samples
+    batches = dif.storage.Storage.batches
+
+    def counted(self, *args):
+        for place, batch in batches(self, *args):
+            fetched.append((self.name, place.stop - place.start))
+            yield place, batch
+
+    monkeypatch.setattr("dif.storage.Storage.batches", counted)
+    columns.clear()
+    known = [train.weighted(torch.eye(60)[t]) for t in range(9)]  # targets of samples that are known already
+    influence.scores(known, train.remove_each())
+    assert columns == [9]
+    assert sum(n for name, n in fetched if name == "train") == 60 + 60  # the gradients of the targets; the sweep

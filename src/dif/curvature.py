@@ -210,16 +210,23 @@ class Curvature:
 
     @cached_property
     def _dense(self) -> Tensor:
-        if self.plain is None and not self.gauss_newton:
+        if self.plain is not None:
+            return self._with_rows(self.plain.dense())
+        if not self.gauss_newton:
             return self.rows.part_hessian(self.theta, self.weights @ self.rows.C)
-        eye = torch.eye(self.d).to(self.theta)
-        H = self.product(eye) if self.plain is None else self._extended(self.plain.dense(), eye)
+        H = self.product(torch.eye(self.d).to(self.theta))
         return 0.5 * (H + H.T)
+
+    def _with_rows(self, H: Tensor) -> Tensor:
+        """An assembled matrix with GᵀRG and δI in it."""
+        if self.G is not None and self.R is not None and len(self.G):
+            H = torch.addmm(H, self.G.T.to(H), (self.R[:, None] * self.G).to(H))
+        return H + self.damping * torch.eye(self.d).to(H) if self.damping else H
 
     def rough(self) -> Tensor:
         """The matrix by products in single precision, where the losses allow it: a fraction of the price."""
         H = (self.plain or self)._rough
-        return H if self.plain is None else self._extended(H, torch.eye(self.d).to(H))
+        return H if self.plain is None else self._with_rows(H)
 
     @cached_property
     def _rough(self) -> Tensor:

@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -71,30 +71,12 @@ class Kept:
         """In which file and row each retraining is."""
         found: dict[str, list[tuple[Path, int]]] = {}
         for path in sorted(self.folder.glob("*.npz")):
-            for row, name in enumerate(self._opened(path)[0]["names"]):
+            for row, name in enumerate(_opened(path)[0]["names"]):
                 found.setdefault(name, []).append((path, row))
         return found
 
-    def _opened(self, path: Path) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                about, theta, lam = json.loads(str(file["about"])), file["theta"], file["lam"]
-            if about["format"] != _FORMAT:
-                raise ValueError(f"format {about['format']!r}")
-            if not len(about["names"]) == len(about["residual"]) == len(theta) == len(lam):
-                raise ValueError(f"θ of shape {theta.shape}")
-        except Exception as error:
-            raise InvalidInputError(
-                f"retrainings kept in {str(path)!r}",
-                measured=f"{type(error).__name__}: {error}",
-                threshold=f"a file of format {_FORMAT!r}",
-                meaning="It is damaged, or was written by another version.",
-                cure="Delete it: those retrainings are then done again.",
-            ) from error
-        return about, theta, lam
-
     def _read(self, path: Path, row: int) -> Found:
-        about, theta, lam = self._opened(path)
+        about, theta, lam = _opened(path)
         like = self.solution
         numbers = [about[key][row] for key in ("residual", "goal", "iterations")]
         return Found(torch.as_tensor(theta[row]).to(like.theta), torch.as_tensor(lam[row]).to(like.lam), *numbers)
@@ -109,3 +91,27 @@ class Kept:
     @cached_property
     def _of_solution(self) -> bytes:
         return of_solution(self.solution)
+
+
+def _opened(path: Path) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    return _content(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # the retrainings of one file are asked for one by one
+def _content(path: Path, written: int) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            about, theta, lam = json.loads(str(file["about"])), file["theta"], file["lam"]
+        if about["format"] != _FORMAT:
+            raise ValueError(f"format {about['format']!r}")
+        if not len(about["names"]) == len(about["residual"]) == len(theta) == len(lam):
+            raise ValueError(f"θ of shape {theta.shape}")
+    except Exception as error:
+        raise InvalidInputError(
+            f"retrainings kept in {str(path)!r}",
+            measured=f"{type(error).__name__}: {error}",
+            threshold=f"a file of format {_FORMAT!r}",
+            meaning="It is damaged, or was written by another version.",
+            cure="Delete it: those retrainings are then done again.",
+        ) from error
+    return about, theta, lam

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 import constrained
 import growth
+import imports
 import unconstrained
 from common import HERE, PEERS, alone, machine
 
@@ -27,7 +28,7 @@ Written by `make bench`. {machine()}. {ours}. Peers, in an environment of their 
 ratio is of times within this run. NumPy, BLAS and torch are held to one thread.
 
 """
-    for part in (unconstrained, constrained, growth):
+    for part in (unconstrained, constrained, imports, growth):
         begun = time.perf_counter()
         text += part.section() + "\n"
         print(f"{part.__name__}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)

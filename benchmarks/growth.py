@@ -29,6 +29,13 @@ FIXED = {
     "m": {"N": 1_000, "d": 650, "T": 1},
     "T": {"N": 1_000, "d": 650, "m": 1},
 }
+MEANING = {
+    "N": "One sweep over the samples; memory is the scores and the weights of the samples.",
+    "d": "Up to 1,000 the curvature is assembled and factorised, beyond that it is met by conjugate gradients: a few dozen "
+    "products, each a few passes over the data; at a million they no longer fit into any cache.",
+    "m": "One solve for each row, and one Gram matrix of them all.",
+    "T": "One solve for each target, and one column of the sweep.",
+}
 RIDGE = 0.1
 SECONDS = 10  # a run that takes longer is not repeated
 
@@ -123,7 +130,7 @@ def section() -> str:
         text.append(f"### {kind} ({fixed})\n\n" + table([kind, "prepare, ms", "scores, ms", "peak MB"], rows))
         text.append(
             f"Over the last step: preparing grows like {kind}^{powers['prepare']:.1f}, scoring like "
-            f"{kind}^{powers['scores']:.1f}, memory like {kind}^{powers['peak']:.1f}.\n"
+            f"{kind}^{powers['scores']:.1f}, memory like {kind}^{powers['peak']:.1f}. {MEANING[kind]}\n"
         )
     canvas.axes[0].legend()
     (HERE / "figures").mkdir(exist_ok=True)

@@ -31,8 +31,8 @@ FIXED = {
 }
 MEANING = {
     "N": "One sweep over the samples; memory is the scores and the weights of the samples.",
-    "d": "Up to 1,000 the curvature is assembled and factorised, beyond that it is met by conjugate gradients: a few dozen "
-    "products, each a few passes over the data; at a million they no longer fit into any cache.",
+    "d": "Up to 1,000 the curvature is assembled and factorised, beyond that it is met by conjugate gradients: a few "
+    "dozen products, each a few passes over the data; at a million they no longer fit into any cache.",
     "m": "One solve for each row, and one Gram matrix of them all.",
     "T": "One solve for each target, and one column of the sweep.",
 }

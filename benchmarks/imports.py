@@ -26,7 +26,7 @@ def section() -> str:
     more = statistics.median(after - before for before, after in pairs)
     return f"""## Import
 
-`import torch` takes {torch:.2f} s, `import torch, dif` {both:.2f} s; the difference of a pair is {more:.2f} s (medians of
+`import torch` takes {torch:.2f} s, `import torch, dif` {both:.2f} s; in pairs {more:.2f} s more (medians of
 {ROUNDS} pairs of processes, in turn).
 """
 

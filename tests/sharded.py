@@ -1,5 +1,7 @@
 """Run by torchrun in two processes: everything under `dif.sharded()` against one process alone."""
 
+import os
+
 import torch
 import torch.distributed as processes
 from problems import F64, fair_logistic, zeros
@@ -65,6 +67,12 @@ def main():
     processes.all_gather(others, mine)
     assert all(torch.equal(mine, other) for other in others)
 
+    with dif.sharded():
+        try:
+            dif.DirectionalInfluence(before).scores(samples, samples.remove_each(), out="scores.npy")
+        except dif.InvalidInputError as error:
+            assert error.meaning == "All processes would write the same file."  # noqa: PT017
+
     # more processes than samples
     few = dif.Problem(dif.Samples(network, tuple(t[:1] for t in data)).mean() + dif.ridge(0.1))
     whole = dif.Solution(few, start)
@@ -73,7 +81,8 @@ def main():
         close(part.J, whole.J, "one sample")
         close(part.hessian, whole.hessian, "Hessian of one sample")
     processes.destroy_process_group()
-    print("all equal", rank)
+    print("all equal", rank, flush=True)
+    os._exit(0)  # torch's own teardown aborts at times
 
 
 if __name__ == "__main__":

@@ -183,6 +183,7 @@ ELSEWHERE = (
     "bound_curve",
     "choosing",
     "scale_out",
+    "faults",
 )
 
 

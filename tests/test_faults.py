@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from problems import F64, fair_logistic, solved
+from problems import F64, class_data, fair_logistic, solved
 
 import dif
 
@@ -183,6 +183,74 @@ def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
             influence.scores(train, train.remove_each(), out=path)
     assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
     assert done == [10, 20, None, 30, 40, None, 50, 60]
+
+
+# The same name for something else
+
+
+def test_other_data_under_the_same_indices_are_another_question(scored, tmp_path):
+    """Added, corrected and reordered samples are told apart by their data."""
+    train, influence, _ = scored
+    solution = influence.solution
+    X, y = class_data()
+    for number, data in enumerate([(X[:1], y[:1]), (-3 * X[:1], y[:1])]):
+        for what in (train.add(data, like=1), train.replace([4], data)):
+            fresh = dif.Retraining(solution).scores(train.mean(), what).values
+            kept = dif.Retraining(solution, keep=tmp_path / "kept").scores(train.mean(), what).values
+            assert torch.allclose(kept, fresh, rtol=1e-9, atol=1e-14), number
+            fresh = influence.scores(train.mean(), what).values
+            assert torch.equal(influence.scores(train.mean(), what, out=tmp_path / "scores.npy").values, fresh), number
+    order = torch.arange(59, -1, -1)
+    there = dif.Samples(train.loss, (X[order], y[order]), name="train")
+    group = (torch.arange(60) % 3)[order]
+    risk = there.mean()
+    bounds = [there.mean(where=group == g) <= risk + (-0.02 if g == 1 else 0.3) for g in (1, 2)]
+    other = dif.Solution(dif.Problem(risk + dif.ridge(0.05), bounds), solution.params, solution.lam)
+    dif.Retraining(solution, keep=tmp_path / "kept").scores(train.mean(), train.remove([0]))
+    found = dif.Retraining(other, keep=tmp_path / "kept").scores(risk, there.remove([0])).values
+    assert torch.allclose(found, dif.Retraining(other).scores(risk, there.remove([0])).values, rtol=1e-9)
+
+
+def test_one_object_sees_what_it_kept(scored, tmp_path, monkeypatch):
+    train, influence, _ = scored
+    retraining = dif.Retraining(influence.solution, keep=tmp_path)
+    np.savez(tmp_path / "mine.npz", a=np.zeros(3))  # somebody else's
+    first = retraining.scores(train, train.remove_each(range(20)))
+    monkeypatch.setattr(dif.Retraining, "solved", lambda *_: pytest.fail("solved again"))
+    assert torch.equal(retraining.scores(train, train.remove_each(range(20))).values, first.values)
+
+
+def test_an_old_result_survives_a_new_one_of_its_name(scored, tmp_path):
+    train, influence, held = scored
+    path = tmp_path / "scores.npy"
+    first = influence.scores(train, train.remove_each(), out=path)
+    second = influence.scores(train.mean(), train.remove_each(), out=path)
+    assert torch.equal(first.values, held.values)  # mapped still, though the name is another's now
+    assert second.values.shape == (60, 1)
+
+
+def test_what_others_wrote_is_not_overwritten(scored, tmp_path):
+    train, influence, _ = scored
+    np.save(tmp_path / "foreign.npy", np.arange(5.0))
+    (tmp_path / "folder.zarr").mkdir()
+    (tmp_path / "folder.zarr" / "precious.txt").write_text("x")
+    (tmp_path / "file.zarr").write_text("x")
+    (tmp_path / "folder.npy").mkdir()
+    for name in ("foreign.npy", "folder.zarr", "file.zarr", "folder.npy"):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            influence.scores(train, train.remove_each(), out=tmp_path / name)
+        assert caught.value.meaning == "It would be overwritten."
+    assert (tmp_path / "folder.zarr" / "precious.txt").read_text() == "x"
+    assert len(np.load(tmp_path / "foreign.npy")) == 5
+
+
+def test_another_number_of_jobs_is_the_same_work(scored, tmp_path, monkeypatch):
+    train, influence, held = scored
+    path = tmp_path / "scores.npy"
+    influence.scores(train, train.remove_each(), out=path, jobs=2)
+    monkeypatch.setattr("dif.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
+    found = influence.scores(train, train.remove_each(), out=path).values
+    assert torch.allclose(found, held.values, rtol=1e-12, atol=1e-16)
 
 
 # Files

@@ -27,6 +27,12 @@ def logits(p, z):
     return z["X"] @ p["W"] + p["b"]
 
 
+def looked_at(h, b):
+    with torch.no_grad():
+        h.amax(1)
+    return softplus(torch.tanh(h) @ b)
+
+
 MAPPED = {
     "softmax": (params(W=(7, 4), b=(4,)), lambda p, z: cross_entropy(logits(p, z), z["y"], reduction="none")),
     "transposed": (params(W=(4, 7)), lambda p, z: cross_entropy(linear(z["X"], p["W"]), z["y"], reduction="none")),
@@ -42,11 +48,21 @@ MAPPED = {
         params(W=(7, 4), b=(1,)),
         lambda p, z: cross_entropy(z["X"] @ p["W"] + p["b"], z["y"], reduction="none") + logits(p, z).pow(2).sum(1),
     ),
+    "a map and a bent one": (
+        params(u=(7,), v=(7,)),
+        lambda p, z: (z["X"] @ p["u"] + torch.tanh(z["X"] @ p["v"]) - z["y"]) ** 2,
+    ),
+    "bent first": (params(u=(7,), v=(3,)), lambda p, z: softplus(torch.sin(z["X2"] @ p["v"]) + z["X"] @ p["u"])),
+    "link": (params(e=(7,)), lambda p, z: z["y"] * torch.exp(-(z["X"] @ p["e"])) + z["X"] @ p["e"]),
     "quadratic": (params(W=(7, 4)), lambda p, z: ((z["X"] @ p["W"]) ** 2).sum(1)),
 }
 CURVED = {
     "a network": (params(A=(7, 5), B=(5, 4)), lambda p, z: (torch.tanh(z["X"] @ p["A"]) @ p["B"]).pow(2).sum(1)),
     "two linear layers": (params(A=(7, 5), B=(5, 4)), lambda p, z: (z["X"] @ p["A"] @ p["B"]).pow(2).sum(1)),
+    "a layer upon what was looked at without gradients": (
+        params(A=(7, 5), b=(5,)),
+        lambda p, z: looked_at(z["X"] @ p["A"], p["b"]),
+    ),
     "a squared parameter": (params(w=(7,)), lambda p, z: softplus(z["X"] @ p["w"] ** 2)),
     "a scaled parameter": (params(w=(7,)), lambda p, z: softplus(z["X"] @ (2 * p["w"]))),
     "a ridge inside": (params(w=(7,)), lambda p, z: softplus(z["X"] @ p["w"]) + (p["w"] ** 2).sum()),
@@ -131,3 +147,27 @@ def test_a_wrong_matrix_is_noticed():
     off = exact.clone()
     off[3, 4] += 1e-7 * float(exact.abs().max())
     assert not rows._agrees(off, theta, one)
+
+
+def test_small_coordinates_beside_large_ones_are_checked():
+    """A wrong entry hides in no norm: curvatures that differ by 1e12."""
+    large, small = 1e6 * X, X
+    start, data_ = params(w=(7,), u=(7,)), (large, small)
+    samples = Samples(lambda p, z: 0.5 * (z[0] @ p["w"]) ** 2 + softplus(z[1] @ p["u"]), data_)
+    layout, theta = Parameters.of(start)
+    rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
+    one = torch.ones(1).double()
+    H = mapped_hessian(samples, layout, theta, w)
+    assert rows._agrees(H, theta, one)
+    H[8, 9] += 1e-5 * float(H[8, 8])
+    assert not rows._agrees(H, theta, one)
+
+
+def test_samples_without_weight():
+    """An inactive constraint over samples of its own."""
+    start, loss = MAPPED["softmax"]
+    train, other = Samples(loss, data), Samples(MAPPED["quadratic"][1], data, name="other")
+    layout, theta = Parameters.of(start)
+    rows, _ = Rows.compile([train.weighted(w), other.mean()], layout, theta)
+    exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
+    assert torch.allclose(rows.hessian(theta, torch.tensor([1.0, 0.0]).double()), exact, rtol=1e-12, atol=1e-13)

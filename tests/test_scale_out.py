@@ -178,3 +178,4 @@ def test_sharded_without_processes():
     with pytest.raises(dif.InvalidInputError) as caught, dif.sharded():
         pass
     assert caught.value.meaning == "There are no processes among which samples could be shared."
+    assert "All processes would write the same file." in (HERE / "sharded.py").read_text()  # asserted there

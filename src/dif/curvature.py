@@ -324,7 +324,8 @@ def _positive(D: Tensor) -> Tensor:
 def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, float]:
     """The smallest eigenvalue of H on {ω : Gω = 0}, as it is and in the coordinates root·θ.
 
-    inf if the tangent space is {0}. Exact where H is assembled; else the smallest Ritz value of a Lanczos run.
+    inf if the tangent space is {0}. Where H is assembled, to about eight digits, the scaled one to a few per cent (its
+    size is what is judged); else the smallest Ritz value of a Lanczos run.
     """
     if H.assembled:
         dense, root = H.dense().double(), root.double()

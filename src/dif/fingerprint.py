@@ -9,6 +9,9 @@ from torch import Tensor
 
 from dif.direction import Direction
 from dif.solution import Solution
+from dif.structure import leaves
+
+_READ = 2**12  # samples read at once
 
 
 def of_tensor(tensor: Tensor) -> bytes:
@@ -29,7 +32,7 @@ def of_solution(at: Solution) -> bytes:
 
 
 def of_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
-    """What happens to the weights and bounds in perturbation p, or in all of them."""
+    """What perturbation p, or all of them, do to weights and bounds, and the data of the samples in them."""
     yield of_tensor(direction.dtau if p is None else direction.dtau[p])
     if p is not None:
         yield of_tensor(direction.scaled_parts(p))
@@ -39,3 +42,5 @@ def of_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
             yield of_tensor(block.alpha)
             yield b"" if block.owner is None else of_tensor(block.owner)
         yield from map(of_tensor, (block.touch, block.index[mine], block.s[mine]))
+        for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), _READ):
+            yield from map(of_tensor, leaves(batch))

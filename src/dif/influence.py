@@ -161,6 +161,8 @@ class Influence:
         The latter stays on disk and is read as needed. It may still be growing: rows to come are NaN, and
         `diagnostics["rows"]` says how many are there.
         """
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"no influence file {os.fspath(path)!r}")
         try:
             if streamed(path):
                 about = json.loads(beside(path).read_text())
@@ -173,8 +175,6 @@ class Influence:
         except ImportError:
             raise
         except Exception as error:
-            if isinstance(error, FileNotFoundError) and not os.path.exists(path):
-                raise
             raise _unreadable(path, f"{type(error).__name__}: {error}") from error
         if found != _FORMAT or tuple(values.shape) != shape:
             raise _unreadable(path, f"format {found!r}, values of shape {tuple(values.shape)}")

@@ -22,6 +22,7 @@ from dif.fit import Found
 from dif.solution import Solution
 
 _FORMAT = "dif retrainings 2"
+Places = dict[str, list[tuple[Path, int]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,11 +45,14 @@ class Kept:
         path.mkdir(parents=True, exist_ok=True)
         return cls(path, solution, tol)
 
-    def load(self, direction: Direction, p: int) -> Found | None:
-        """Where perturbation p ended, if it was kept."""
-        places = self._places.get(self._name(direction, p), [])
-        ends = [self._read(path, row) for path, row in places]
-        return min(ends, key=lambda end: end.residual / end.goal, default=None)
+    def load(self, direction: Direction, places: Places) -> dict[int, Found]:
+        """Where those perturbations ended that are in the folder."""
+        known: dict[int, Found] = {}
+        for p in range(direction.P) if places else ():
+            ends = [self._read(path, row) for path, row in places.get(self._name(direction, p), [])]
+            if ends:
+                known[p] = min(ends, key=lambda end: end.residual / end.goal)
+        return known
 
     def save(self, direction: Direction, which: Sequence[int], ends: Sequence[Found]) -> None:
         """Write them, all or none."""
@@ -66,10 +70,9 @@ class Kept:
         with written(self.folder / f"{name}{reached}.npz") as file:
             np.savez(file, theta=theta, lam=lam, about=np.array(json.dumps(about)))
 
-    @cached_property
-    def _places(self) -> dict[str, list[tuple[Path, int]]]:
-        """In which file and row each retraining is."""
-        found: dict[str, list[tuple[Path, int]]] = {}
+    def places(self) -> Places:
+        """In which file and row each retraining is, now."""
+        found: Places = {}
         for path in sorted(self.folder.glob("*.npz")):
             for row, name in enumerate(_opened(path)[0]["names"]):
                 found.setdefault(name, []).append((path, row))
@@ -101,6 +104,8 @@ def _opened(path: Path) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
 def _content(path: Path, written: int) -> tuple[dict[str, Any], np.ndarray, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as file:
+            if "about" not in file.files:  # somebody else's
+                return {"names": []}, np.zeros((0, 0)), np.zeros((0, 0))
             about, theta, lam = json.loads(str(file["about"])), file["theta"], file["lam"]
         if about["format"] != _FORMAT:
             raise ValueError(f"format {about['format']!r}")

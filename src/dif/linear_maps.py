@@ -6,7 +6,7 @@ products with φ as z has entries, instead of as many products with the loss as 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,8 +78,10 @@ class _Traced(Tensor):
 class _Tape:
     """The linear maps in the order in which the loss takes anything but linear maps of them."""
 
-    def __init__(self, given: tuple[Tensor, ...] | None = None) -> None:
-        self.given = given  # values in place of the maps
+    def __init__(self, given: tuple[Tensor, ...] | None = None, varied: Sequence[bool] = ()) -> None:
+        self.given = given  # values in place of the maps,
+        self.replayed = iter(varied)  # and what was asked of other tensors when they were found
+        self.varied: list[bool] = []
         self.maps: list[Map] = []
         self.values: list[Tensor] = []
 
@@ -92,7 +94,7 @@ class _Tape:
         if not known:
             self.maps.append(traced.map)
             if self.given is None:
-                self.values.append(_value(traced).detach().requires_grad_(torch.is_grad_enabled()))
+                self.values.append(_value(traced).detach().requires_grad_())
         return self.values[number] if self.given is None else self.given[number]
 
 
@@ -119,7 +121,7 @@ def _product(func: Any, X: Any, W: Any, laid: Callable[[Tensor], Tensor]) -> _Tr
         return None
     if not isinstance(W, _Traced) or W.entries is None or W.dim() > 2:
         return None
-    if X.requires_grad and W.tape.given is None:
+    if _varies(X, W.tape):
         raise Curved  # a layer upon another: X depends on θ
     index = laid(W.entries) if W.dim() == 2 else W.entries[:, None]
     return _Traced.of(func(X, _value(W)), W.tape, map=Map(X, index))
@@ -131,6 +133,8 @@ def _sum(func: Any, first: Any, second: Any) -> _Traced | None:
         first, second = second, first
     if not isinstance(first, _Traced) or first.map is None:
         return None
+    if isinstance(second, Tensor) and not isinstance(second, _Traced) and _varies(second, first.tape):
+        return None  # no constant: what is added depends on θ too
     value = torch.add(_value(first), _value(second))
     X, index = first.map.X, first.map.index
     if value.shape != first.shape:
@@ -147,6 +151,14 @@ def _sum(func: Any, first: Any, second: Any) -> _Traced | None:
             return None
         X, index = torch.cat([X, more.X], 1), torch.cat([index, more.index])
     return _Traced.of(value, first.tape, map=Map(X, index))
+
+
+def _varies(t: Tensor, tape: _Tape) -> bool:
+    """Whether a tensor was made from maps that were seen already; where values are given, what was found before."""
+    if tape.given is None:
+        tape.varied.append(t.requires_grad)
+        return t.requires_grad
+    return next(tape.replayed)
 
 
 def _value(given: Any) -> Any:
@@ -167,10 +179,7 @@ def _seen(given: Any) -> Any:
     return given.tape.see(given) if isinstance(given, _Traced) else given
 
 
-def _run(
-    samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, given: tuple[Tensor, ...] | None = None
-) -> tuple[Tensor, _Tape]:
-    tape = _Tape(given)
+def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> tuple[Tensor, _Tape]:
     index = parameters.tensors(torch.arange(len(theta), device=theta.device))
     traced = {name: _Traced.of(t, tape, index[name]) for name, t in parameters.tensors(theta).items()}
     out: Any = samples.loss(parameters.bind(traced), batch)  # type: ignore[arg-type]
@@ -181,7 +190,7 @@ def widths(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, 
     """Inputs and outputs of all linear maps together (Σ p, Σ C), if the loss sees θ through nothing else."""
     try:
         with torch.enable_grad():
-            _, tape = _run(samples, parameters, theta, batch)
+            _, tape = _run(samples, parameters, theta, batch, _Tape())
     except Exception:  # whatever it is, the loss itself raises it again where it matters
         return None
     entries = sum(one.index.numel() for one in tape.maps)
@@ -201,8 +210,8 @@ def hessian(
     """Σᵢ wᵢ∇²ℓᵢ(θ), (d, d), over these batches, for a loss that has `widths`; `together` columns of S at once."""
     total, index = None, torch.zeros(0, dtype=torch.long)
     for place, batch in batches:
-        with torch.no_grad():
-            _, tape = _run(samples, parameters, theta, batch)
+        with torch.enable_grad():  # tells what depends on θ
+            _, tape = _run(samples, parameters, theta, batch, _Tape())
         S = _second_derivative(samples, parameters, theta, batch, tape, w[place], together)
         K = _assembled(tape.maps, S)
         total = K if total is None else total + K
@@ -220,11 +229,11 @@ def _second_derivative(
     """S = wᵢ∇²φ of each sample in its z, (C, C, n); the samples of a batch know nothing of each other."""
     shapes = [value.shape for value in tape.values]
     sizes = [one.outputs for one in tape.maps]
-    Z = torch.cat([value.reshape(len(w), -1) for value in tape.values], 1)
+    Z = torch.cat([value.detach().reshape(len(w), -1) for value in tape.values], 1)
 
     def phi(Z: Tensor) -> Tensor:
         given = tuple(part.reshape(shape) for part, shape in zip(torch.split(Z, sizes, 1), shapes, strict=True))
-        return _run(samples, parameters, theta, batch, given)[0] @ w
+        return _run(samples, parameters, theta, batch, _Tape(given, tape.varied))[0] @ w
 
     along = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
     column = vmap(lambda e: jvp(grad(phi), (Z,), (e,))[1], chunk_size=together, randomness="same")

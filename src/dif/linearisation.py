@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dif.direction import Direction, chunks
-from dif.errors import DegenerateError
+from dif.errors import DegenerateError, InvalidInputError
 from dif.farm import checked_jobs, shared_out
 from dif.fingerprint import of_direction, of_solution, rounded
 from dif.influence import Change, Influence
@@ -24,6 +24,7 @@ from dif.program import PerConstraint
 from dif.progress import progress
 from dif.reading import check_number
 from dif.reduced_qp import no_direction, solve_reduced_qp
+from dif.shards import alone
 from dif.solution import Solution
 from dif.streamed import Held, Streamed
 from dif.targets import Targets, actual_scores
@@ -237,6 +238,14 @@ class Linearisation:
     ) -> Influence:
         """The Influence of many on a target, in a file where one is named; what is there already is not done again."""
         jobs, targets, every = checked_jobs(jobs), Targets(target, self.at), chunks(perturbations)
+        if out is not None and not alone():
+            raise InvalidInputError(
+                "out= inside dif.sharded()",
+                measured=os.fspath(out),
+                threshold="None",
+                meaning="All processes would write the same file.",
+                cure="Leave out= away and save the result in one process, or share the work by jobs=.",
+            )
         Q, shape = targets.gradients(self.at.theta), (len(perturbations), len(targets.names))
         size = max(1, min(_PIECE // (len(self.kept) + shape[1]), max(_FEWEST, len(perturbations) // _PIECES)))
         if jobs != 1:

@@ -34,7 +34,8 @@ def in_flight(like: Tensor, cpu: int = IN_FLIGHT) -> int:
 def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
     """A sweep over the data that is begun again with half the batch where memory runs out, which is said.
 
-    Not where samples are shared among processes: the others would wait for ever.
+    For the rest of the process: what did not fit once will not fit again. Not where samples are shared among processes:
+    the others would wait for ever.
     """
 
     @wraps(sweep)

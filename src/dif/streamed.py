@@ -104,7 +104,7 @@ class Streamed(Held):
 
     @property
     def _head(self) -> dict[str, Any]:
-        return {"format": _FORMAT, "fingerprint": self.fingerprint, "shape": list(self.shape), "piece": self.piece}
+        return {"format": _FORMAT, "fingerprint": self.fingerprint, "shape": list(self.shape)}
 
     def _journal(self, line: dict[str, Any]) -> None:
         with open(beside(self.path, "part"), "a") as file:
@@ -113,11 +113,22 @@ class Streamed(Held):
             os.fsync(file.fileno())
 
     def _begun(self) -> Values:
+        self._refuse_foreign()
         beside(self.path).unlink(missing_ok=True)
         beside(self.path, "part").unlink(missing_ok=True)
-        values = _made(self.path, self.shape, self.piece)
-        self._journal(self._head)
-        return values
+        self._journal(self._head)  # first: whoever finds the file finds whose it is
+        return _made(self.path, self.shape, self.piece)
+
+    def _refuse_foreign(self) -> None:
+        """What dif did not write is not overwritten."""
+        if os.path.lexists(self.path) and journal_of(self.path) is None and not beside(self.path).exists():
+            raise InvalidInputError(
+                "out=",
+                measured=f"{self.path!r}, which exists and was not written by dif",
+                threshold="a new name, or scores of dif",
+                meaning="It would be overwritten.",
+                cure="Choose another name, or delete it.",
+            )
 
     def _found(self) -> Values | None:
         """The same work, begun before: its values; pieces that are whole are remembered."""
@@ -206,7 +217,7 @@ def _made(name: str, shape: tuple[int, int], piece: int) -> Values:
             name, shape=shape, chunks=chunk, dtype="float64", fill_value=np.nan, overwrite=True, **codecs
         )
         return ZarrValues(made)
-    with open(name, "wb") as file:
+    with written(name) as file:  # another file of that name: who has the old one mapped keeps it
         np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
         row = np.full((max(1, 2**20 // max(1, shape[1])), shape[1]), np.nan)
         for begin in range(0, shape[0], len(row)):

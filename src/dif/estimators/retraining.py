@@ -136,13 +136,10 @@ class Retraining:
         if self._kept is None:
             return {}
         known: dict[int, Found] = {}
-        begin = 0
+        begin, places = 0, self._kept.places()
         for some in chunks(perturbations):
             direction = Direction(self.solution.program, some)
-            for p in range(direction.P):
-                found = self._kept.load(direction, p)
-                if found is not None:
-                    known[begin + p] = found
+            known |= {begin + p: found for p, found in self._kept.load(direction, places).items()}
             begin += direction.P
         return known
 

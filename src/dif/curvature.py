@@ -95,7 +95,7 @@ class Matrix:
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Matrix:
         """With GᵀRG and δI in it."""
-        H = self.H + G.T @ (R[:, None] * G) if len(G) else self.H
+        H = torch.addmm(self.H, G.T, R[:, None] * G) if len(G) else self.H
         return Matrix(H + damping * torch.eye(self.d).to(H) if damping else H)
 
 
@@ -211,22 +211,20 @@ class Curvature:
     @cached_property
     def _dense(self) -> Tensor:
         if self.plain is not None:
-            return self._with_rows(self.plain.dense())
+            return self._around(self.plain.dense())
         if not self.gauss_newton:
             return self.rows.part_hessian(self.theta, self.weights @ self.rows.C)
         H = self.product(torch.eye(self.d).to(self.theta))
         return 0.5 * (H + H.T)
 
-    def _with_rows(self, H: Tensor) -> Tensor:
-        """An assembled matrix with GᵀRG and δI in it."""
-        if self.G is not None and self.R is not None and len(self.G):
-            H = torch.addmm(H, self.G.T.to(H), (self.R[:, None] * self.G).to(H))
-        return H + self.damping * torch.eye(self.d).to(H) if self.damping else H
+    def _around(self, H: Tensor) -> Tensor:
+        """An assembled matrix with this operator's GᵀRG and δI in it."""
+        return H if self.G is None or self.R is None else Matrix(H).with_rows(self.G, self.R, self.damping).H
 
     def rough(self) -> Tensor:
         """The matrix by products in single precision, where the losses allow it: a fraction of the price."""
         H = (self.plain or self)._rough
-        return H if self.plain is None else self._with_rows(H)
+        return H if self.plain is None else self._around(H)
 
     @cached_property
     def _rough(self) -> Tensor:

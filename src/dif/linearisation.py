@@ -164,19 +164,21 @@ class Linearisation:
 
     def _scored(self, columns: Tensor, count: Count, some: Perturbation) -> Piece:
         k = len(self.kept)
-        direction = Direction(self.at.program, some)
-        bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
-        nu, force, unanswered = self.push(bV[:, :k], (df[:, 1:] - direction.dtau)[:, self.kept], some)
+        bV, _, nu, force, unanswered = self._pushed(Direction(self.at.program, some), columns)
         values = -bV[:, k:] - force @ (self.G @ columns[:, k:])
         return Piece(values.double().cpu(), count(nu), unanswered)
+
+    def _pushed(self, direction: Direction, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, str]]:
+        """What perturbations do along columns that begin with V, bᵀ·columns and r on the kept rows, and their push."""
+        bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
+        r = (df[:, 1:] - direction.dtau)[:, self.kept]
+        return bV, r, *self.push(bV[:, : len(self.kept)], r, direction.perturbation)
 
     def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
         """Δλ on all m rows, (P, m), NaN where there is no answer."""
         parts = []
         for some in chunks(perturbations):
-            direction = Direction(self.at.program, some)
-            bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, self.V)
-            nu, force, _ = self.push(bV, (df[:, 1:] - direction.dtau)[:, self.kept], some)
+            _, _, nu, force, _ = self._pushed(Direction(self.at.program, some), self.V)
             change = self.multiplier_change(nu)
             change[~torch.isfinite(force).all(1)] = float("nan")
             parts.append(change)
@@ -192,9 +194,7 @@ class Linearisation:
         parts = []
         for some in chunks(perturbations):
             direction = Direction(self.at.program, some)
-            bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, self.V)
-            r = (df[:, 1:] - direction.dtau)[:, self.kept]
-            nu, force, _ = self.push(bV, r, some)
+            bV, r, nu, force, _ = self._pushed(direction, self.V)
             holding = self.free | (nu > 0)  # (P, k)
             patterns, which = holding[:1], torch.zeros(len(some), dtype=torch.long, device=holding.device)
             if len(self.kept):

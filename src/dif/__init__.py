@@ -17,6 +17,7 @@ from dif.errors import (
     NotASolutionError,
     NotConvergedError,
     NotConvergedWarning,
+    SameDataWarning,
     UnboundedError,
 )
 from dif.estimators.classical import ClassicalInfluence
@@ -70,6 +71,7 @@ __all__ = [
     "Problem",
     "Refinement",
     "Retraining",
+    "SameDataWarning",
     "Samples",
     "Solution",
     "Term",

@@ -79,9 +79,9 @@ class Direction:
         self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(rows.stop - rows.start)
 
     def _resolve(self, scale: float, piece: Removal | Addition | Reweighting) -> None:
-        rows = self.program.rows
-        found = [t for t, table in enumerate(rows.tables) if table.samples is piece.samples]
-        if not found:
+        rows, people = self.program.rows, piece.samples.people
+        views = [t for t, table in enumerate(rows.tables) if table.samples.people is people]
+        if not views:
             raise InvalidInputError(
                 f"perturbation of {piece.samples.name!r}",
                 measured="no term of the problem uses these samples",
@@ -89,10 +89,9 @@ class Direction:
                 meaning="Samples are told apart by identity.",
                 cure="Perturb the Samples object from which the objective or the constraints were built.",
             )
-        table, columns = rows.tables[found[0]], rows.columns(found[0])
-        touch = rows.C[:, columns] * self._touched(piece.terms)[:, None]
-        live = (touch != 0).any(0)  # (k,) the sums that the touched rows use
-        if not bool(live.any()):
+        C = rows.C * self._touched(piece.terms)[:, None]
+        views = [t for t in views if bool((C[:, rows.columns(t)] != 0).any())]
+        if not views:
             raise InvalidInputError(
                 f"perturbation of {piece.samples.name!r}",
                 measured="none of the terms it is restricted to uses these samples",
@@ -103,10 +102,12 @@ class Direction:
         if isinstance(piece, Addition):
             check_tensors(piece.new, self.program.parameters)
         resolve = {Removal: _removed, Addition: _added, Reweighting: _reweighted}[type(piece)]
-        alpha, s, samples, index, owner = resolve(piece, table, live)  # type: ignore[operator]
-        self.blocks.append(
-            Block(touch, columns, scale * alpha, samples, owner if len(piece) == self.P else None, index, scale * s)
-        )
+        for t in views:
+            table, columns = rows.tables[t], rows.columns(t)
+            live = (C[:, columns] != 0).any(0)  # (k,) the sums that the touched rows use
+            alpha, s, samples, index, owner = resolve(piece, table, live)  # type: ignore[operator]
+            owner = owner if len(piece) == self.P else None
+            self.blocks.append(Block(C[:, columns], columns, scale * alpha, samples, owner, index, scale * s))
 
     def _touched(self, terms: tuple[Any, ...] | None) -> Tensor:
         touched = self.program.tau.new_zeros(1 + self.program.m)
@@ -241,7 +242,7 @@ def indispensable(program: Program, samples: Samples) -> dict[int, str]:
     """Samples that are alone in a term of the problem, which would not be defined without them; and in which."""
     found: dict[int, str] = {}
     for number, table in enumerate(program.rows.tables):
-        if table.samples is samples:
+        if table.samples.people is samples.people:
             used = (program.rows.C[:, program.rows.columns(number)] != 0).any(0)
             members = table.U != 0
             for k in torch.nonzero(used & (members.sum(1) == 1)).reshape(-1).tolist():
@@ -270,7 +271,7 @@ def _removed(piece: Removal, table: Table, live: Tensor):
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
     alpha = torch.where(renormalised, gone.to(U) / (sizes - gone).clamp(min=1), 0.0)
     s = -(1.0 + alpha[owner]) * U.T[index]
-    return alpha, s, piece.samples, index, owner
+    return alpha, s, table.samples, index, owner
 
 
 def _added(piece: Addition, table: Table, live: Tensor):
@@ -295,14 +296,14 @@ def _added(piece: Addition, table: Table, live: Tensor):
     more.index_add_(0, owner, (unit != 0).long())
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
     alpha = torch.where(renormalised, -more.to(U) / (sizes + more), 0.0)
-    return alpha, (1.0 + alpha[owner]) * unit, piece.new, index, owner
+    return alpha, (1.0 + alpha[owner]) * unit, piece.new.under(table.samples), index, owner
 
 
 def _reweighted(piece: Reweighting, table: Table, live: Tensor):
     U = table.U
     index = torch.nonzero(piece.dw).reshape(-1).to(U.device)
     s = (U.T[index] != 0) * piece.dw.to(U)[index][:, None]
-    return U.new_zeros((1, len(U))), s, piece.samples, index, torch.zeros_like(index)
+    return U.new_zeros((1, len(U))), s, table.samples, index, torch.zeros_like(index)
 
 
 def _unique(index: Tensor, n: int) -> tuple[Tensor | None, Tensor | slice]:

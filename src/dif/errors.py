@@ -63,6 +63,19 @@ class FirstOrderWarning(UserWarning):
     """The first order cannot be trusted with what is done to the data; the result says where."""
 
 
+class SameDataWarning(UserWarning):
+    """Two Samples of a problem hold the same data without being views: removing from one leaves the other as it is."""
+
+    @staticmethod
+    def words(one: str, other: str) -> str:
+        """What is asked about two Samples with these names."""
+        return (
+            f"Samples {one!r} and {other!r} hold the same data. Are they the same people under two losses? A removal "
+            f"from {one!r} now leaves them in {other!r}. To remove them from both, make {other!r} a view: "
+            f"{one}.view(loss, name={other!r})."
+        )
+
+
 class MemoryWarning(UserWarning):
     """Memory ran out; the work goes on in smaller batches, and gives the same answer."""
 

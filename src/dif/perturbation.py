@@ -57,7 +57,7 @@ class Entries:
 
 @dataclass(frozen=True, eq=False)
 class Removal:
-    """Take samples out of every term of `terms` (None: of all) that holds them."""
+    """Take samples, in every view of them, out of each term of `terms` (None: of all) that holds them."""
 
     samples: Samples
     entries: Entries
@@ -73,7 +73,7 @@ class Removal:
 
     def labels(self) -> list[str]:
         """Each perturbation in words."""
-        return [f"remove {self.samples.name}[{words}]" for words in self.entries.words()]
+        return [f"remove {self.samples.people.name}[{words}]" for words in self.entries.words()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,7 +116,7 @@ class Reweighting:
 
     def labels(self) -> list[str]:
         """In words."""
-        return [f"reweight {int((self.dw != 0).sum())} of {self.samples.name}"]
+        return [f"reweight {int((self.dw != 0).sum())} of {self.samples.people.name}"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import combinations
 from typing import TYPE_CHECKING
 
 from dif.constraint import Constraint
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, SameDataWarning
 from dif.term import Expression, SampleSum, Term
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class Problem:
                 meaning="Multipliers and reports are looked up by constraint.",
                 cure="Give each constraint a name of its own with .named(...).",
             )
+        for one, other in self.same_data:
+            warnings.warn(SameDataWarning.words(one.name, other.name), SameDataWarning, stacklevel=2)
 
     @property
     def samples(self) -> tuple[Samples, ...]:
@@ -55,13 +59,24 @@ class Problem:
         terms = (self.objective, *(c.term for c in self.constraints))
         return tuple({id(part.samples): part.samples for term in terms for _, part in term.sums}.values())
 
+    @property
+    def people(self) -> tuple[Samples, ...]:
+        """The populations it is about, each once, however many views of it there are."""
+        return tuple({id(s.people): s.people for s in self.samples}.values())
+
+    @property
+    def same_data(self) -> tuple[tuple[Samples, Samples], ...]:
+        """Pairs of Samples that hold the same data and are not views of each other: the same people, perhaps."""
+        apart = [(a, b) for a, b in combinations(self.samples, 2) if a.people is not b.people]
+        return tuple((a, b) for a, b in apart if a.storage.shares(b.storage))
+
     def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
-        """The same problem after some samples have left every term: means are taken over those that stay.
+        """The same problem after some samples have left every term, in every view: means go over those that stay.
 
         Numbers of samples keep their meaning, so that further ones can be removed. `dif.fit` solves it from scratch.
         """
         gone = samples.checked(indices)
-        if all(part is not samples for part in self.samples):
+        if all(people is not samples.people for people in self.people):
             raise InvalidInputError(
                 f"samples {samples.name!r}",
                 measured="no term of the problem uses them",
@@ -83,7 +98,7 @@ class Problem:
 
 
 def _left(part: SampleSum, samples: Samples, gone: list[int]) -> SampleSum:
-    if part.samples is not samples:
+    if part.samples.people is not samples.people:
         return part
     weights = part.weights.clone()
     weights[gone] = 0.0

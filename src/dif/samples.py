@@ -66,6 +66,7 @@ class Samples:
         self.parted = None if outputs is None else (outputs, loss)
         self.name = name
         self.storage = Storage.of(data, name)
+        self.people: Samples = self  # whose members these are: for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
         self.costs: dict[int, Any] = {}  # what a sample takes, by number of parameters; shared by views
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what was done instead
@@ -75,6 +76,26 @@ class Samples:
 
     def __repr__(self) -> str:
         return f"Samples({self.name!r}, n={len(self)})"
+
+    def view(
+        self,
+        loss: Callable[[Any, Any], Tensor],
+        name: str | None = None,
+        outputs: Callable[[Any, Any], Tensor] | None = None,
+    ) -> Samples:
+        """The same samples under another loss: a predicted rate, a margin, a cost, whatever a constraint is about.
+
+        Whatever is done to a sample (removal, reweighting, replacement, addition) is done in every view at once.
+
+        >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
+        >>> distance = train.view(lambda params, z: z - params["mean"], name="distance")
+        >>> distance.remove([2])
+        Perturbation(1: remove train[2])
+        """
+        name = f"view of {self.name}" if name is None else name
+        other = Samples(loss, self.storage, name, self.batch_size, outputs)
+        other.people = self.people
+        return other
 
     # What objectives and constraints are made of
 
@@ -205,21 +226,26 @@ class Samples:
 
     def take(self, indices: Tensor | None) -> Samples:
         """The samples listed (None: all of them), as Samples of their own; nothing is copied."""
-        return self if indices is None else self._with(self.storage.view(indices))
+        return self if indices is None else self._with(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Samples:
         """The same samples with their real numbers in another precision."""
         return self._with(self.storage.to(dtype))
 
+    def under(self, view: Samples) -> Samples:
+        """These samples under the loss of another view of the people they join."""
+        return self if self.loss is view.loss else view._with(self.storage)
+
     def _new(self, data: Any, kind: str) -> Samples:
         """Other data under the same loss."""
-        new = self._with(Storage.of(data, f"{kind} {self.name}"))
-        new.name = f"{kind} {self.name}"
+        new = self._with(Storage.of(data, f"{kind} {self.people.name}"))
+        new.name = f"{kind} {self.people.name}"
         return new
 
     def _with(self, storage: Storage) -> Samples:
         other = copy(self)
         other.storage = storage
+        other.people = other
         return other
 
     def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:

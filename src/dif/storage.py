@@ -35,6 +35,8 @@ class Storage:
     def of(cls, data: Any, name: str) -> Storage:
         """Read what the user handed in; nothing is copied."""
         what = f"data of Samples {name!r}"
+        if isinstance(data, Storage):
+            return replace(data, name=name)
         if isinstance(data, DataLoader):
             _refuse_streams(data.dataset, what)
             n = _count([len(data.dataset)], name)  # type: ignore[arg-type]
@@ -57,7 +59,16 @@ class Storage:
     def __len__(self) -> int:
         return self.whole if self.chosen is None else len(self.chosen)
 
-    def view(self, indices: Tensor) -> Storage:
+    def shares(self, other: Storage) -> bool:
+        """Whether both hold the same rows of the same data object."""
+        if len(self) != len(other) or self.chosen is not other.chosen:
+            return False
+        if not (self.tensors_held and other.tensors_held):
+            return self.data is other.data
+        mine, others = ({t.data_ptr() for t in leaves(s.data)} for s in (self, other))
+        return bool((mine & others) - {0})  # 0: nothing is held
+
+    def choose(self, indices: Tensor) -> Storage:
         """Some of the samples."""
         return replace(self, chosen=indices if self.chosen is None else self.chosen[indices])
 

@@ -4,7 +4,7 @@ import numpy as np
 from scipy.optimize import minimize
 from scipy.special import expit
 
-FILE = '''
+FILE = """
 import numpy as np
 import statsmodels.api as sm
 import torch
@@ -38,7 +38,7 @@ problem = dif.Problem(
 )
 solution = dif.fit(problem, {"w": torch.zeros(X.shape[1]).double()}, show_progress=False)
 targets = {"risk of the childless": train.mean(where=~parents)}
-'''
+"""
 
 
 def resolve_without(told, gone):
@@ -60,6 +60,8 @@ def resolve_without(told, gone):
 
     start = told["solution"].theta.numpy()
     limits = {"type": "ineq", "fun": lambda w: -rates(w)[0], "jac": lambda w: -rates(w)[1]}
-    found = minimize(objective, start, jac=True, constraints=[limits], method="SLSQP", options={"ftol": 1e-15, "maxiter": 500})
+    found = minimize(
+        objective, start, jac=True, constraints=[limits], method="SLSQP", options={"ftol": 1e-15, "maxiter": 500}
+    )
     risk = lambda w: np.logaddexp(0, -y * (X @ w))[~parents].mean()  # noqa: E731
     return risk(found.x) - risk(start)

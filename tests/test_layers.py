@@ -31,6 +31,7 @@ LAYERS = [
     ["fit", "nearby", "agreement", "targets", "certificate"],
     ["fingerprint", "streamed", "farm", "description"],
     ["influence", "kept"],
+    ["assessment"],
     ["linearisation", "path", "cleaning"],
     [
         "estimators.directional",
@@ -40,7 +41,7 @@ LAYERS = [
         "estimators.following",
         "estimators.retraining",
     ],
-    ["bound_curve", "choosing", "group_influence"],
+    ["adaptive", "bound_curve", "choosing"],
     ["__init__"],
     ["plots", "data.__init__", "data.credit", "report"],
     ["adapters.quadratic_program", "adapters.cooper", "adapters.linear_models", "adapters.checkpoints"],

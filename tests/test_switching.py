@@ -66,8 +66,9 @@ def test_switching_predicts_the_active_set():
     right, flips, no_worse, plain_errors, switching_errors = [], 0, [], [], []
     for seed in range(100):
         train, solution = nearly_weak(seed)
-        plain = dif.DirectionalInfluence(solution)
+        plain = dif.DirectionalInfluence(solution, switching=False)
         switching = dif.DirectionalInfluence(solution, switching=True)
+        auto = dif.DirectionalInfluence(solution)
         retrained = dif.Retraining(solution)
         for i in rng.choice(N, 9, replace=False).tolist():
             removal = train.remove([i])
@@ -76,6 +77,7 @@ def test_switching_predicts_the_active_set():
             flips += truth != holding(solution.lam, solution)
             right.append(holding(solution.lam + second.multipliers.flat, solution) == truth)
             size = float(actual.flat.norm())
+            assert float((auto.change(removal).flat - second.flat).norm()) <= 1e-10 * size
             errors = [float((c.flat - actual.flat).norm()) / size for c in (first, second)]
             plain_errors.append(errors[0])
             switching_errors.append(errors[1])
@@ -93,23 +95,30 @@ def test_with_wide_margins_it_is_plain(make):
     train, problem, *_ = make()
     solution = solved(problem)
     removals = 1e-3 * train.remove_each()  # no constraint is that near to letting go
-    plain = dif.DirectionalInfluence(solution).scores(train, removals)
+    plain = dif.DirectionalInfluence(solution, switching=False).scores(train, removals)
     switching = dif.DirectionalInfluence(solution, switching=True).scores(train, removals)
+    auto = dif.DirectionalInfluence(solution).scores(train, removals)
     assert switching.diagnostics["switched"] == 0
+    assert auto.diagnostics["within_reach"] == []
     scale = float(plain.values.abs().max())
     assert float((switching.values - plain.values).abs().max()) <= 1e-10 * scale
+    assert torch.equal(auto.values, plain.values)
 
 
 def test_counts_the_samples_on_which_they_differ():
     train, solution = nearly_weak(1)
     removals = train.remove_each()
     coordinates = dif.linear(torch.eye(D))
-    plain = dif.DirectionalInfluence(solution).scores(coordinates, removals)
+    plain = dif.DirectionalInfluence(solution, switching=False).scores(coordinates, removals)
+    auto = dif.DirectionalInfluence(solution).scores(coordinates, removals)
     switching = dif.DirectionalInfluence(solution, switching=True).scores(coordinates, removals)
     gap = (plain.values - switching.values).abs().max(1).values
     differ = int((gap > 1e-9 * float(plain.values.abs().max())).sum())
     assert 0 < differ < N
     assert switching.diagnostics["switched"] == differ
+    assert auto.diagnostics["switched"] == differ
+    assert len(auto.diagnostics["within_reach"]) == 1
+    np.testing.assert_allclose(auto.values.numpy(), switching.values.numpy(), atol=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -1,6 +1,7 @@
 """dif: how each training sample shaped a model that was trained under constraints."""
 
 from dif.active_set import ActiveSet
+from dif.adaptive import AdaptiveInfluence
 from dif.agreement import Agreement
 from dif.bound_curve import BoundCurve, bound_curve
 from dif.choosing import Choice, choose, smallest_set
@@ -27,7 +28,6 @@ from dif.estimators.newton import NewtonInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.retraining import Retraining
 from dif.fit import fit
-from dif.group_influence import GroupInfluence
 from dif.influence import Change, Influence
 from dif.kkt import KKT
 from dif.parameters import variable
@@ -41,9 +41,12 @@ from dif.term import Function, Term, linear, ridge
 
 __version__ = "0.1.0"
 
+GroupInfluence = AdaptiveInfluence  # its first name
+
 __all__ = [
     "KKT",
     "ActiveSet",
+    "AdaptiveInfluence",
     "Agreement",
     "BoundCurve",
     "Change",

@@ -335,7 +335,11 @@ def stacked_products(
 def _stacked(fn: Callable[..., Any], together: int, *arguments: Tensor) -> Any:
     """Map fn over the first dimension of its arguments, `together` at once."""
     if together > 1 and len(arguments[0]) > 1:
-        return vmap(fn, chunk_size=together, randomness="same")(*arguments)
+        try:
+            return vmap(fn, chunk_size=together, randomness="same")(*arguments)
+        except (RuntimeError, NotImplementedError) as error:
+            if not unsupported(error):
+                raise
     results = [fn(*one) for one in zip(*arguments, strict=True)]
     if isinstance(results[0], Tensor):
         return torch.stack(results)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives import sample_slopes
+from dif.derivatives import sample_losses, sample_slopes
 from dif.errors import InvalidInputError
 from dif.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
 from dif.probe import check_tensors
@@ -158,6 +158,29 @@ class Direction:
             _accumulate(df, block.owner, losses[:, None] * row_weights)
             _accumulate(bV, block.owner, (row_weights @ weights)[:, None] * slopes)
         return bV, df
+
+    def mixed(self, mix: Tensor, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
+        """b, (Z, d), and δf, (Z, 1 + m), of Z mixtures of the perturbations, Σₚ mix_zp · (perturbation p).
+
+        One sweep over the touched samples, whatever their number; the arguments are those of `moves`.
+        """
+        b = theta.new_zeros((len(mix), theta.numel()))
+        df = theta.new_zeros((len(mix), 1 + self.program.m))
+        for block in self.blocks:
+            alpha = mix @ block.alpha.expand(self.P, -1)  # (Z, k)
+            df += alpha @ (block.touch * p[block.columns]).T
+            b += (alpha * (weights @ block.touch)) @ Dp[block.columns]
+            every, place = _unique(block.index, len(block.samples))
+            few = block.samples.take(every)
+            entries = mix[:, block.owner] if block.owner is not None else mix.sum(1, keepdim=True)  # (Z, E)
+            row_weights = block.s @ block.touch.T  # (E, 1 + m)
+            df += entries @ (sample_losses(few, self.program.parameters, theta)[place][:, None] * row_weights)
+            share = entries * (row_weights @ weights)
+            if isinstance(place, Tensor):
+                share = share.new_zeros((len(mix), len(few))).index_add(1, place, share)
+            rows = Rows(self.program.parameters, (Table(few, (), share),), (), self.program.rows.C[:, :0])
+            b += rows.pulled(0, theta, share)[1]
+        return b, df
 
     def moves_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
         """weightsⱼ δ∇fⱼ·v of each perturbation and each row j, (P, 1 + m)."""

@@ -23,6 +23,7 @@ from dif.streamed import Values, beside, journal_of, opened, streamed, whole_pie
 
 _FORMAT = "dif influence 1"
 _LABELS = 4096  # written at once
+TRUSTED = 0.25  # pooled relative error up to which predictions count as trusted
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,6 +69,21 @@ class Influence:
     def rows(self, begin: int, end: int) -> Tensor:
         """The scores of some perturbations, (end − begin, T); of a .zarr nothing else is read."""
         return self.stored[begin:end]
+
+    @property
+    def expected_error(self) -> Tensor:
+        """The relative error to be expected of each perturbation's scores, (P,); NaN where it was not assessed."""
+        errors = torch.full((len(self),), float("nan"), dtype=torch.float64)
+        found = self.diagnostics.get("assessment")
+        if found is not None:
+            errors[found["rows"]] = torch.tensor(found["errors"], dtype=torch.float64)
+        return errors
+
+    @property
+    def trusted(self) -> bool | None:
+        """Whether the scores assessed are to be expected within 25 % of what happens; None where none was assessed."""
+        found = self.diagnostics.get("assessment")
+        return None if found is None else found["pooled"] is not None and found["pooled"] <= TRUSTED
 
     @cached_property
     def perturbations(self) -> tuple[str, ...]:

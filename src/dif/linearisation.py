@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.assessment import Assess
 from dif.direction import Direction, chunks
 from dif.errors import DegenerateError, InvalidInputError
 from dif.farm import checked_jobs, shared_out
@@ -33,6 +34,7 @@ _PIECE = 2**25  # slopes held at once
 _MOVED = 2**25  # numbers of Δθ held at once
 _PIECES, _FEWEST = 64, 2**14  # pieces of a sweep at most, perturbations in one at least (memory permitting)
 _SHARES = 4  # pieces of work per job
+_MIXTURES, _FEW_MIXTURES = 8, 4  # of perturbations, to see how far they reach; few where a solve is dear
 
 Count = Callable[[Tensor], int]
 
@@ -68,17 +70,20 @@ class Linearisation:
         lam0: (k,) multipliers already in the linear term, or zero.
         priced: Whether rows have multipliers.
         strict: Raise where a perturbation has no answer, instead of NaN.
+        lenient: Where a row would let go on which the convexity of the Lagrangian rests, answer as if it held.
     """
 
     def __init__(
         self, at: Solution, weights: Tensor, solver: LinearSolver, kept: Tensor, free: Tensor, R: Tensor,
         c0: Tensor | None = None, lam0: Tensor | None = None, priced: bool = True, strict: bool = True,
+        lenient: bool = False,
     ) -> None:  # fmt: skip
         self.at, self.weights, self.solver, self.kept, self.free, self.R = at, weights, solver, kept, free, R
         self.G = at.G[kept]
         self.c0 = torch.zeros_like(R) if c0 is None else c0
         self.lam0 = torch.zeros_like(R) if lam0 is None else lam0
-        self.held = free & ~at.program.equality[kept] & (lam0 is not None)  # whose whole multipliers must stay ≥ 0
+        # whose whole multipliers must stay ≥ 0
+        self.held = free & ~at.program.equality[kept] & (lam0 is not None and not lenient)
         self.priced = priced
         self.strict = strict
         self.V = solver.solve(self.G.T)  # (d, k)
@@ -121,6 +126,37 @@ class Linearisation:
             cure="Use switching=False for the derivative, or Retraining for the change itself.",
         )
 
+    def reach(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """How far perturbations move f − τ of each row and its multiplier, (m,) each: √(Σₚ move²), so at least maxₚ.
+
+        Few perturbations are looked at one by one. Of many, mixtures with random signs are, whose mean squares are
+        those sums but for chance. Rows without force are left out: they could hold the others back.
+        """
+        at, P, k = self.at, len(perturbations), self.free
+        Z = min(P, _MIXTURES if at.curvature.assembled else _FEW_MIXTURES)
+        generator = torch.Generator().manual_seed(0)
+        b, df = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, 1 + at.program.m))
+        begin = 0
+        for some in chunks(perturbations):
+            direction = Direction(at.program, some)
+            if Z == P:
+                mix = torch.eye(P, dtype=torch.float64)[:, begin : begin + len(some)]
+            else:
+                mix = 2.0 * torch.randint(0, 2, (Z, len(some)), generator=generator) - 1.0
+            more = direction.mixed(mix.to(at.theta), at.theta, self.weights, at.p, at.Dp)
+            b, df = b + more[0], df + more[1]
+            df[:, 1:] -= mix.to(df) @ direction.dtau
+            begin += len(some)
+        r = df[:, 1:]
+        stiff = (self.R * r[:, self.kept])[:, k]
+        S, V, G = self.S[k][:, k], self.V[:, k], self.G[k]
+        nu = torch.linalg.lstsq(S, (r[:, self.kept][:, k] - b @ V - stiff @ S).T).solution.T
+        omega = -self.solver.solve((b + (nu + stiff) @ G).T).T
+        priced = torch.zeros_like(r)
+        priced[:, self.kept[k]] = nu
+        many = 1.0 if Z == P else Z**-0.5
+        return tuple(many * torch.linalg.vector_norm(x, dim=0) for x in (r + omega @ at.G.T, priced))  # type: ignore[return-value]
+
     def multiplier_change(self, nu: Tensor) -> Tensor:
         """Δλ on all m rows, (P, m), from the multipliers of the kept rows."""
         change = nu.new_zeros((len(nu), self.at.program.m))
@@ -142,6 +178,11 @@ class Linearisation:
         omega = torch.full_like(B, float("nan"))
         omega[answered] = -self.solver.solve((B + force @ self.G)[answered].T).T
         return omega, nu, unanswered
+
+    def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """Δθ, (P, d), and the multipliers after it, (P, m)."""
+        omega, nu, _ = self.moved(Direction(self.at.program, perturbations))
+        return omega, self.at.lam + (self.multiplier_change(nu) if self.priced else 0.0)
 
     def scores(
         self, Q: Tensor, perturbations: Perturbation, begin: int, size: int, jobs: int, count: Count
@@ -235,8 +276,12 @@ class Linearisation:
         show_progress: bool = True,
         jobs: int = 1,
         count: Count = none_switched,
+        assess: Assess | None = None,
     ) -> Influence:
-        """The Influence of many on a target, in a file where one is named; what is there already is not done again."""
+        """The Influence of many on a target, in a file where one is named; what is there already is not done again.
+
+        `assess` says what error is to be expected of the scores.
+        """
         jobs, targets, every = checked_jobs(jobs), Targets(target, self.at), chunks(perturbations)
         if out is not None and not alone():
             raise InvalidInputError(
@@ -267,6 +312,9 @@ class Linearisation:
         unanswered = {label: words for piece in sheet.pieces for label, words in piece["unanswered"].items()}
         switched = sum(piece["switched"] for piece in sheet.pieces)
         influence.diagnostics.update(self._work(), unanswered=unanswered, switched=switched)
+        if assess is not None:
+            ends = lambda rows: self.ends(perturbations.pick(rows))  # noqa: E731
+            influence.diagnostics["assessment"] = assess(targets, perturbations, influence.stored, ends)
         if isinstance(sheet, Streamed):
             influence.describe(sheet.path, sheet.record)
             sheet.finish()

@@ -14,10 +14,12 @@ from dif.errors import DegenerateError
 from dif.extrapolation import Extrapolation
 from dif.kkt import residuals
 from dif.linear_solve import prepare
+from dif.memory import in_flight
 from dif.reduced_qp import solve_reduced_qp
 from dif.solution import Solution
 from dif.stack import Stack
 
+_HELD = 2**25  # numbers of θ, weights and gradients held at once on the CPU
 _STEPS = 30  # Newton steps and shortenings of them
 _INNER = 200  # iterations of conjugate gradients per step
 _SHORTEST = 1 / 64
@@ -278,6 +280,13 @@ class Nearby:
             if not bool(broken.any()):
                 return (omega, nu - lam), found
             self.kept = self.kept | broken
+
+
+def programs_at_once(at: Solution) -> int:
+    """How many programs like the one solved at `at` may be stacked."""
+    vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per program
+    longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
+    return max(1, in_flight(at.theta, _HELD) // (vectors * longest))
 
 
 def _weights(lam: Tensor) -> Tensor:

@@ -49,6 +49,10 @@ class Entries:
         start = self.start[begin : end + 1]
         return Entries(start - start[0], self.index[int(start[0]) : int(start[-1])])
 
+    def pick(self, rows: Sequence[int]) -> Entries:
+        """The perturbations listed, in that order."""
+        return Entries.of([self.index[self.start[p] : self.start[p + 1]].tolist() for p in rows])
+
     def words(self) -> list[str]:
         """The samples of each perturbation, the first few of them."""
         start, index = self.start.tolist(), self.index.tolist()
@@ -70,6 +74,10 @@ class Removal:
     def slice(self, begin: int, end: int) -> Removal:
         """The perturbations begin … end − 1."""
         return replace(self, entries=self.entries.slice(begin, end))
+
+    def pick(self, rows: Sequence[int]) -> Removal:
+        """The perturbations listed, in that order."""
+        return replace(self, entries=self.entries.pick(rows))
 
     def labels(self) -> list[str]:
         """Each perturbation in words."""
@@ -94,6 +102,10 @@ class Addition:
         """The perturbations begin … end − 1."""
         return replace(self, entries=self.entries.slice(begin, end))
 
+    def pick(self, rows: Sequence[int]) -> Addition:
+        """The perturbations listed, in that order."""
+        return replace(self, entries=self.entries.pick(rows))
+
     def labels(self) -> list[str]:
         """Each perturbation in words."""
         return [f"add {self.new.name}[{words}]" for words in self.entries.words()]
@@ -114,6 +126,10 @@ class Reweighting:
         """Itself: it is one perturbation."""
         return self
 
+    def pick(self, rows: Sequence[int]) -> Reweighting:
+        """Itself: it is one perturbation."""
+        return self
+
     def labels(self) -> list[str]:
         """In words."""
         return [f"reweight {int((self.dw != 0).sum())} of {self.samples.people.name}"]
@@ -131,6 +147,10 @@ class Shift:
         return 1
 
     def slice(self, begin: int, end: int) -> Shift:
+        """Itself: it is one perturbation."""
+        return self
+
+    def pick(self, rows: Sequence[int]) -> Shift:
         """Itself: it is one perturbation."""
         return self
 
@@ -179,6 +199,11 @@ class Perturbation:
             begin, end = place % P, place % P + 1
         pieces = [(c, piece.slice(begin, end) if len(piece) == P else piece) for c, piece in self.pieces]
         return Perturbation(tuple(pieces))
+
+    def pick(self, rows: Sequence[int]) -> Perturbation:
+        """The perturbations listed, in that order."""
+        P = len(self)
+        return Perturbation(tuple((c, piece.pick(rows) if len(piece) == P else piece) for c, piece in self.pieces))
 
     def __iter__(self):
         """One at a time."""

@@ -29,6 +29,7 @@ class Targets:
         self._parameters.check_mode()
         theta = solution.theta
         known = {id(table.samples) for table in solution.program.rows.tables}
+        self.alike = isinstance(target, Samples)  # all in one unit
         if isinstance(target, Samples):
             self._samples, self._rows, self._constant = target, None, theta.new_zeros(())
             self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from dif.assessment import ASSESSED, Assessor
+from dif.direction import Direction
 from dif.errors import DegenerateError, InvalidInputError
 from dif.influence import Change, Influence
-from dif.linear_solve import Solver, prepare
+from dif.linear_solve import LinearSolver, Solver, prepare
 from dif.linearisation import Linearisation, checked_damping, none_switched, trust
 from dif.perturbation import Perturbation
 from dif.reading import check_number
+from dif.reduced_qp import no_direction
 from dif.solution import Solution, expect_solution
 from dif.targets import Targets
+
+_MARGIN = 3.0  # times what the perturbations move a row or its multiplier: so far a row counts as within reach
 
 
 class DirectionalInfluence:
@@ -24,9 +30,10 @@ class DirectionalInfluence:
 
     Args:
         solution: A certified solution.
-        switching: Solve the linearised variational inequality itself at ε = 1: every inequality is kept with its
-            slack and multiplier, so constraints may let go or begin to bind within the step. The same first order;
-            better where a constraint is nearly weak.
+        switching: Whether constraints may let go or begin to bind within the step. "auto" keeps the rows whose
+            slack or multiplier is within reach of what the perturbations move; where none is, the answer is the
+            derivative. False is the derivative (the paper's). True keeps every inequality with its slack and
+            multiplier, at the price of a solve for each: the linearised variational inequality itself at ε = 1.
         rho: Weight of GᵀG in H_ρ (None: chosen). It does not change the answer.
         damping: δ in H + δI. It changes the answer, and is reported.
         gauss_newton: Leave the curvature of the model out of H (the Samples must know their `outputs`): positive where
@@ -41,7 +48,7 @@ class DirectionalInfluence:
         self,
         solution: Solution,
         *,
-        switching: bool = False,
+        switching: bool | Literal["auto"] = "auto",
         rho: float | None = None,
         damping: float = 0.0,
         gauss_newton: bool = False,
@@ -49,7 +56,15 @@ class DirectionalInfluence:
         strict: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.switching = switching
+        if not (isinstance(switching, bool) or switching == "auto"):
+            raise InvalidInputError(
+                "switching",
+                measured=repr(switching),
+                threshold='"auto", True or False',
+                meaning="It says whether constraints may let go or begin to bind within the step.",
+                cure='Leave it out for "auto", which keeps the constraints that are within reach.',
+            )
+        self.switching, self.strict = switching, strict
         self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
         damping = checked_damping(damping)
         if rho is not None:
@@ -61,39 +76,80 @@ class DirectionalInfluence:
             solution.active.check(damped=damping > 0 or gauss_newton)
         settings = {"damping": damping, "gauss_newton": gauss_newton, "switching": switching, "strict": strict}
         self._diagnostics = {**trust(solution), **settings}
-        self.linearisation = (self._switching if switching else self._local)(rho, damping, solver, strict)
+        self._prepare = partial(prepare, self._curvature, rho=rho, damping=damping, solver=solver)
+        self.linearisation = self._all_rows() if switching is True else self._local()
+        self._assessor = Assessor(solution)
+        self._near: dict[tuple[int, ...], Linearisation] = {(): self.linearisation}
 
-    def _local(self, rho: float | None, damping: float, solver: Solver, strict: bool) -> Linearisation:
+    def _local(self) -> Linearisation:
+        """The derivative: active rows alone."""
         at, active = self.solution, self.solution.active
         kept = _index(active.active, at.theta)
         free = torch.isin(kept, _index(active.binding, at.theta))
-        prepared, R_free = prepare(self._curvature, at.G[kept][free], rho, damping, solver)
-        return Linearisation(at, at.program.weights(at.lam), prepared, kept, free, _spread(R_free, free), strict=strict)
+        prepared, R = self._prepare(at.G[kept][free])
+        weights = at.program.weights(at.lam)
+        return Linearisation(at, weights, prepared, kept, free, _spread(R, free), strict=self.strict)
 
-    def _switching(self, rho: float | None, damping: float, solver: Solver, strict: bool) -> Linearisation:
+    def _all_rows(self) -> Linearisation:
+        """Every row with its slack and multiplier."""
         at = self.solution
-        kept = torch.arange(at.program.m, device=at.theta.device)
         free = at.program.equality
         try:
-            prepared, R_free = prepare(self._curvature, at.G[free], rho, damping, solver)
+            prepared, R = self._prepare(at.G[free])
         except DegenerateError:  # not convex on the equalities alone: hold the binding rows, check their signs later
-            free = torch.isin(kept, _index(at.active.binding, at.theta))
-            prepared, R_free = prepare(self._curvature, at.G[free], rho, damping, solver)
+            free = at.active.mask(at.active.binding)
+            prepared, R = self._prepare(at.G[free])
+        return self._with_slack(torch.ones_like(free), free, prepared, _spread(R, free), strict=self.strict)
+
+    def _within_reach(self, near: Tensor) -> Linearisation:
+        """The active rows and those `near`, these with slack and multiplier; other binding rows hold as equalities."""
+        at, local = self.solution, self.linearisation
+        binding = at.active.mask(at.active.binding)
+        free, held = binding & ~near | at.program.equality, local.kept[local.free]
+        solver, R = local.solver, torch.zeros_like(at.lam)
+        R[held] = local.R[local.free]
+        if not torch.equal(free, binding):
+            try:
+                solver, R_free = self._prepare(at.G[free])
+                R = _spread(R_free, free)
+            except DegenerateError:  # convex only while the binding rows hold
+                free = binding
+        kept = at.active.mask(at.active.active) | near
+        return self._with_slack(kept, free, solver, R, strict=False, lenient=True)
+
+    def _with_slack(self, kept: Tensor, free: Tensor, solver: LinearSolver, R: Tensor, **how: bool) -> Linearisation:
+        """Rows given as masks over all, which begin from their slack and multiplier."""
+        at, index = self.solution, torch.nonzero(kept).reshape(-1)
+        weights = at.program.weights(at.lam)
         return Linearisation(
-            at,
-            at.program.weights(at.lam),
-            prepared,
-            kept,
-            free,
-            _spread(R_free, free),
-            c0=at.c,
-            lam0=at.lam,
-            strict=strict,
+            at, weights, solver, index, free[index], R[index], c0=at.c[index], lam0=at.lam[index], **how
         )
+
+    def _for(self, perturbations: Perturbation) -> Linearisation:
+        """What these perturbations need."""
+        near = self._reached(perturbations)
+        if near not in self._near:
+            self._near[near] = self._within_reach(self.solution.active.mask(near))
+        return self._near[near]
+
+    def _reached(self, perturbations: Perturbation) -> tuple[int, ...]:
+        """The inequalities, not weak, that could let go or begin to bind."""
+        at, active = self.solution, self.solution.active
+        rows = ~at.program.equality & ~active.mask(active.weak)
+        if self.switching != "auto" or not bool(rows.any()):
+            return ()
+        moved, priced = self.linearisation.reach(perturbations)
+        binding = active.mask(active.binding)
+        near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
+        return tuple(torch.nonzero(near & rows).reshape(-1).tolist())
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, carried out in full."""
-        change = self.linearisation.change(perturbation, self._diagnostics)
+        Direction.single(self.solution.program, perturbation)  # refuses more than one
+        lin = self._for(perturbation)
+        change = lin.change(perturbation, self._about(lin))
+        if self.strict and change.diagnostics["unanswered"]:
+            raise no_direction(*next(iter(change.diagnostics["unanswered"].items())))
         if self.switching:
             change.diagnostics["switched"] = bool(self._switched(change.multipliers.flat[None] + self.solution.lam))
         return change
@@ -106,18 +162,24 @@ class DirectionalInfluence:
         out: str | os.PathLike[str] | None = None,
         jobs: int = 1,
         show_progress: bool = True,
+        assess: int = ASSESSED,
     ) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ.
+
+        For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
+        `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
+        trusted. 0 leaves that out.
 
         With `out`, a name ending in .npy or .zarr, the scores go there as they come (NaN until then) and are not held
         in memory; `Influence.load` reads them, and the same call goes on where an earlier one was interrupted. `jobs`
         processes share the work (joblib; its `parallel_config` chooses the backend).
         """
-        name = self.name + (" (switching)" if self.switching else "")
-        count = self._count if self.switching else none_switched
-        return self.linearisation.influence(
-            name, target, perturbations, self._diagnostics, out, show_progress, jobs, count
-        )
+        lin = self._for(perturbations)
+        count = partial(self._count, lin) if self.switching else none_switched
+        return lin.influence(
+            self._title, target, perturbations, self._about(lin), out, show_progress, jobs, count,
+            self._assessor.assess(assess),
+        )  # fmt: skip
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
         """Through which term each perturbation acts on one target: a column for the objective and each constraint.
@@ -134,11 +196,11 @@ class DirectionalInfluence:
                 meaning="Its columns are the terms of the problem.",
                 cure="Ask for one target after the other.",
             )
-        values = self.linearisation.by_row(targets, perturbations).double().cpu()
+        lin = self._for(perturbations)
+        values = lin.by_row(targets, perturbations).double().cpu()
         names = ("objective", *self.solution.program.names)
-        return Influence(
-            values, perturbations, names, f"{self.name}, by term, on {targets.names[0]}", self._diagnostics
-        )
+        title = f"{self._title}, by term, on {targets.names[0]}"
+        return Influence(values, perturbations, names, title, self._about(lin))
 
     def prices(self, perturbations: Perturbation) -> Influence:
         """How much the multiplier of each constraint changes: which samples set what a constraint costs.
@@ -146,16 +208,31 @@ class DirectionalInfluence:
         A multiplier is the price of its constraint, the fall of the objective per unit that the bound is loosened. A
         negative entry: carrying the perturbation out makes the constraint cheaper.
         """
-        values = self.linearisation.multiplier_changes(perturbations).double().cpu()
-        return Influence(values, perturbations, self.solution.program.names, f"{self.name}, prices", self._diagnostics)
+        lin = self._for(perturbations)
+        values = lin.multiplier_changes(perturbations).double().cpu()
+        names = self.solution.program.names
+        return Influence(values, perturbations, names, f"{self._title}, prices", self._about(lin))
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""
-        name = self.name + (" (switching)" if self.switching else "")
-        return self.linearisation.reevaluated(name, target, perturbations, self._diagnostics, show_progress)
+        lin = self._for(perturbations)
+        return lin.reevaluated(self._title, target, perturbations, self._about(lin), show_progress)
 
-    def _count(self, nu: Tensor) -> int:
-        return int(self._switched(nu).sum())
+    @property
+    def _title(self) -> str:
+        return self.name + {"auto": "", True: " (switching)", False: " (derivative)"}[self.switching]
+
+    def _about(self, lin: Linearisation) -> dict[str, Any]:
+        names = self.solution.program.names
+        near = next(rows for rows, one in self._near.items() if one is lin)
+        return {**self._diagnostics, "within_reach": [names[j] for j in near]}
+
+    def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
+        return self._for(perturbations).ends(perturbations)
+
+    def _count(self, lin: Linearisation, nu: Tensor) -> int:
+        return int(self._switched(self.solution.lam + lin.multiplier_change(nu)).sum())
 
     def _switched(self, nu: Tensor) -> Tensor:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""

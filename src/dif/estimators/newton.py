@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.assessment import ASSESSED, Assessor
 from dif.conjugate_gradients import Repeated
 from dif.curvature import Curvature, Matrix, Operator
 from dif.direction import Direction
@@ -20,6 +21,8 @@ from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.solution import Solution, expect_solution
 from dif.targets import Targets, actual_scores
+
+_HELD = 2**25  # numbers of steps that are kept until they have been assessed
 
 
 class NewtonInfluence:
@@ -48,6 +51,7 @@ class NewtonInfluence:
         self._binding = solution.active.mask(solution.active.binding)
         self._part_hessians: dict[int, Tensor] = {}
         self._solver = Repeated()
+        self._assessor = Assessor(solution)
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation."""
@@ -60,20 +64,35 @@ class NewtonInfluence:
             diagnostics={**self._diagnostics, "unanswered": step.unanswered},
         )
 
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
-        """The difference of each target between θ̄ and the end of the step."""
-        targets = Targets(target, self.solution)
+    def scores(self, target: Any, perturbations: Perturbation, *, assess: int = ASSESSED) -> Influence:
+        """The difference of each target between θ̄ and the end of the step.
+
+        For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
+        `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
+        trusted. 0 leaves that out.
+        """
+        targets, look = Targets(target, self.solution), self._assessor.assess(assess)
         unanswered: dict[str, str] = {}
+        taken: list[Step] = []
+        few = len(perturbations) * self.solution.theta.numel() <= _HELD
 
         def moves() -> Iterator[Tensor]:
             for one in perturbations:
                 step = self._step(one)
                 if step.unanswered:
                     unanswered[one.labels[0]] = step.unanswered
+                if look is not None and few:
+                    taken.append(step)
                 yield step.omega
+
+        def ends(rows: list[int]) -> tuple[Tensor, Tensor]:
+            steps = [taken[p] if few else self._step(perturbations[p]) for p in rows]
+            return torch.stack([step.omega for step in steps]), torch.stack([step.lam for step in steps])
 
         values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
         diagnostics = {**self._diagnostics, "unanswered": unanswered}
+        if look is not None:
+            diagnostics["assessment"] = look(targets, perturbations, values, ends)
         return Influence(values, perturbations, targets.names, self.name, diagnostics)
 
     def _step(self, perturbation: Perturbation) -> Step:

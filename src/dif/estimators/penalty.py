@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.assessment import ASSESSED, Assessor
 from dif.curvature import Curvature, Matrix
 from dif.errors import NotConvergedError
 from dif.influence import Change, Influence
@@ -71,6 +72,7 @@ class PenaltyInfluence:
         kept = torch.arange(solution.program.m, device=theta.device)
         prepared, none = prepare(H, self.at.G[:0], damping=damping)[0], torch.zeros_like(kept).bool()
         self.linearisation = Linearisation(self.at, weights, prepared, kept, none, stiffness, priced=False)
+        self._assessor = Assessor(solution)
         self._diagnostics = {
             **trust(solution),
             "rho": self.rho,
@@ -91,16 +93,22 @@ class PenaltyInfluence:
         out: str | os.PathLike[str] | None = None,
         jobs: int = 1,
         show_progress: bool = True,
+        assess: int = ASSESSED,
     ) -> Influence:
         """Predicted change of each target under each perturbation, qᵀΔθ.
+
+        For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
+        `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
+        trusted. 0 leaves that out.
 
         With `out`, a name ending in .npy or .zarr, the scores go there as they come (NaN until then) and are not held
         in memory; `Influence.load` reads them, and the same call goes on where an earlier one was interrupted. `jobs`
         processes share the work (joblib; its `parallel_config` chooses the backend).
         """
         return self.linearisation.influence(
-            self.name, target, perturbations, self._diagnostics, out, show_progress, jobs
-        )
+            self.name, target, perturbations, self._diagnostics, out, show_progress, jobs,
+            assess=self._assessor.assess(assess),
+        )  # fmt: skip
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""

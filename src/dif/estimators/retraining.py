@@ -19,14 +19,12 @@ from dif.influence import Change, Influence
 from dif.kept import Kept
 from dif.limits import Limits
 from dif.linearisation import trust
-from dif.memory import in_flight
-from dif.nearby import Nearby
+from dif.nearby import Nearby, programs_at_once
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 
-_HELD = 2**25  # numbers of θ and gradients held at once on the CPU
 _KEPT = 16  # retrainings solved together where each is to be kept as soon as it is done
 _SHARES = 4  # pieces of work per job
 
@@ -150,10 +148,7 @@ class Retraining:
 
         Always the same together, whatever is known already: rounding depends on the company.
         """
-        at = self.solution
-        vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per perturbation
-        longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
-        size = max(1, in_flight(at.theta, _HELD) // (vectors * longest))
+        size = programs_at_once(self.solution)
         size = size if self._kept is None else min(size, _KEPT)
         if self.jobs != 1:
             size = min(size, max(1, len(perturbations) // (_SHARES * abs(self.jobs))))

@@ -1,0 +1,205 @@
+"""How far predictions can be trusted: what further Newton steps on the changed problems would make of them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.direction import Direction
+from dif.errors import DifError, FirstOrderWarning, InvalidInputError
+from dif.influence import TRUSTED
+from dif.nearby import Nearby, programs_at_once
+from dif.perturbation import Perturbation
+from dif.reading import as_index
+from dif.solution import Solution
+from dif.streamed import Values
+from dif.targets import Targets
+
+ASSESSED = 20  # strongest perturbations that are looked at by default, and as many random ones
+_DEAR = 4  # so many where each step is solved by conjugate gradients
+_READ = 2**20  # scores read at once
+_SLOWEST = 0.9  # shrinking of successive steps that is reckoned with
+_ROUNDING = 32  # times eps · |target|: differences of a target below it are rounding
+
+Ends = Callable[[list[int]], tuple[Tensor, Tensor]]  # rows → where their steps end: ω (P, d), multipliers (P, m)
+Assess = Callable[[Targets, Perturbation, Values, Ends], dict[str, Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Expectation:
+    """What is to be expected of the predictions for P perturbations, each target in its own unit."""
+
+    error: Tensor  # (P,) absolute, over all targets together; inf where nothing could be expected
+    size: Tensor  # (P,) of the change itself
+    crossed: list[list[str]]  # constraints that switch on the way
+
+    @property
+    def relative(self) -> Tensor:
+        """Relative error of each prediction, (P,): 0 where nothing changes and nothing was predicted."""
+        return torch.where(self.error > 0, self.error / self.size.clamp(min=torch.finfo(self.size.dtype).tiny), 0.0)
+
+    @property
+    def pooled(self) -> float:
+        """Relative error of all predictions together."""
+        size = float(torch.linalg.vector_norm(self.size))
+        error = float(torch.linalg.vector_norm(self.error))
+        return 0.0 if error == 0 else error / size if size > 0 else float("inf")
+
+    def __getitem__(self, p: int) -> Expectation:
+        return Expectation(self.error[p : p + 1], self.size[p : p + 1], self.crossed[p : p + 1])
+
+    @classmethod
+    def of(cls, parts: Sequence[Expectation]) -> Expectation:
+        """Several as one."""
+        return cls(
+            torch.cat([part.error for part in parts]),
+            torch.cat([part.size for part in parts]),
+            [names for part in parts for names in part.crossed],
+        )
+
+
+class Assessor:
+    """Expects the error of predictions at one solution.
+
+    From where a prediction ends, two steps of Newton's method are made on the KKT system of the changed problem, with
+    the curvature at the solution: two gradients and solves each, no Hessian. They also see constraints that let go or
+    begin to bind. What they change about the targets, and would still change if they went on shrinking at the same
+    rate, is the error to be expected.
+    """
+
+    def __init__(self, solution: Solution) -> None:
+        self.solution = solution
+
+    @cached_property
+    def nearby(self) -> Nearby:
+        """What the steps are made with."""
+        return Nearby(self.solution)
+
+    def units(self, targets: Targets) -> Tensor:
+        """√(qᵀH⁻¹q) of each target, (T,): how much it moves where θ moves by as much as the curvature lets it."""
+        if targets.alike:
+            return torch.ones(len(targets.names), dtype=self.solution.theta.dtype, device=self.solution.theta.device)
+        Q = targets.gradients(self.solution.theta)
+        units = (Q * self.nearby.solver.solve(Q)).sum(0).clamp(min=0).sqrt()
+        return units.clamp(min=torch.finfo(Q.dtype).tiny)
+
+    def expect(
+        self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor
+    ) -> Expectation:
+        """The error of `values` (P, T), predicted by steps that end at θ̄ + ω with multipliers λ."""
+        at, stack = self.solution, direction.stacked()
+        before, theta = targets.values(at.theta), at.theta + omega
+        nu = torch.where(at.program.equality, lam, lam.clamp(min=0))
+        known = torch.isfinite(theta).all(1) & torch.isfinite(nu).all(1)
+        theta = torch.where(known[:, None], theta, at.theta)
+        nu = torch.where(known[:, None], nu, at.lam)
+        seen = [self._moved(targets, theta, before) / units]
+        for _ in range(2):
+            further, multipliers = self.nearby.step(stack, theta, nu)
+            known = known & torch.isfinite(further).all(1) & torch.isfinite(multipliers).all(1)
+            theta = torch.where(known[:, None], theta + further, theta)
+            nu = torch.where(known[:, None], multipliers, nu)
+            seen.append(self._moved(targets, theta, before) / units)
+        first, second = (torch.linalg.vector_norm(b - a, dim=1) for a, b in pairwise(seen))
+        shrinks = (second / first.clamp(min=torch.finfo(first.dtype).tiny)).clamp(max=_SLOWEST)
+        size = torch.linalg.vector_norm(seen[-1], dim=1)
+        error = torch.linalg.vector_norm(seen[-1] - values / units, dim=1) + second * shrinks / (1 - shrinks)
+        rounding = _ROUNDING * torch.finfo(first.dtype).eps * torch.linalg.vector_norm(before / units)
+        error = torch.where((error > 0) | (size > 0), error.clamp(min=float(rounding)), 0.0)
+        known = known & torch.isfinite(error) & torch.isfinite(size)
+        active = at.active
+        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & ~at.program.equality
+        names = at.program.names
+        crossed = [[names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
+        return Expectation(
+            torch.where(known, error, float("inf")), torch.where(known, size.clamp(min=float(rounding)), 0.0), crossed
+        )
+
+    def assess(self, count: object) -> Assess | None:
+        """What looks at so many of the strongest scores, and as many others; None for 0."""
+        number = _checked(count)
+        return partial(self._assess, number) if number else None
+
+    def _assess(
+        self, count: int, targets: Targets, perturbations: Perturbation, scores: Values, ends: Ends
+    ) -> dict[str, Any]:
+        """The error to be expected of the strongest scores and of as many random ones.
+
+        What it says is kept in `Influence.diagnostics["assessment"]`; a FirstOrderWarning is given where the scores
+        are not to be trusted.
+        """
+        try:
+            units = self.units(targets)
+            count = count if self.solution.curvature.assembled else min(count, _DEAR)
+            rows = _chosen(scores, units.double().cpu(), count)
+            if not rows:
+                return {"rows": [], "errors": [], "pooled": None, "failed": "there is no score to assess"}
+            parts = []
+            together = programs_at_once(self.solution)
+            for begin in range(0, len(rows), together):
+                mine = rows[begin : begin + together]
+                some = perturbations.pick(mine)
+                values = torch.stack([scores[p : p + 1][0] for p in mine]).to(units)
+                direction = Direction(self.solution.program, some)
+                parts.append(self.expect(targets, units, direction, *ends(mine), values))
+            found = Expectation.of(parts)
+        except DifError as error:
+            warn(f"they could not be assessed ({error})")
+            return {"rows": [], "errors": [], "pooled": None, "failed": str(error)}
+        if not found.pooled <= TRUSTED:
+            worst = int(found.error.argmax())
+            warn(
+                f"the relative error to be expected is {found.pooled:.2g} over the {len(rows)} perturbations looked "
+                f"at, allowed is {TRUSTED:g} (largest at {perturbations[rows[worst]].labels[0]!r}). The first order "
+                "does not reach that far"
+            )
+        return {"rows": rows, "errors": found.relative.double().cpu().tolist(), "pooled": found.pooled, "failed": None}
+
+    def _moved(self, targets: Targets, theta: Tensor, before: Tensor) -> Tensor:
+        """How far the targets have moved at each θ, (P, T)."""
+        return torch.stack([targets.values(t) - before for t in theta])
+
+
+def _chosen(scores: Values, units: Tensor, count: int) -> list[int]:
+    """The rows with the largest scores, each target in its own unit, then as many of the others at random."""
+    step = max(1, _READ // max(1, scores.shape[1]))
+    sizes = torch.cat(
+        [torch.linalg.vector_norm(scores[i : i + step] / units, dim=1) for i in range(0, len(scores), step)]
+    )
+    answered = torch.nonzero(torch.isfinite(sizes)).reshape(-1)
+    order = answered[torch.argsort(sizes[answered], descending=True, stable=True)]
+    strongest, others = order[:count], order[count:]
+    random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:count]]
+    return torch.cat([strongest, random]).tolist()
+
+
+def _checked(assess: object) -> int:
+    """How many of the strongest perturbations are looked at."""
+    count = as_index(assess)
+    if count is None or count < 0:
+        raise InvalidInputError(
+            "assess",
+            measured=repr(assess),
+            threshold="an integer ≥ 0",
+            meaning="The error to be expected is found for so many of the strongest perturbations, and as many others.",
+            cure=f"Leave it out for {ASSESSED}, or pass 0 to skip it.",
+        )
+    return count
+
+
+def warn(why: str) -> None:
+    """Say that predictions are not to be trusted, and what can be done."""
+    warnings.warn(
+        f"These predictions cannot be trusted: {why}. Use dif.AdaptiveInfluence(solution, accuracy=0.05), which goes "
+        "on to Newton's step or the whole path where that is needed, or Retraining; a larger ridge or more samples make "
+        "the first order reach further.",
+        FirstOrderWarning,
+        stacklevel=5,
+    )

@@ -50,7 +50,8 @@ def scoring(train, solution, path):
 
     linearisation._FEWEST = PIECE  # many small pieces
     linearisation._PIECES = ROWS // PIECE
-    dif.DirectionalInfluence(solution).scores(train, train.remove_each(), out=path, show_progress=False)
+    derivative = dif.DirectionalInfluence(solution, switching=False)
+    derivative.scores(train, train.remove_each(), out=path, show_progress=False, assess=0)
 
 
 def farming(train, solution, folder):

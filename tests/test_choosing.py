@@ -182,7 +182,7 @@ def contradicting():
 
 
 def test_sets_without_which_there_is_no_solution():
-    limit, _, _, solution = contradicting()
+    limit, problem, _, solution = contradicting()
     first = dif.linear([1.0, 0.0])
     greedy = dif.choose(solution, first, limit, 2, show_progress=False)
     left = [i for i in range(3) if i not in greedy.indices]
@@ -190,8 +190,10 @@ def test_sets_without_which_there_is_no_solution():
         min(1.0, float(np.mean([[1, 0.5, -2][i] for i in left])) + 0.1)
     )
     assert greedy.solution.theta[0] >= -0.3 - 1e-9
+    ranked = dif.choose(solution, first, limit, 2, greedy=False, show_progress=False)
+    assert not {0, 1} & set(ranked.indices)  # whose removal no step can follow
     with pytest.raises(dif.InfeasibleError) as caught:
-        dif.choose(solution, first, limit, 2, greedy=False, show_progress=False)
+        dif.fit(problem.without(limit, [0, 1]), solution.params, show_progress=False)
     assert "contradict each other" in str(caught.value)
 
 

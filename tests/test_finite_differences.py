@@ -300,7 +300,7 @@ def check(case: Case, ledger: Ledger) -> None:
     here = stated(case)
     solution = solution_of(case, here.problem)
     assert same_rows(solution, case), str(solution.active)
-    influence = dif.DirectionalInfluence(solution)
+    influence = dif.DirectionalInfluence(solution, switching=False)
     removal = removal_of(case, here)
     Q = case.oracle.losses(case.at.theta)[1][:, None] * case.oracle.X  # gradients of the losses, which are the targets
     switched_on = let_go = 0
@@ -394,7 +394,7 @@ def test_renormalised_removal_keeps_double_precision(offset):
     train = dif.Samples(lambda params, z: 0.5 * (z - params["m"]) ** 2 + offset, z)
     problem = dif.Problem(dif.Function(lambda params: params["m"] ** 2), [train.mean() <= 2.25 + offset])
     solution = dif.Solution(problem, {"m": torch.tensor(2.0, dtype=torch.float64)}, [4.0])
-    change = dif.DirectionalInfluence(solution).change(train.remove([2]))
+    change = dif.DirectionalInfluence(solution, switching=False).change(train.remove([2]))
     assert float(change.flat) == pytest.approx(1 / 3 - 2.25, abs=1e-8)
 
 

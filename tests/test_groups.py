@@ -65,7 +65,7 @@ def test_accuracy_moves_up(fair, accuracy):
 
 def test_it_says_so_by_itself(fair):
     train, solution, _ = fair
-    words = r"measured .* allowed 0\.03 .* too large for a derivative.*accuracy="
+    words = r"measured .* allowed 0\.03 .* too large for a first-order answer.*accuracy="
     with pytest.warns(dif.FirstOrderWarning, match=words):
         dif.GroupInfluence(solution).scores(train.mean(), random_groups(train, (18,), count=2))
     with warnings.catch_warnings():

@@ -38,7 +38,7 @@ def test_without_active_constraints_it_is_classical(renormalise):
     train, problem = free_regression()
     solution = solved(problem)
     removals = train.remove_each(renormalise=renormalise)
-    directional = dif.DirectionalInfluence(solution).scores(train, removals).values
+    directional = dif.DirectionalInfluence(solution, switching=False).scores(train, removals).values
     classical = dif.ClassicalInfluence(solution).scores(train, removals).values
     close(directional, classical, 1e-10)
     switching = dif.DirectionalInfluence(solution, switching=True).scores(train, removals).values
@@ -48,7 +48,7 @@ def test_without_active_constraints_it_is_classical(renormalise):
 @pytest.mark.parametrize("make", [bound_regression, weak_regression, fair_logistic])
 def test_positively_homogeneous(make):
     train, problem, *_ = make()
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(solved(problem), switching=False)
     for i in range(5):
         one, three = influence.change(train.remove([i])), influence.change(3.0 * train.remove([i]))
         close(three.flat, 3 * one.flat, 1e-12)
@@ -59,17 +59,19 @@ def test_positively_homogeneous(make):
 def test_independent_of_rho(make):
     train, problem, *_ = make()
     solution = solved(problem)
-    chosen = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
+    chosen = dif.DirectionalInfluence(solution, switching=False).scores(train, train.remove_each())
     for rho in (0.01, 1.0, 100.0):
         close(
-            dif.DirectionalInfluence(solution, rho=rho).scores(train, train.remove_each()).values, chosen.values, 1e-9
+            dif.DirectionalInfluence(solution, switching=False, rho=rho).scores(train, train.remove_each()).values,
+            chosen.values,
+            1e-9,
         )
 
 
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
 def test_linear_without_weak_constraints(make):
     train, problem, *_ = make()
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(solved(problem), switching=False)
     first, second = train.remove([0]), train.reweight(torch.linspace(-0.01, 0.02, len(train)))
     together = influence.change(first + 2.0 * second)
     close(together.flat, influence.change(first).flat + 2.0 * influence.change(second).flat, 1e-11)
@@ -78,7 +80,7 @@ def test_linear_without_weak_constraints(make):
 
 def test_not_linear_with_a_weak_constraint():
     train, problem = weak_regression()
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(solved(problem), switching=False)
     gaps = []
     for i in range(10):
         there, back = influence.change(train.remove([i])), influence.change(-train.remove([i]))
@@ -96,7 +98,7 @@ def test_renormalised_and_paper_removal():
     for i in range(5):
         renormalised = train.remove([i], terms=[problem.objective])
         paper = train.remove([i], terms=[problem.objective], renormalise=False)
-        influence = dif.DirectionalInfluence(solution)
+        influence = dif.DirectionalInfluence(solution, switching=False)
         a, b = influence.change(renormalised), influence.change(paper)
         close(a.flat, ratio * b.flat, 1e-10)
         close(a.multipliers.flat, ratio * b.multipliers.flat + solution.lam / (n - 1), 1e-10)
@@ -109,7 +111,7 @@ def test_renormalised_and_paper_removal():
 def test_with_a_ridge_the_conventions_are_not_parallel():
     train = dif.Samples(squared, regression_data(), name="train")
     problem = dif.Problem(train.mean() + dif.ridge(0.5), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= -1.0])
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(solved(problem), switching=False)
     a = influence.change(train.remove([0])).flat
     b = influence.change(train.remove([0], renormalise=False)).flat
     assert abs(float(a @ b / (a.norm() * b.norm()))) < 1 - 1e-6
@@ -121,7 +123,7 @@ def test_solves_the_auxiliary_variational_inequality(make, renormalise):
     """Theorem 8: μΔε + AΔη + N_K(Δη) ∋ 0, with μ and A from per-sample derivatives taken one by one."""
     train, problem, *_ = make()
     solution = solved(problem)
-    influence = dif.DirectionalInfluence(solution)
+    influence = dif.DirectionalInfluence(solution, switching=False)
     theta, lam, active, n = solution.theta, solution.lam, solution.active, len(train)
     X, y = train.storage.data
     loss = train.loss
@@ -169,7 +171,7 @@ def test_second_order_remainder(convention):
     train, problem, _ = fair_logistic()
     solution = solved(problem)
     removal = train.remove([4, 7, 9, 10, 22], renormalise=convention)
-    predicted = dif.DirectionalInfluence(solution).change(removal)
+    predicted = dif.DirectionalInfluence(solution, switching=False).change(removal)
     retrained = dif.Retraining(solution, tol=1e-13)
     gaps = []
     for epsilon in (0.2, 0.1, 0.05, 0.025):
@@ -191,7 +193,7 @@ def test_one_percent_of_a_removal(make):
     solution = solved(problem)
     for i in range(5):
         removal = train.remove([i])
-        predicted = dif.DirectionalInfluence(solution).change(removal)
+        predicted = dif.DirectionalInfluence(solution, switching=False).change(removal)
         actual = dif.Retraining(solution).change(0.01 * removal)
         close(actual.flat / 0.01, predicted.flat, 0.01)
         close(actual.multipliers.flat / 0.01, predicted.multipliers.flat, 0.01)
@@ -225,7 +227,7 @@ def test_batch_size_changes_nothing(make):
     for batch_size in (None, 1, 7):
         train, problem, *_ = make(batch_size=batch_size)
         solution = solved(problem)
-        influence = dif.DirectionalInfluence(solution)
+        influence = dif.DirectionalInfluence(solution, switching=False)
         removals = train.remove_each()
         results.append(
             [
@@ -247,7 +249,7 @@ def test_change_and_scores_agree():
     for make in (bound_regression, weak_regression, fair_logistic):
         train, problem, *_ = make()
         for estimator in (
-            dif.DirectionalInfluence(solved(problem)),
+            dif.DirectionalInfluence(solved(problem), switching=False),
             dif.DirectionalInfluence(solved(problem), switching=True),
             dif.ClassicalInfluence(solved(problem)),
             dif.PenaltyInfluence(solved(problem), at_minimiser=True),

@@ -272,7 +272,7 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
             columns.append(B.shape[1])
             return super().solve(B)
 
-    influence = dif.DirectionalInfluence(solution, solver=lambda H: Counted(H.dense()))
+    influence = dif.DirectionalInfluence(solution, switching=False, solver=lambda H: Counted(H.dense()))
     assert columns == [len(solution.active.active)]
     test = dif.Samples(logistic, (X[:9], Y[:9]), name="test")
     influence.scores(test, train.remove_each([0]))  # probes the new samples
@@ -286,6 +286,14 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     monkeypatch.setattr("dif.storage.Storage.batches", counted)
     columns.clear()
     known = [train.weighted(torch.eye(60)[t]) for t in range(9)]  # targets of samples that are known already
-    influence.scores(known, train.remove_each())
+    influence.scores(known, train.remove_each(), assess=0)
     assert columns == [9]
     assert sum(n for name, n in fetched if name == "train") == 60 + 60  # the gradients of the targets; the sweep
+
+    auto = dif.DirectionalInfluence(solution, solver=lambda H: Counted(H.dense()))
+    columns.clear()
+    fetched.clear()
+    found = auto.scores(known, 1e-3 * train.remove_each(), assess=0)
+    assert found.diagnostics["within_reach"] == []
+    assert columns == [8, 9]  # mixtures of the perturbations show how far they reach
+    assert sum(n for name, n in fetched if name == "train") == 60 + 60 + 2 * 60  # their losses and gradients

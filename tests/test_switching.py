@@ -117,7 +117,7 @@ def test_counts_the_samples_on_which_they_differ():
     assert 0 < differ < N
     assert switching.diagnostics["switched"] == differ
     assert auto.diagnostics["switched"] == differ
-    assert len(auto.diagnostics["within_reach"]) == 1
+    assert auto.diagnostics["within_reach"] != []
     np.testing.assert_allclose(auto.values.numpy(), switching.values.numpy(), atol=1e-12)
 
 

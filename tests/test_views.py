@@ -45,7 +45,7 @@ class ThreeViews(Oracle):
 
 
 def random_problem(seed):
-    """A fair rate (at most), an energy budget (at most or equal), as views of the same people; and the same in numpy."""
+    """A fair rate (at most) and an energy budget (at most, or equal) on views of the same people; and that in numpy."""
     rng = np.random.default_rng(seed)
     n, d = 40, 4
     X, group = rng.normal(size=(n, d)), rng.random(n) < 0.5
@@ -111,7 +111,7 @@ def test_a_removal_acts_on_every_view(seed):
 
 
 def test_reweighting_replacing_and_adding_act_on_every_view():
-    train, rates, problem, solution, truth, at = random_problem(1)
+    train, rates, _, solution, truth, at = random_problem(1)
     n, X, y = len(train), truth.X, truth.y
     retraining = dif.Retraining(solution)
 

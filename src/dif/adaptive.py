@@ -27,7 +27,7 @@ _TOGETHER = 32  # perturbations at once
 
 
 class AdaptiveInfluence:
-    """Scores of any perturbations, each with the error to be expected of it, from the first estimator that is good enough.
+    """Scores of any perturbations from the first estimator that is good enough, each with the error to be expected.
 
     DIF's answer is a first-order one. What it leaves out is estimated by two Newton steps on the changed problem from
     where DIF ends, with the curvature at the solution: two gradients and solves per perturbation, no Hessian. These
@@ -147,8 +147,8 @@ def _warn(perturbations: Perturbation, errors: list[float]) -> None:
         warnings.warn(
             f"relative error to be expected of the first order: measured {errors[worst]:.2g} at "
             f"{perturbations[worst].labels[0]!r}, allowed {SAID:g} ({len(doubtful)} of {len(errors)} perturbations are "
-            f"beyond it: {few(doubtful)}). The change is too large for a first-order answer. Pass accuracy=0.01 to move "
-            "up to Newton's step or the whole path where it is needed.",
+            f"beyond it: {few(doubtful)}). The change is too large for a first-order answer. Pass accuracy=0.01 to "
+            "move up to Newton's step or the whole path where it is needed.",
             FirstOrderWarning,
             stacklevel=3,
         )

@@ -198,8 +198,8 @@ def warn(why: str) -> None:
     """Say that predictions are not to be trusted, and what can be done."""
     warnings.warn(
         f"These predictions cannot be trusted: {why}. Use dif.AdaptiveInfluence(solution, accuracy=0.05), which goes "
-        "on to Newton's step or the whole path where that is needed, or Retraining; a larger ridge or more samples make "
-        "the first order reach further.",
+        "on to Newton's step or the whole path where that is needed, or Retraining; a larger ridge or more samples "
+        "make the first order reach further.",
         FirstOrderWarning,
         stacklevel=5,
     )

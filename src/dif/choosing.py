@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
 from torch import Tensor
@@ -134,8 +135,10 @@ def _counts(what: str, limit: int, per_round: int) -> tuple[int, int]:
 
 
 def _scored(at: Solution, target: Any, samples: Samples, indices: list[int]) -> dict[int, float]:
-    found = DirectionalInfluence(at).scores(target, samples.remove_each(indices), show_progress=False)
-    return dict(zip(indices, found.values[:, 0].tolist(), strict=True))
+    """The score of each sample without which there still is a solution, as far as one step can tell."""
+    found = DirectionalInfluence(at).scores(target, samples.remove_each(indices), show_progress=False, assess=0)
+    values = zip(indices, found.values[:, 0].tolist(), strict=True)
+    return {i: value for i, value in values if isfinite(value)}
 
 
 @dataclass
@@ -190,7 +193,7 @@ class _Chooser:
 
     def best(self, count: int) -> list[int]:
         """The strongest candidates at the solution without the set, as far as they help."""
-        scores = {i: self.first[i] for i in self.candidates}
+        scores = {i: self.first[i] for i in self.candidates if i in self.first}
         if self.chosen:
             out = {*self.chosen, *indispensable(self.at.program, self.samples)}
             left = [i for i in self.candidates if i not in out]

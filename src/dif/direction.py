@@ -36,7 +36,7 @@ class Direction:
     """P directions (δw, δτ) on the rows of a program."""
 
     def __init__(self, program: Program, perturbation: Perturbation) -> None:
-        _check_kind(perturbation)
+        check_kind(perturbation)
         program.parameters.check_mode()
         self.program = program
         self.perturbation = perturbation
@@ -361,7 +361,8 @@ def _not_finite(name: str, count: str) -> InvalidInputError:
     )
 
 
-def _check_kind(perturbation: object) -> None:
+def check_kind(perturbation: object) -> None:
+    """Refuse what is not a Perturbation."""
     if not isinstance(perturbation, Perturbation):
         raise InvalidInputError(
             "perturbation",
@@ -375,5 +376,5 @@ def _check_kind(perturbation: object) -> None:
 
 def chunks(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
     """The perturbations in pieces of at most `size`."""
-    _check_kind(perturbation)
+    check_kind(perturbation)
     return [perturbation[begin : min(begin + size, len(perturbation))] for begin in range(0, len(perturbation), size)]

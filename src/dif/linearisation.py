@@ -34,7 +34,10 @@ _PIECE = 2**25  # slopes held at once
 _MOVED = 2**25  # numbers of Δθ held at once
 _PIECES, _FEWEST = 64, 2**14  # pieces of a sweep at most, perturbations in one at least (memory permitting)
 _SHARES = 4  # pieces of work per job
-_MIXTURES, _FEW_MIXTURES = 8, 4  # of perturbations, to see how far they reach; few where a solve is dear
+_SEEN = 32  # perturbations whose steps show which rows they reach
+_MIXTURES, _FEW_MIXTURES = 8, 4  # of more perturbations, to see how far they reach; few where a solve is dear
+_MARGIN = 3.0  # times what perturbations move a row or its multiplier: so far a row counts as within reach
+_CLEAR = 1e-10  # relative: beyond rounding
 
 Count = Callable[[Tensor], int]
 
@@ -126,36 +129,50 @@ class Linearisation:
             cure="Use switching=False for the derivative, or Retraining for the change itself.",
         )
 
-    def reach(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
-        """How far perturbations move f − τ of each row and its multiplier, (m,) each: √(Σₚ move²), so at least maxₚ.
+    def reached(self, perturbations: Perturbation) -> Tensor:
+        """Which inequalities could begin to bind or let go, though they are not kept so that they can, (m,) bool.
 
-        Few perturbations are looked at one by one. Of many, mixtures with random signs are, whose mean squares are
-        those sums but for chance. Rows without force are left out: they could hold the others back.
+        Of a few perturbations that is seen from their steps. Of many, from how far mixtures of them with random signs
+        move each row and multiplier: their root mean square is √(Σₚ move²) but for chance, so at least the largest.
         """
-        at, P, k = self.at, len(perturbations), self.free
-        Z = min(P, _MIXTURES if at.curvature.assembled else _FEW_MIXTURES)
+        at, P = self.at, len(perturbations)
+        signed = torch.ones_like(at.program.equality)
+        signed[self.kept] = self.free
+        if P <= _SEEN and P * at.theta.numel() <= _MOVED:
+            moved, priced = self._steps(Direction(at.program, perturbations))
+            past = torch.where(torch.isfinite(moved), at.c + moved, -1.0) > _CLEAR * (at.c.abs() + moved.abs())
+            past |= torch.where(torch.isfinite(priced), at.lam + priced, 1.0) < -_CLEAR * (at.lam + priced.abs())
+            return past.any(0) & signed & ~at.program.equality
+        moved, priced = self._reach(perturbations)
+        binding = at.active.mask(at.active.binding)
+        near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
+        return near & signed & ~at.program.equality & ~at.active.mask(at.active.weak)
+
+    def _steps(self, direction: Direction) -> tuple[Tensor, Tensor]:
+        """How the step of each perturbation moves f − τ of every row and its multiplier, (P, m) each."""
+        B, r = self._first_order(direction)
+        omega, nu, _ = self._moved(B, r, direction)
+        return r + omega @ self.at.G.T, self.multiplier_change(nu)
+
+    def _reach(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """√(Σₚ move²) of f − τ of each row, and of its multiplier, (m,) each, but for chance; only free rows hold."""
+        at, free = self.at, self.free
+        Z = _MIXTURES if at.curvature.assembled else _FEW_MIXTURES
         generator = torch.Generator().manual_seed(0)
-        b, df = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, 1 + at.program.m))
-        begin = 0
+        b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
         for some in chunks(perturbations):
             direction = Direction(at.program, some)
-            if Z == P:
-                mix = torch.eye(P, dtype=torch.float64)[:, begin : begin + len(some)]
-            else:
-                mix = 2.0 * torch.randint(0, 2, (Z, len(some)), generator=generator) - 1.0
-            more = direction.mixed(mix.to(at.theta), at.theta, self.weights, at.p, at.Dp)
-            b, df = b + more[0], df + more[1]
-            df[:, 1:] -= mix.to(df) @ direction.dtau
-            begin += len(some)
-        r = df[:, 1:]
-        stiff = (self.R * r[:, self.kept])[:, k]
-        S, V, G = self.S[k][:, k], self.V[:, k], self.G[k]
-        nu = torch.linalg.lstsq(S, (r[:, self.kept][:, k] - b @ V - stiff @ S).T).solution.T
+            mix = (2.0 * torch.randint(0, 2, (Z, len(some)), generator=generator) - 1.0).to(at.theta)
+            more_b, more_f = direction.mixed(mix, at.theta, self.weights, at.p, at.Dp)
+            b, r = b + more_b, r + more_f[:, 1:] - mix @ direction.dtau
+        stiff = (self.R * r[:, self.kept])[:, free]
+        S, V, G = self.S[free][:, free], self.V[:, free], self.G[free]
+        nu = torch.linalg.lstsq(S, (r[:, self.kept][:, free] - b @ V - stiff @ S).T).solution.T
         omega = -self.solver.solve((b + (nu + stiff) @ G).T).T
         priced = torch.zeros_like(r)
-        priced[:, self.kept[k]] = nu
-        many = 1.0 if Z == P else Z**-0.5
-        return tuple(many * torch.linalg.vector_norm(x, dim=0) for x in (r + omega @ at.G.T, priced))  # type: ignore[return-value]
+        priced[:, self.kept[free]] = nu
+        moved = r + omega @ at.G.T
+        return torch.linalg.vector_norm(moved, dim=0) / Z**0.5, torch.linalg.vector_norm(priced, dim=0) / Z**0.5
 
     def multiplier_change(self, nu: Tensor) -> Tensor:
         """Δλ on all m rows, (P, m), from the multipliers of the kept rows."""
@@ -170,9 +187,16 @@ class Linearisation:
 
     def moved(self, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
         """Δθ, (P, d), by one solve for all, NaN where there is no answer; the multipliers, (P, k), and the reasons."""
+        return self._moved(*self._first_order(direction), direction)
+
+    def _first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
+        """The perturbations' b, (P, d), and r, (P, m)."""
         first = [direction.first_order(p, self.at.theta, self.at.p, self.at.Dp) for p in range(direction.P)]
-        B = torch.stack([self.weights @ DJ for _, DJ in first])
-        r = torch.stack([df[1:] for df, _ in first]) - direction.dtau
+        return torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack(
+            [df[1:] for df, _ in first]
+        ) - direction.dtau
+
+    def _moved(self, B: Tensor, r: Tensor, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
         nu, force, unanswered = self.push(B @ self.V, r[:, self.kept], direction.perturbation)
         answered = torch.isfinite(force).all(1)
         omega = torch.full_like(B, float("nan"))
@@ -182,7 +206,8 @@ class Linearisation:
     def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
         """Δθ, (P, d), and the multipliers after it, (P, m)."""
         omega, nu, _ = self.moved(Direction(self.at.program, perturbations))
-        return omega, self.at.lam + (self.multiplier_change(nu) if self.priced else 0.0)
+        lam = self.at.lam.expand(len(omega), -1)
+        return omega, lam + self.multiplier_change(nu) if self.priced else lam
 
     def scores(
         self, Q: Tensor, perturbations: Perturbation, begin: int, size: int, jobs: int, count: Count

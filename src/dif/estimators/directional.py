@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dif.assessment import ASSESSED, Assessor
-from dif.direction import Direction
+from dif.direction import Direction, check_kind
 from dif.errors import DegenerateError, InvalidInputError
 from dif.influence import Change, Influence
 from dif.linear_solve import LinearSolver, Solver, prepare
@@ -21,8 +21,6 @@ from dif.reading import check_number
 from dif.reduced_qp import no_direction
 from dif.solution import Solution, expect_solution
 from dif.targets import Targets
-
-_MARGIN = 3.0  # times what the perturbations move a row or its multiplier: so far a row counts as within reach
 
 
 class DirectionalInfluence:
@@ -126,22 +124,18 @@ class DirectionalInfluence:
         )
 
     def _for(self, perturbations: Perturbation) -> Linearisation:
-        """What these perturbations need."""
-        near = self._reached(perturbations)
-        if near not in self._near:
-            self._near[near] = self._within_reach(self.solution.active.mask(near))
-        return self._near[near]
-
-    def _reached(self, perturbations: Perturbation) -> tuple[int, ...]:
-        """The inequalities, not weak, that could let go or begin to bind."""
-        at, active = self.solution, self.solution.active
-        rows = ~at.program.equality & ~active.mask(active.weak)
-        if self.switching != "auto" or not bool(rows.any()):
-            return ()
-        moved, priced = self.linearisation.reach(perturbations)
-        binding = active.mask(active.binding)
-        near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
-        return tuple(torch.nonzero(near & rows).reshape(-1).tolist())
+        """What these perturbations need: rows that they reach are added until they reach no other."""
+        check_kind(perturbations)
+        near, lin = self.solution.active.mask(()), self.linearisation
+        while self.switching == "auto" and bool((~self.solution.program.equality).any()):
+            more = near | lin.reached(perturbations)
+            if torch.equal(more, near):
+                break
+            near, rows = more, tuple(torch.nonzero(more).reshape(-1).tolist())
+            if rows not in self._near:
+                self._near[rows] = self._within_reach(near)
+            lin = self._near[rows]
+        return lin
 
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ of one perturbation, carried out in full."""

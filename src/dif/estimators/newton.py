@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.assessment import ASSESSED, Assessor
 from dif.conjugate_gradients import Repeated
 from dif.curvature import Curvature, Matrix, Operator
-from dif.direction import Direction
+from dif.direction import Direction, check_kind
 from dif.errors import DegenerateError
 from dif.influence import Change, Influence
 from dif.kkt_step import Step, kkt_step
@@ -71,6 +71,7 @@ class NewtonInfluence:
         `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
         trusted. 0 leaves that out.
         """
+        check_kind(perturbations)
         targets, look = Targets(target, self.solution), self._assessor.assess(assess)
         unanswered: dict[str, str] = {}
         taken: list[Step] = []

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dif
 from dif import plots
-from dif.group_influence import TRUSTED
+from dif.adaptive import SAID
 from dif.progress import progress
 from dif.studies import results
 from dif.studies.digits import Digits, posed
@@ -127,9 +127,9 @@ def warned(stated: Digits, solution: dif.Solution, removals: dif.Perturbation, t
                 scores = grouped.scores(target, done)
                 foreseen += scores.diagnostics["remainders"]
                 error += ((scores.values[:, 0] - actual) / actual).abs().tolist()
-    off, fired = torch.tensor(error), torch.tensor(foreseen) > TRUSTED
+    off, fired = torch.tensor(error), torch.tensor(foreseen) > SAID
     return {
-        "threshold": TRUSTED,
+        "threshold": SAID,
         "beyond 10 %": int((off > 0.1).sum()),
         "fired beyond 10 %": float(fired[off > 0.1].double().mean()),
         "below 1 %": int((off < 0.01).sum()),

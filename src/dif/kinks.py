@@ -1,0 +1,132 @@
+"""Where losses are not smooth: kinks and jumps near a point, found by probing, and the operators that could make them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dif.derivatives import sample_losses
+from dif.program import Program
+from dif.samples import Samples
+
+_LINES = 2  # random lines through the point along which losses are looked at,
+_POINTS = 33  # at so many points each,
+_SAMPLES = 128  # of so many samples
+_CANDIDATES = 4  # bends per line that are looked at closely
+_JUMP = 0.02  # of the range of slopes, or of values, along the line: what is left of it in a tiny interval is a kink
+
+# Operators whose derivative, or value, jumps somewhere.
+_PIECEWISE = frozenset(
+    "abs amax amin argmax argmin ceil clamp clamp_max clamp_min eq floor ge gt hardshrink hardsigmoid hardswish hardtanh "
+    "heaviside le leaky_relu lt max maximum max_pool2d_with_indices median min minimum ne relu rrelu_with_noise round "
+    "sign softshrink sort threshold topk trunc where _prelu_kernel".split()
+)
+
+
+@dataclass(frozen=True)
+class Kink:
+    """A place near the point at which the slope of one sample's loss jumps, or the loss itself."""
+
+    samples: str
+    index: int  # the sample
+    jumps: bool  # the value jumps, not only the slope
+    operators: tuple[str, ...]  # of the loss, those that could be the reason
+
+    def __str__(self) -> str:
+        what = "jumps" if self.jumps else "has a kink"
+        by = f" ({', '.join(self.operators)})" if self.operators else ""
+        return f"the loss of {self.samples}[{self.index}] {what}{by}"
+
+
+def find_kinks(program: Program, theta: Tensor) -> tuple[Kink, ...]:
+    """At most one kink for each Samples of a program: where its losses bend too sharply to be smooth.
+
+    Losses are evaluated along random lines through θ. Where one bends most, the interval is halved again and again: the
+    change of slope of a smooth loss shrinks with it, that of a kink stays.
+    """
+    found = (_find(table.samples, program, theta) for table in program.rows.tables)
+    return tuple(kink for kink in found if kink is not None)
+
+
+def _find(samples: Samples, program: Program, theta: Tensor) -> Kink | None:
+    spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(_LINES):
+        size = max(0.1, float(theta.square().mean().sqrt()))
+        along = 0.5 * size * torch.randn(theta.numel(), generator=generator, dtype=torch.float64).to(theta)
+
+        def losses(t: float, which: Tensor, along: Tensor = along) -> Tensor:
+            return sample_losses(samples, program.parameters, theta + t * along, which).double().cpu()
+
+        grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64).tolist()
+        values = torch.stack([losses(t, spread) for t in grid])  # (points, n)
+        for k, i in _bends(values, theta.dtype):
+            one = spread[i : i + 1]
+            kind = _closely(lambda t, one=one, at=losses: float(at(t, one)), grid[k], grid[k + 2], values[:, i], theta)
+            if kind is not None:
+                return Kink(samples.name, int(one), kind == "jump", _operators(samples, program, theta, one))
+    return None
+
+
+def _bends(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+    """Where losses bend most, compared with how their slopes differ along the line: (point, sample), a few of them."""
+    bends = values.diff(dim=0).diff(dim=0).abs()  # (points − 2, n)
+    slopes = values.diff(dim=0)
+    rounding = torch.finfo(dtype).eps ** 0.5 * float(values.abs().max())
+    scale = (slopes.amax(0) - slopes.amin(0)).clamp(min=max(rounding, torch.finfo(values.dtype).tiny))
+    sharp = torch.nan_to_num((bends - bends.median(0).values) / scale, nan=0.0, posinf=0.0)
+    best = sharp.max(0)
+    order = torch.argsort(best.values, descending=True)[:_CANDIDATES].tolist()
+    return ((int(best.indices[i]), i) for i in order if best.values[i] > 0)
+
+
+def _closely(loss: Callable[[float], float], low: float, high: float, line: Tensor, theta: Tensor) -> str | None:
+    """Whether a bend between two points is a "kink" or a "jump"; None where it is smooth."""
+    h = torch.finfo(theta.dtype).eps ** 0.44  # 1e-7 in float64
+    slope = lambda t: (loss(t + h) - loss(t - h)) / (2 * h)  # noqa: E731
+
+    def bend(a: tuple[float, float, float], b: tuple[float, float, float]) -> float:
+        """How far slopes differ between two points (t, value, slope), and from that of the line between them."""
+        chord = (b[1] - a[1]) / (b[0] - a[0])
+        return abs(b[2] - a[2]) + abs(chord - 0.5 * (a[2] + b[2]))
+
+    left, right = ((t, loss(t), slope(t)) for t in (low, high))
+    while right[0] - left[0] > 16 * h:
+        t = 0.5 * (left[0] + right[0])
+        middle = (t, loss(t), slope(t))
+        left, right = (left, middle) if bend(left, middle) >= bend(middle, right) else (middle, right)
+    values, slopes = line, line.diff() * (len(line) - 1) / 2
+    span = [float(x.max() - x.min()) for x in (values, slopes)]
+    noise = torch.finfo(theta.dtype).eps * float(values.abs().max())  # of one value
+    smoothly = 2 * float(slopes.abs().max()) * (right[0] - left[0] + 2 * h)  # how far the value may move there
+    if abs(loss(right[0] + h) - loss(left[0] - h)) > max(_JUMP * span[0], 1e3 * noise, smoothly):
+        return "jump"
+    if abs(right[2] - left[2]) > max(_JUMP * span[1], 10 * noise / h):
+        return "kink"
+    return None
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__.removesuffix("_")] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _operators(samples: Samples, program: Program, theta: Tensor, which: Tensor) -> tuple[str, ...]:
+    """The operators of a loss that could make a kink."""
+    _, batch = next(samples.batches(which, device=theta.device))
+    parameters = program.parameters
+    with torch.no_grad(), _Recorder() as seen:
+        samples.losses(parameters.bind(parameters.tensors(theta)), batch, len(which))
+    return tuple(name for name in seen.names if name in _PIECEWISE)

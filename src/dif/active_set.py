@@ -12,6 +12,14 @@ from dif.errors import DegenerateError
 from dif.kkt import Scales
 
 
+@dataclass(frozen=True)
+class Margin:
+    """How far single perturbations move what decides whether a row binds: its slack, or its multiplier."""
+
+    largest: float
+    median: float
+
+
 @dataclass(frozen=True, eq=False)
 class ActiveSet:
     """The rows of all constraints, parted into binding, weak and inactive.

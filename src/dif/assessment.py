@@ -26,6 +26,9 @@ ASSESSED = 20  # strongest perturbations that are looked at by default, and as m
 _DEAR = 4  # so many where each step is solved by conjugate gradients
 _READ = 2**20  # scores read at once
 _SLOWEST = 0.9  # shrinking of successive steps that is reckoned with
+_SETTLED = 0.3  # above it two steps do not show where they lead: up to so many more are made,
+_FURTHER = 12
+_REACHED = 1e-6  # until this relative KKT residual
 _ROUNDING = 32  # times eps · |target|: differences of a target below it are rounding
 
 Ends = Callable[[list[int]], tuple[Tensor, Tensor]]  # rows → where their steps end: ω (P, d), multipliers (P, m)
@@ -71,7 +74,7 @@ class Assessor:
     From where a prediction ends, two steps of Newton's method are made on the KKT system of the changed problem, with
     the curvature at the solution: two gradients and solves each, no Hessian. They also see constraints that let go or
     begin to bind. What they change about the targets, and would still change if they went on shrinking at the same
-    rate, is the error to be expected.
+    rate, is the error to be expected. Where they shrink slowly, a few more are made.
     """
 
     def __init__(self, solution: Solution) -> None:
@@ -109,8 +112,16 @@ class Assessor:
             seen.append(self._moved(targets, theta, before) / units)
         first, second = (torch.linalg.vector_norm(b - a, dim=1) for a, b in pairwise(seen))
         shrinks = (second / first.clamp(min=torch.finfo(first.dtype).tiny)).clamp(max=_SLOWEST)
-        size = torch.linalg.vector_norm(seen[-1], dim=1)
-        error = torch.linalg.vector_norm(seen[-1] - values / units, dim=1) + second * shrinks / (1 - shrinks)
+        last, left = seen[-1], second * shrinks / (1 - shrinks)
+        unsettled = torch.nonzero(known & (shrinks > _SETTLED)).reshape(-1)
+        if len(unsettled):  # more steps where two do not show where they lead
+            ends = self.nearby.settle(stack.take(unsettled), theta[unsettled], nu[unsettled], _REACHED, _FURTHER)
+            reached = ends.reached.to(theta.device)
+            there = unsettled[reached]
+            last = last.index_copy(0, there, self._moved(targets, ends.theta[reached], before) / units)
+            left, nu = left.index_fill(0, there, 0.0), nu.index_copy(0, there, ends.lam[reached])
+        size = torch.linalg.vector_norm(last, dim=1)
+        error = torch.linalg.vector_norm(last - values / units, dim=1) + left
         rounding = _ROUNDING * torch.finfo(first.dtype).eps * torch.linalg.vector_norm(before / units)
         error = torch.where((error > 0) | (size > 0), error.clamp(min=float(rounding)), 0.0)
         known = known & torch.isfinite(error) & torch.isfinite(size)
@@ -164,7 +175,10 @@ class Assessor:
 
     def _moved(self, targets: Targets, theta: Tensor, before: Tensor) -> Tensor:
         """How far the targets have moved at each θ, (P, T)."""
-        return torch.stack([targets.values(t) - before for t in theta])
+        moved = before.new_zeros((len(theta), len(before)))
+        for p, t in enumerate(theta):
+            moved[p] = targets.values(t) - before
+        return moved
 
 
 def _chosen(scores: Values, units: Tensor, count: int) -> list[int]:

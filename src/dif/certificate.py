@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
-from dif.errors import DegenerateError, NotASolutionError
+from dif.active_set import Margin
+from dif.errors import DegenerateError, NotASolutionError, SameDataWarning
+from dif.kinks import explain
 from dif.solution import Solution
 
 GOOD, NOTE, BAD = "good", "note", "bad"
+BINDING = "binding"
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Row:
     slack: float  # τ − f, in the constraint's own units
     multiplier: float
     uncertain: bool
+    largest: float | None = None  # what single removals move the slack by, or the multiplier where it binds: at most,
+    median: float | None = None  # and usually; None where that was not looked at
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,25 @@ class Certificate:
     parameters: int
 
     @classmethod
-    def of(cls, solution: Solution) -> Certificate:
-        """Looked at, not judged by exceptions."""
+    def of(cls, solution: Solution, margins: Sequence[Margin | None] | None = None) -> Certificate:
+        """Looked at, not judged by exceptions.
+
+        Args:
+            solution: The point.
+            margins: What the removals in question move the constraints by, `DirectionalInfluence.margins(removals)`.
+        """
         findings = [_optimality(solution)]
         if solution.program.m:
             findings += [_multipliers(solution), _independence(solution)]
         findings += [_curvature(solution), *_weak(solution)]
-        findings += _uncertain(solution) if solution.program.m else []
-        return cls(tuple(findings), _rows(solution), solution.objective, solution.theta.numel())
+        rows = _rows(solution, margins or [None] * solution.program.m)
+        if solution.program.m:
+            findings += _uncertain(solution) if margins is None else _reached(rows, solution)
+        findings += [*_smoothness(solution), *_doubles(solution)]
+        bad = [finding.verdict for finding in findings].index(BAD) if BAD in (f.verdict for f in findings) else None
+        # what follows from being a regular solution is not said of a point that is none
+        told = [f for k, f in enumerate(findings) if bad is None or k < bad or f.verdict != GOOD]
+        return cls(tuple(told), rows, solution.objective, solution.theta.numel())
 
     @property
     def holds(self) -> bool:
@@ -74,6 +91,7 @@ def _optimality(solution: Solution) -> Finding:
     if solution.converged:
         return Finding("Is it a solution?", GOOD, measured, "Yes: the optimality conditions hold.")
     cure = "Train on, or polish it: dif.fit(problem, solution.params)."
+    cure = explain(solution.kinks) if solution.kinks else cure
     meaning = "No: there is no solution here to predict a change of."
     return Finding("Is it a solution?", BAD, measured, meaning, cure)
 
@@ -135,13 +153,59 @@ def _uncertain(solution: Solution) -> list[Finding]:
     return [Finding(what, NOTE, f"{named} (threshold {active.tolerance:.0e})", meaning, cure)]
 
 
-def _rows(solution: Solution) -> tuple[Row, ...]:
+def _reached(rows: Sequence[Row], solution: Solution) -> list[Finding]:
+    """The margin of each constraint beside what one removal moves it by."""
+    what = "Is it clear which constraints bind, whoever is removed?"
+    looked = [row for row in rows if row.largest is not None]
+    if not looked:
+        return [Finding(what, GOOD, "equalities only", "Yes.")]
+
+    def said(row: Row) -> str:
+        which, number = ("multiplier", row.multiplier) if row.state == BINDING else ("slack", row.slack)
+        moves = f"one removal moves it by {row.largest:.2g} at most, {row.median:.2g} in the median"
+        return f"{row.name}: {which} {number:.3g}, {moves}"
+
+    def times(row: Row) -> float:
+        number = row.multiplier if row.state == BINDING else row.slack
+        return number / row.largest if row.largest else float("inf")
+
+    near = sorted((row for row in looked if times(row) <= 1), key=times)
+    if near:
+        meaning = (
+            "Not for all: single removals can make these let go or begin to bind. Predictions allow for that "
+            '(switching="auto"); a derivative would not.'
+        )
+        return [Finding(what, NOTE, "; ".join(map(said, near)), meaning)]
+    return [Finding(what, GOOD, said(min(looked, key=times)), "Yes: no single removal moves a constraint that far.")]
+
+
+def _smoothness(solution: Solution) -> list[Finding]:
+    what = "Are the losses smooth?"
+    if not solution.kinks:
+        return [Finding(what, GOOD, "no kink found by probing", "Yes, as far as was seen.")]
+    named = "; ".join(map(str, solution.kinks))
+    if not solution.converged:
+        return [Finding(what, BAD, named, "No: a minimum tends to lie on kinks, where no gradient can vanish.")]
+    meaning = "No. The solution is not on a kink, but a removal may carry samples across one, which no derivative sees."
+    return [Finding(what, NOTE, named, meaning, "Retrain the strongest, or use a smooth loss or activation.")]
+
+
+def _doubles(solution: Solution) -> list[Finding]:
+    what, pairs = "Are all losses of a person changed together?", solution.problem.same_data
+    words = [(f"{a.name}, {b.name}", SameDataWarning.words(a.name, b.name)) for a, b in pairs]
+    return [Finding(what, NOTE, named, asked) for named, asked in words]
+
+
+def _rows(solution: Solution, margins: Sequence[Margin | None]) -> tuple[Row, ...]:
     active = solution.active
-    state = dict.fromkeys(active.binding, "binding") | dict.fromkeys(active.weak, "weak")
+    state = dict.fromkeys(active.binding, BINDING) | dict.fromkeys(active.weak, "weak")
     reach = 1e-12 * (1 + solution.program.tau.abs())  # what rounding leaves of f − τ
     slack = torch.where(solution.c.abs() <= reach, 0.0, -solution.c).tolist()
     lam = solution.lam.tolist()
     return tuple(
-        Row(name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain)
-        for j, name in enumerate(active.names)
-    )
+        Row(
+            name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain,
+            None if margin is None else margin.largest, None if margin is None else margin.median,
+        )
+        for j, (name, margin) in enumerate(zip(active.names, margins, strict=True))
+    )  # fmt: skip

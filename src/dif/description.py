@@ -33,8 +33,8 @@ import torch
 import dif
 
 torch.manual_seed(0)
-X, group = torch.randn(200, 3).double(), torch.arange(200) % 2
-y = torch.where(X[:, 0] + 0.8 * group + 0.3 * torch.randn(200) > 0.4, 1.0, -1.0).double()
+X, group = torch.randn(600, 3).double(), torch.arange(600) % 2
+y = torch.where(X[:, 0] + 0.8 * group + 0.3 * torch.randn(600) > 0.4, 1.0, -1.0).double()
 
 
 def loss(params, batch):  # one number per sample, not reduced
@@ -42,11 +42,17 @@ def loss(params, batch):  # one number per sample, not reduced
     return torch.nn.functional.softplus(-label * (x @ params["w"]))
 
 
+def rate(params, batch):  # what a constraint may be about instead: here the predicted probability of label +1
+    return torch.sigmoid(batch[0] @ params["w"])
+
+
 train = dif.Samples(loss, (X, y), name="train")
+rates = train.view(rate, name="rates")  # the same people: who is removed leaves the loss and the rates
 risk = train.mean()
 problem = dif.Problem(
-    risk + dif.ridge(1e-2),  # each group's risk at most the mean risk + 0.01
-    [(train.mean(where=group == g) <= risk + 0.01).named(f"group {g}") for g in (0, 1)],
+    risk + dif.ridge(1e-2),  # each group's risk at most the mean risk + 0.02, and rates that do not differ too much
+    [(train.mean(where=group == g) <= risk + 0.02).named(f"group {g}") for g in (0, 1)]
+    + [(rates.mean(where=group == 1) - rates.mean(where=group == 0) <= 0.1).named("parity")],
 )
 
 # Required: the solution (fitted here, or your own: dif.Solution(problem, model, multipliers)), and what may change.
@@ -114,7 +120,7 @@ class Description:
         solution = said.get("solution")
         if not isinstance(solution, Solution):
             raise _missing(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
-        targets = said.get("targets") if aimed else {}
+        targets = said.get("targets") if aimed else said.get("targets", {})
         if not isinstance(targets, Mapping) or (aimed and not targets):
             raise _missing(path, "targets", targets, "a dict of names and targets", _EXAMPLE)
         targets = {str(name): t.mean() if isinstance(t, Samples) else t for name, t in targets.items()}
@@ -123,7 +129,7 @@ class Description:
                 raise _missing(path, f"targets[{name!r}]", target, "a Term that is one number, or Samples", _EXAMPLE)
         train = said.get("train")
         if train is None:
-            every = solution.problem.samples
+            every = solution.problem.people
             train = every[0] if len(every) == 1 or (every and not aimed) else None
         if not isinstance(train, Samples):
             raise _missing(path, "train", train, "the dif.Samples whose members are removed", "dif.Samples(loss, data)")
@@ -150,9 +156,20 @@ class Description:
         return told
 
     @cached_property
-    def losses(self) -> Tensor:
-        """Of every sample at the solution, (n,)."""
-        return sample_losses(self.train, self.solution.program.parameters, self.solution.theta).double().cpu()
+    def losses(self) -> dict[str, Tensor]:
+        """Of every sample at the solution, (n,), in each view of them that the problem uses; `train`'s own first."""
+        parameters, theta = self.solution.program.parameters, self.solution.theta
+        views = [s for s in self.solution.problem.samples if s.people is self.train.people and s is not self.train]
+        return {s.name: sample_losses(s, parameters, theta).double().cpu() for s in (self.train, *views)}
+
+    def is_loss(self, target: Expression) -> bool:
+        """Whether a target is a loss like those that were minimised: a sum of them without any minus."""
+        minimised = [s.samples for c, s in self.solution.problem.objective.sums if c > 0]
+        term = target.as_term()
+        return bool(term.sums) and all(f.ridge is not None and c >= 0 for c, f in term.functions) and all(
+            c >= 0 and bool((s.weights >= 0).all()) and any(s.samples.same_loss(one) for one in minimised)
+            for c, s in term.sums
+        )  # fmt: skip
 
     def target(self, name: str | None) -> tuple[str, Any]:
         """The one that is asked for; the first where none is."""

@@ -16,6 +16,7 @@ from dif.checkpoint import Checkpoint, Standing
 from dif.conjugate_gradients import Repeated
 from dif.curvature import Curvature, lanczos
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
+from dif.kinks import explain
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
 from dif.limits import Limits
@@ -107,8 +108,7 @@ def fit(
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
             f"allowed {found.goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is "
-            f"{_verdict(found, solution)}. Raise max_iter or max_seconds, start nearer, "
-            "or add a ridge if the curvature vanishes.",
+            f"{_verdict(found, solution)}. {_cure(solution)}",
             NotConvergedWarning,
             stacklevel=2,
         )
@@ -119,6 +119,12 @@ def _verdict(found: Found, solution: Solution) -> str:
     if found.down is not None:
         return f"a saddle (curvature {found.down[0]:.3g} along one direction, in scaled coordinates; allowed ≥ 0)"
     return "nearly a solution" if solution.converged else "not a solution"
+
+
+def _cure(solution: Solution) -> str:
+    if solution.kinks and not solution.converged:
+        return explain(solution.kinks)
+    return "Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes."
 
 
 def default_tolerance(theta: Tensor) -> float:

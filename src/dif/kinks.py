@@ -1,8 +1,8 @@
-"""Where losses are not smooth: kinks and jumps near a point, found by probing, and the operators that could make them."""
+"""Where losses are not smooth: kinks and jumps near a point, found by probing, and the operators that may make them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,12 @@ _JUMP = 0.02  # of the range of slopes, or of values, along the line: what is le
 
 # Operators whose derivative, or value, jumps somewhere.
 _PIECEWISE = frozenset(
-    "abs amax amin argmax argmin ceil clamp clamp_max clamp_min eq floor ge gt hardshrink hardsigmoid hardswish hardtanh "
-    "heaviside le leaky_relu lt max maximum max_pool2d_with_indices median min minimum ne relu rrelu_with_noise round "
-    "sign softshrink sort threshold topk trunc where _prelu_kernel".split()
+    (
+        *("abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge"),
+        *("gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "le", "leaky_relu", "lt", "max"),
+        *("maximum", "max_pool2d_with_indices", "median", "min", "minimum", "ne", "relu", "rrelu_with_noise", "round"),
+        *("sign", "softshrink", "sort", "threshold", "topk", "trunc", "where", "_prelu_kernel"),
+    )
 )
 
 
@@ -41,6 +44,15 @@ class Kink:
         what = "jumps" if self.jumps else "has a kink"
         by = f" ({', '.join(self.operators)})" if self.operators else ""
         return f"the loss of {self.samples}[{self.index}] {what}{by}"
+
+
+def explain(kinks: Sequence[Kink]) -> str:
+    """What kinks mean for a point that could not be reached, and what to do."""
+    named = "; ".join(map(str, kinks))
+    return (
+        f"{named[0].upper()}{named[1:]}: minima tend to lie on kinks, where no gradient can vanish, and polishing does "
+        "not help. Use a smooth loss or activation (softplus, GELU, tanh, a smoothed absolute value) and fit again."
+    )
 
 
 def find_kinks(program: Program, theta: Tensor) -> tuple[Kink, ...]:

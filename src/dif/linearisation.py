@@ -235,10 +235,22 @@ class Linearisation:
         return Piece(values.double().cpu(), count(nu), unanswered)
 
     def _pushed(self, direction: Direction, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, str]]:
-        """What perturbations do along columns that begin with V, bᵀ·columns and r on the kept rows, and their push."""
+        """What perturbations do along columns that begin with V, bᵀ·columns and r on all rows, and their push."""
         bV, df = direction.moves(self.at.theta, self.weights, self.at.p, self.at.Dp, columns)
-        r = (df[:, 1:] - direction.dtau)[:, self.kept]
-        return bV, r, *self.push(bV[:, : len(self.kept)], r, direction.perturbation)
+        r = df[:, 1:] - direction.dtau
+        return bV, r, *self.push(bV[:, : len(self.kept)], r[:, self.kept], direction.perturbation)
+
+    def margins(self, rows: Tensor, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """How each perturbation moves f − τ of some rows, and their multipliers, (P, rows) each, NaN without answer."""
+        k = len(self.kept)
+        columns = torch.cat([self.V, self.solver.solve(self.at.G[rows].T)], 1)
+        moved, priced = [], []
+        for some in chunks(perturbations):
+            bV, r, nu, force, _ = self._pushed(Direction(self.at.program, some), columns)
+            moved.append(r[:, rows] - bV[:, k:] - force @ (self.G @ columns[:, k:]))
+            change = self.multiplier_change(nu)[:, rows]
+            priced.append(torch.where(torch.isfinite(force).all(1, keepdim=True), change, float("nan")))
+        return torch.cat(moved), torch.cat(priced)
 
     def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
         """Δλ on all m rows, (P, m), NaN where there is no answer."""
@@ -273,7 +285,7 @@ class Linearisation:
                 y = x - V @ pull  # H⁻¹q along the rows that hold
                 values[mine] = -direction.moves_by_row(self.at.theta, self.weights, self.at.Dp, y)[mine]
                 values[:, 1 + self.kept] += mine[:, None] * (self.lam0 * (self.G @ y))
-                values[:, 1 + self.kept[held]] -= mine[:, None] * ((self.c0 + r)[:, held] * pull)
+                values[:, 1 + self.kept[held]] -= mine[:, None] * ((self.c0 + r[:, self.kept])[:, held] * pull)
             values[~torch.isfinite(force).all(1)] = float("nan")
             parts.append(values)
         return torch.cat(parts)

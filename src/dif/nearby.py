@@ -92,6 +92,13 @@ class Nearby:
         omega, nu, _ = self._prepared_step(f[:, 1:] - stack.tau, g, lam, None, self.solver.solve)
         return omega, nu
 
+    def settle(self, stack: Stack, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:
+        """A few steps with what was prepared, extrapolated, from a point (θ, λ) of each program."""
+        ends = self._begun(len(stack), tol)
+        ends.theta, ends.lam = theta.clone(), lam.clone()
+        self._close_in(stack, ends, max_iter, self.solver.solve)
+        return ends
+
     def _begun(self, P: int, tol: float) -> Ends:
         theta, lam = self.at.theta.expand(P, -1).clone(), self.at.lam.expand(P, -1).clone()
         goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)

@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 
 import dif
+from dif.active_set import Margin
 from dif.agreement import Agreement
-from dif.certificate import BAD, GOOD, Certificate
+from dif.certificate import BAD, GOOD, NOTE, Certificate
 from dif.description import Description
 from dif.errors import InvalidInputError
 from dif.files import written
 from dif.influence import Influence
 from dif.targets import Targets
+from dif.verdict import Verdict
 
-_FORMAT = "dif report 1"
+_FORMAT = "dif report 2"
 _MOST = 1000  # samples listed
 _PICTURED = 300  # of them with their images
 _LARGEST = 4_000_000  # bytes of what the page says about samples
@@ -55,11 +57,15 @@ class Report:
     samples: list[dict[str, Any]]  # the most influential ones
     run: dict[str, str]
     mark: str  # of the solution and the target
+    loss: bool  # whether the target is a loss, so that to raise it is to harm
+    assessment: dict[str, Any] | None  # what error is to be expected of the scores
+    verdict: dict[str, str]  # whether they can be trusted
     agreement: dict[str, Any] | None = None
 
     @classmethod
     def of(
         cls, told: Description, target: str, scores: Influence, parts: Influence, listed: Sequence[int], command: str,
+        margins: Sequence[Margin | None] | None = None,
     ) -> Report:  # fmt: skip
         """From the scores of all samples, and for those listed the parts by term.
 
@@ -70,18 +76,21 @@ class Report:
             parts: One row per sample listed, one column per term.
             listed: Which samples are shown.
             command: What was run.
+            margins: What removals move the constraints by, for the certificate.
         """
         solution = told.solution
         column = scores.values[:, 0].double()
         why = scores.diagnostics.get("unanswered", {})
-        features = told.feature(listed)
+        features, errors = told.feature(listed), scores.expected_error
         samples = [
             {
                 "index": i,
                 "name": told.name(i),
                 "group": told.group(i),
                 "score": _number(column[i]),
-                "loss": _number(told.losses[i]),
+                "loss": _number(told.losses[told.train.name][i]),
+                "losses": {name: _number(values[i]) for name, values in told.losses.items()},
+                "expected_error": _number(errors[i]),
                 "why": why.get(scores.perturbations[i], ""),  # there is no score
                 "parts": [_number(x) for x in parts.values[k]] if k < len(parts) else [],
                 "features": features[k],
@@ -89,12 +98,12 @@ class Report:
             }
             for k, i in enumerate(listed)
         ]
-        return cls(
+        made = cls(
             title=told.path.stem,
             target=target,
             value=float(Targets(told.targets[target], solution).values(solution.theta)[0]),
             estimator=scores.estimator,
-            certificate=Certificate.of(solution).to_dict(),
+            certificate=Certificate.of(solution, margins).to_dict(),
             total=len(column),
             histogram=_histogram(column),
             by_group=_by_group(told, column),
@@ -102,7 +111,11 @@ class Report:
             samples=samples,
             run=_circumstances(command),
             mark=fingerprint(told, target),
+            loss=told.is_loss(told.targets[target]),
+            assessment=_assessment(scores),
+            verdict={},
         )
+        return replace(made, verdict=made._judged())
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str) -> Report:
         """With the changes found by retraining without some of the samples."""
@@ -115,7 +128,26 @@ class Report:
         agreement = None
         if len(known) > 1 and not self.negligible:
             agreement = {key: _number(value) for key, value in asdict(Agreement.of(*both)).items()} | {"n": len(known)}
-        return replace(self, samples=samples, agreement=agreement, run=self.run | {"retrained by": command})
+        run = self.run | {"retrained by": command}
+        made = replace(self, samples=samples, agreement=agreement, run=run)
+        return replace(made, verdict=made._judged())
+
+    def _judged(self) -> dict[str, str]:
+        """The verdict on what is known."""
+        known = [one for one in self.samples if one.get("actual") is not None and one["score"] is not None]
+        retrained = None
+        if known:
+            predicted, actual = (np.array([one[key] for one in known]) for key in ("score", "actual"))
+            size, off = (float(np.linalg.norm(x)) for x in (actual, predicted - actual))
+            wrong = int((np.sign(predicted) != np.sign(actual)).sum())
+            error = off / size if size else float(off > 0)
+            retrained = {"n": len(known), "relative_error": error, "wrong_signs": wrong}
+        found = Verdict.of(self.certificate, self.assessment, retrained)
+        if found.sign != BAD and self.negligible:
+            found = Verdict(
+                NOTE, f"No sample changes {self.target} by more than rounding does: there is nothing to rank."
+            )
+        return asdict(found)
 
     @property
     def negligible(self) -> bool:
@@ -178,6 +210,7 @@ class Report:
             data=_harmless(json.dumps(asdict(self) | {"samples": self._paged}, allow_nan=False, ensure_ascii=False)),
             title=html.escape(f"{self.title}: influence on {self.target}"),
             heading=html.escape(self.title),
+            verdict=self._verdict(),
             summary=self._summary(),
             findings=self._findings(),
             constraints=self._constraints(),
@@ -197,11 +230,18 @@ class Report:
             left -= size if size <= left else 0
         return listed
 
+    def _verdict(self) -> str:
+        sign, cure = self.verdict["sign"], self.verdict["cure"]
+        more = f" <span class=cure>{html.escape(cure)}</span>" if cure else ""
+        return (
+            f'<p class="verdict {html.escape(sign)}"><span class=sign aria-hidden=true>{_SIGN.get(sign, "!")}</span> '
+            f"<strong>{html.escape(self.verdict['words'])}</strong>{more}</p>"
+        )
+
     def _summary(self) -> str:
         target = f"<b>{html.escape(self.target)}</b>"
         words = f"{self.total} training samples, each scored by how {target} would change without it "
-        words += f"({html.escape(self.estimator)}). "
-        words += f"Now it is {self.value:.6g}. "
+        words += f"({html.escape(self.estimator)}). Now it is {self.value:.6g}. "
         if self.agreement is not None and None not in self.agreement.values():
             words += (
                 f"{self.agreement['n']} removals were also retrained: r = {self.agreement['pearson']:.4f}, "
@@ -228,10 +268,12 @@ class Report:
         body = "".join(
             f'<tr><th scope=row>{html.escape(one["name"])}</th><td><span class="state {html.escape(one["state"])}">'
             f"{html.escape(one['state'])}</span>{' (uncertain)' if one['uncertain'] else ''}</td>"
-            f"<td class=number>{one['slack']:.3g}</td><td class=number>{one['multiplier']:.4g}</td></tr>"
+            f"<td class=number>{one['slack']:.3g}</td><td class=number>{one['multiplier']:.4g}</td>"
+            f"<td class=number>{_move(one['largest'])}</td><td class=number>{_move(one['median'])}</td></tr>"
             for one in rows
         )
-        head = "".join(f"<th scope=col>{words}</th>" for words in ("constraint", "state", "slack", "multiplier λ"))
+        words = ("constraint", "state", "slack", "multiplier λ", "one removal moves it by at most", "in the median")
+        head = "".join(f"<th scope=col>{word}</th>" for word in words)
         head = f"<tr>{head}</tr>"
         return f"<div class=wide><table class=plain><thead>{head}</thead><tbody>{body}</tbody></table></div>"
 
@@ -240,7 +282,7 @@ def fingerprint(told: Description, target: str) -> str:
     """Of what a report is about and what it shows: where it differs, scores are of another model or question."""
     at, program = told.solution, told.solution.program
     targets = Targets(told.targets[target], at)
-    numbers = (at.theta, at.lam, at.f, program.tau, program.equality, targets.values(at.theta), told.losses)
+    numbers = (at.theta, at.lam, at.f, program.tau, program.equality, targets.values(at.theta), *told.losses.values())
     shown = (target, targets.names, told.train.name, told.names, told.groups, told.features)
     seen = hashlib.sha256(repr(shown).encode())
     for part in numbers:
@@ -256,6 +298,22 @@ def shown(scores: Influence, top: int) -> list[int]:
 def _number(x: Any) -> float | None:
     value = float(x)
     return value if np.isfinite(value) else None  # JSON knows no NaN
+
+
+def _move(size: float | None) -> str:
+    return "—" if size is None else f"{size:.2g}"
+
+
+def _assessment(scores: Influence) -> dict[str, Any] | None:
+    found = scores.diagnostics.get("assessment")
+    if found is None:
+        return None
+    return found | {"errors": [_number(x) for x in found["errors"]], "pooled": _finite(found["pooled"])}
+
+
+def _finite(size: float | None) -> float | None:
+    """As large as JSON can say it."""
+    return None if size is None else min(size, 1e300)
 
 
 def _picture(pixels: Tensor | None) -> dict[str, Any] | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from dif.active_set import ActiveSet
 from dif.curvature import Curvature
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, few
+from dif.kinks import Kink, explain, find_kinks
 from dif.kkt import KKT, Scales, products, residuals, violations
 from dif.parameters import Parameters
 from dif.problem import Problem
@@ -144,6 +145,11 @@ class Solution:
         return self.kkt.residual <= max(self.tol, 16 * self.kkt.rounding)
 
     @cached_property
+    def kinks(self) -> tuple[Kink, ...]:
+        """Where losses are not smooth near this point, found by probing them."""
+        return find_kinks(self.program, self.theta)
+
+    @cached_property
     def active(self) -> ActiveSet:
         """Binding, weak and inactive rows, and whether the derivative exists."""
         eps = torch.finfo(self.theta.dtype).eps
@@ -164,13 +170,13 @@ class Solution:
             elif worst == "complementarity":
                 row = int(products(self.scales, self.c, self.lam, self.program.equality).argmax())
                 detail = f" (worst at {self.program.names[row]})"
+            cure = explain(self.kinks) if self.kinks else "Train on, or polish it: dif.fit(problem, solution.params)."
             raise NotASolutionError(
                 f"KKT residual of the given point: {worst}{detail}",
                 measured=f"{kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})",
                 threshold=f"{self.tol:.1g}",
                 meaning="The point does not solve the problem, so there is no solution to predict a change of.",
-                cure="Train on, or polish it: dif.fit(problem, solution.params). strict=False goes on regardless, "
-                "and records the residual.",
+                cure=f"{cure} strict=False goes on regardless, and records the residual.",
             )
 
         self._check_multipliers()

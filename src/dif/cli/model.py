@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from enum import StrEnum
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from warnings import catch_warnings, simplefilter
 
 import typer
 
-from dif.cli.saying import console, one_line, plain, printable, refuse, table
+from dif.cli.saying import console, one_line, plain, printable, refuse, say, table
 
 if TYPE_CHECKING:
     from dif.description import Description
+    from dif.estimators.directional import DirectionalInfluence
     from dif.influence import Influence
     from dif.perturbation import Perturbation
     from dif.report import Report
@@ -24,6 +28,13 @@ if TYPE_CHECKING:
 File = Annotated[Path, typer.Argument(help="A file that defines `solution` and `targets`; `dif init` writes one.")]
 OutDir = Annotated[Path, typer.Option("--out", help="Folder for the results; made if missing.")]
 Target = Annotated[str | None, typer.Option(help="Which of the file's targets; the first when left out.")]
+Accuracy = Annotated[
+    float | None,
+    typer.Option(
+        help="Relative error wanted: where the first order is not good enough, Newton's step or the path answers.",
+        min=0.0,
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what goes wrong.")]
 _SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
@@ -33,6 +44,7 @@ class Estimator(StrEnum):
     """What predicts."""
 
     dif = "dif"
+    derivative = "derivative"
     switching = "switching"
     newton = "newton"
     classical = "classical"
@@ -56,24 +68,63 @@ def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path
 
 
 def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
-    """Is this a solution at which influence exists? The certificate in plain words, with what to do.
+    """Can predictions for this model be trusted? The verdict and the certificate in plain words, with what to do.
 
-    Exit code 2 where something is wrong.
+    Nothing is retrained: for the strongest removals and for random ones, two further Newton steps show how far the
+    predictions of the file's targets are off. Exit code 2 where they cannot be trusted.
 
     Example: dif check model.py
     """
     with one_line():
         from dif.certificate import Certificate
         from dif.description import Description
+        from dif.verdict import Verdict
 
-        found = Certificate.of(Description.read(file, aimed=False).solution)
+        told = Description.read(file, aimed=False)
+        found, assessment = Certificate.of(told.solution), None
+        if found.holds and told.targets:
+            margins, assessment = _assessed(told)
+            found = Certificate.of(told.solution, margins)
+        verdict = Verdict.of(found.to_dict(), assessment, None)
+        if not told.targets and found.holds:
+            verdict = Verdict("note", "This is a solution. No prediction was checked: the file names no `targets`.")
         if as_json:
-            typer.echo(json.dumps(found.to_dict(), indent=2))
+            typer.echo(json.dumps({"verdict": asdict(verdict), **found.to_dict()}, indent=2))
         elif not quiet:
+            _judged(asdict(verdict))
             _certificate(found)
         bad = [one for one in found.findings if one.verdict == "bad"]
         if bad:
             refuse(f"{bad[0].what} {bad[0].meaning} Measured: {bad[0].measured}. {bad[0].cure}")
+        if verdict.sign == "bad":
+            refuse(f"{verdict.words} {verdict.cure}")
+
+
+def _assessed(told: Description) -> tuple[Any, dict[str, Any]]:
+    """What removals move the constraints by, and the error to be expected of all targets together."""
+    import dif
+
+    predictor, (everyone, _) = dif.DirectionalInfluence(told.solution), _removals(told)
+    with _unsaid():
+        scores = predictor.scores(list(told.targets.values()), everyone, show_progress=False)
+    return predictor.margins(everyone), scores.diagnostics["assessment"]
+
+
+@contextmanager
+def _unsaid() -> Iterator[None]:
+    """The verdict says what this warning would."""
+    from dif.errors import FirstOrderWarning
+
+    with catch_warnings():
+        simplefilter("ignore", FirstOrderWarning)
+        yield
+
+
+def _judged(verdict: dict[str, str]) -> None:
+    """The verdict, before anything else."""
+    colour = {"good": "green", "note": "yellow", "bad": "red"}[verdict["sign"]]
+    words = f"{_SIGNS[verdict['sign']]} [bold {colour}]{plain(verdict['words'])}[/]"
+    console().print(words + (f" [italic]{plain(verdict['cure'])}[/]" if verdict["cure"] else ""), soft_wrap=True)
 
 
 def _certificate(found: Any) -> None:
@@ -85,10 +136,12 @@ def _certificate(found: Any) -> None:
         made.add_row(_SIGNS[one.verdict], words, plain(one.measured))
     console().print(made)
     if found.constraints:
-        rows = table("Constraints", "constraint", "state", "slack", "multiplier λ", left=2)
+        headings = ("constraint", "state", "slack", "multiplier λ", "one removal moves it by", "in the median")
+        rows = table("Constraints", *headings, left=2)
         for one in found.constraints:
             state = one.state + (" (uncertain)" if one.uncertain else "")
-            rows.add_row(plain(one.name), state, f"{one.slack:.3g}", f"{one.multiplier:.4g}")
+            moves = ("—" if size is None else f"{size:.2g}" for size in (one.largest, one.median))
+            rows.add_row(plain(one.name), state, f"{one.slack:.3g}", f"{one.multiplier:.4g}", *moves)
         console().print(rows)
 
 
@@ -98,12 +151,14 @@ def score(
     top: Annotated[int, typer.Option(help="How many to print.", min=1)] = 20,
     out: OutDir = Path("results"),
     estimator: Annotated[Estimator, typer.Option(help="What predicts.")] = Estimator.dif,
+    accuracy: Accuracy = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """How would the target change without each training sample? Scores, the most influential samples, a report.
 
-    Writes scores.npz (dif.Influence.load), report.json and report.html into --out.
+    The verdict comes first: how far the predictions can be trusted. Writes scores.npz (dif.Influence.load), report.json
+    and report.html into --out.
 
     Example: dif score model.py --target gap --top 20 --out results
     """
@@ -111,7 +166,7 @@ def score(
         from dif.description import Description
 
         _made(out)
-        found = _scored(Description.read(file), target, top, out, estimator, quiet or as_json)
+        found = _scored(Description.read(file), target, top, out, estimator, accuracy, quiet or as_json)
     _shown(found, top, out, as_json, quiet)
 
 
@@ -121,18 +176,20 @@ def retrain(
     top: Annotated[int, typer.Option(help="How many of the most influential to retrain without.", min=1)] = 20,
     out: OutDir = Path("results"),
     jobs: Annotated[int, typer.Option(help="Processes that share the work; −1 for all cores.")] = 1,
+    accuracy: Accuracy = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
     """Verify the most influential samples by training again without each of them.
 
-    Scores first where --out has none. Each finished retraining is kept there: interrupted, the same command goes on.
+    Scores first where --out has none. The verdict compares what was to be expected with what happened. Each finished
+    retraining is kept in --out: interrupted, the same command goes on.
 
     Example: dif retrain model.py --top 20 --out results --jobs 2
     """
     with one_line():
         _made(out)
-        found = _retrained(file, target, top, out, jobs, quiet or as_json)
+        found = _retrained(file, target, top, out, jobs, accuracy, quiet or as_json)
     _shown(found, top, out, as_json, quiet)
 
 
@@ -158,31 +215,56 @@ def example(out: Path) -> Path:
     """The fairness example that comes with dif, scored and verified; where its report is."""
     with one_line(), as_file(files("dif") / "examples" / "credit.py") as file:
         _made(out)
-        found = _retrained(file, None, 20, out, 1, False)
+        found = _retrained(file, None, 20, out, 1, None, False)
     _shown(found, 10, out, as_json=False, quiet=False)
     return out / "report.html"
 
 
-def _scored(told: Description, target: str | None, top: int, out: Path, estimator: Estimator, silent: bool) -> Report:
+def _removals(told: Description) -> tuple[Perturbation, dict[int, str]]:
+    """Everyone who can be removed, and who cannot, with the reason."""
+    from dif.direction import indispensable
+
+    needed = indispensable(told.solution.program, told.train)
+    left = [i for i in range(len(told.train)) if i not in needed]
+    return told.train.remove_each(left if needed else None), needed
+
+
+def _predicted(
+    told: Description, wanted: Any, everyone: Perturbation, estimator: Estimator, accuracy: float | None, silent: bool
+) -> tuple[Influence, DirectionalInfluence | None]:
+    """The scores, and what knows their parts by term."""
+    import dif
+
+    solution = told.solution
+    if accuracy is not None:
+        if estimator is not Estimator.dif:
+            refuse(f"--accuracy chooses the estimator itself: leave out --estimator {estimator.value}")
+        adaptive = dif.AdaptiveInfluence(solution, accuracy=accuracy, strict=False, show_progress=not silent)
+        return adaptive.scores(wanted, everyone), None
+    if estimator is Estimator.newton:
+        return dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone), None
+    if estimator is Estimator.classical:
+        return dif.ClassicalInfluence(solution).scores(wanted, everyone, show_progress=not silent), None
+    how: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}[estimator]
+    predictor = dif.DirectionalInfluence(solution, switching=how)
+    return predictor.scores(wanted, everyone, show_progress=not silent), predictor
+
+
+def _scored(
+    told: Description, target: str | None, top: int, out: Path, estimator: Estimator, accuracy: float | None,
+    silent: bool,
+) -> Report:  # fmt: skip
     """Score everyone, and keep it."""
     import torch
 
     import dif
-    from dif.direction import indispensable
     from dif.report import Report, shown
 
     name, wanted = told.target(target)
-    solution = told.solution
-    needed = indispensable(solution.program, told.train)
-    everyone = told.train.remove_each([i for i in range(len(told.train)) if i not in needed] if needed else None)
-    predictor = None  # one that knows the parts
-    if estimator is Estimator.newton:
-        scores = dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone)
-    elif estimator is Estimator.classical:
-        scores = dif.ClassicalInfluence(solution).scores(wanted, everyone, show_progress=not silent)
-    else:
-        predictor = dif.DirectionalInfluence(solution, switching=estimator is Estimator.switching)
-        scores = predictor.scores(wanted, everyone, show_progress=not silent)
+    everyone, needed = _removals(told)
+    with _unsaid():
+        scores, predictor = _predicted(told, wanted, everyone, estimator, accuracy, silent)
+    margins = (predictor or dif.DirectionalInfluence(told.solution)).margins(everyone)
     if needed:
         scores = _with_the_rest(scores, told.train.remove_each(), needed)
     scores = replace(scores, targets=(name,))
@@ -193,7 +275,7 @@ def _scored(told: Description, target: str | None, top: int, out: Path, estimato
     else:
         parts = dif.Influence(torch.zeros(len(some), 0), some, (), scores.estimator)
     scores.save(out / "scores.npz")
-    made = Report.of(told, name, scores, parts, listed, _command())
+    made = Report.of(told, name, scores, parts, listed, _command(), margins)
     _written(made, out)
     return made
 
@@ -203,16 +285,22 @@ def _with_the_rest(scores: Influence, everyone: Perturbation, needed: dict[int, 
     import torch
 
     values = torch.full((len(everyone), 1), float("nan"), dtype=scores.values.dtype)
-    values[[i for i in range(len(everyone)) if i not in needed]] = scores.values
+    left = [i for i in range(len(everyone)) if i not in needed]
+    values[left] = scores.values
+    assessment = dict(scores.diagnostics["assessment"])
+    assessment["rows"] = [left[row] for row in assessment["rows"]]
     why = {
         everyone[i].labels[0]: f"It is alone in {words}, which would not be defined without it."
         for i, words in needed.items()
     }
-    diagnostics = scores.diagnostics | {"unanswered": scores.diagnostics.get("unanswered", {}) | why}
+    unanswered = scores.diagnostics.get("unanswered", {}) | why
+    diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
     return replace(scores, stored=values, carried_out=everyone, diagnostics=diagnostics)
 
 
-def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, silent: bool) -> Report:
+def _retrained(
+    file: Path, target: str | None, top: int, out: Path, jobs: int, accuracy: float | None, silent: bool
+) -> Report:
     """Retrain without the most influential ones, and keep it."""
     import dif
     from dif.description import Description
@@ -221,8 +309,9 @@ def _retrained(file: Path, target: str | None, top: int, out: Path, jobs: int, s
     told = Description.read(file)
     name, wanted = told.target(target)
     known = Report.load(out / "report.json") if (out / "report.json").is_file() else None
-    if known is None or known.mark != fingerprint(told, name) or len(known.samples) < min(top, known.total):
-        known = _scored(told, target, top, out, Estimator.dif, silent)  # another model or question since
+    stale = known is None or known.mark != fingerprint(told, name) or len(known.samples) < min(top, known.total)
+    if known is None or stale or accuracy is not None:
+        known = _scored(told, target, top, out, Estimator.dif, accuracy, silent)  # another model or question since
     listed = [one["index"] for one in known.samples[:top] if one["score"] is not None]
     retraining = dif.Retraining(
         told.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
@@ -253,17 +342,21 @@ def _command() -> str:
 
 
 def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> None:
-    """The top of the ranking, as a table or as JSON."""
+    """The verdict and the top of the ranking, as a table or as JSON."""
+    bad = found.verdict["sign"] == "bad"
     if as_json:
         rows = [
             {key: one.get(key) for key in ("index", "name", "group", "score", "actual")} for one in found.samples[:top]
         ]
-        said = {"target": found.target, "value": found.value, "estimator": found.estimator, "samples": rows}
+        said = {"verdict": found.verdict, "target": found.target, "value": found.value}
+        said |= {"estimator": found.estimator, "samples": rows}
         said |= {"agreement": found.agreement, "remarks": found.remarks}
         typer.echo(json.dumps(said | {"report": str((out / "report.html").resolve())}))
+    if bad and (as_json or quiet):
+        say(f"{found.verdict['words']} {found.verdict['cure']}")  # on stderr
+    if as_json or quiet:
         return
-    if quiet:
-        return
+    _judged(found.verdict)
     retrained = any(one.get("actual") is not None for one in found.samples)
     headings = [
         "sample",

@@ -35,8 +35,7 @@ def one_line() -> Iterator[None]:
     except KeyboardInterrupt as error:
         refuse("interrupted; what was finished is kept, the same command goes on from there", 130, error)
     except NotASolutionError as error:
-        words = str(error).replace(error.cure, "Train on, or polish it in the file: dif.fit(problem, solution.params).")
-        refuse(words, 2, error)
+        refuse(str(error).replace("strict=False goes on regardless, and records the residual.", "").strip(), 2, error)
     except ImportError as error:
         missing = f"{error.name} is not installed: pip install 'dif[studies]'"
         refuse(missing if error.name in _EXTRAS else str(error), 2, error)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dif.active_set import Margin
 from dif.assessment import ASSESSED, Assessor
 from dif.direction import Direction, check_kind
 from dif.errors import DegenerateError, InvalidInputError
@@ -21,6 +22,8 @@ from dif.reading import check_number
 from dif.reduced_qp import no_direction
 from dif.solution import Solution, expect_solution
 from dif.targets import Targets
+
+_ROWS = 64  # whose margins are compared with what perturbations move
 
 
 class DirectionalInfluence:
@@ -206,6 +209,26 @@ class DirectionalInfluence:
         values = lin.multiplier_changes(perturbations).double().cpu()
         names = self.solution.program.names
         return Influence(values, perturbations, names, f"{self._title}, prices", self._about(lin))
+
+    def margins(self, perturbations: Perturbation) -> list[Margin | None]:
+        """For each row of the constraints: how far perturbations move what decides whether it binds.
+
+        That is the multiplier of a row that binds, and f − τ of one that does not. None for equalities, and beyond the
+        64 rows that are nearest to switching.
+        """
+        at, lin = self.solution, self._for(perturbations)
+        found: list[Margin | None] = [None] * at.program.m
+        rows = torch.nonzero(~at.program.equality).reshape(-1)
+        nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
+        rows = rows[torch.argsort(nearness[rows])[:_ROWS]]
+        if len(rows):
+            moved, priced = (x.abs().double().cpu() for x in lin.margins(rows, perturbations))
+            answered = torch.isfinite(moved).all(1)
+            for k, j in enumerate(rows.tolist()):
+                deciding = (priced if j in at.active.binding else moved)[answered, k]
+                if len(deciding):
+                    found[j] = Margin(float(deciding.max()), float(deciding.median()))
+        return found
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""

@@ -16,6 +16,7 @@
   };
   const signed = (x) => (x === null || x === undefined ? "—" : (x > 0 ? "+" : x < 0 ? "−" : "") + short(Math.abs(x)));
   const short = (x) => (x === 0 ? "0" : x >= 1e-3 && x < 1e5 ? x.toPrecision(4) : x.toExponential(2));
+  const percent = (x) => (x < 10 ? `${x < 0.1 ? Number((100 * x).toPrecision(2)) : Math.round(100 * x)} %` : "more than 1000 %");
   const side = (x) => (x > 0 ? "up" : x < 0 ? "down" : "none");
   const narrow = () => matchMedia("(max-width: 52rem)").matches;
   const ticks = (low, high) => {
@@ -29,11 +30,15 @@
   const samples = report.samples;
   const retrained = samples.some((s) => s.actual !== undefined && s.actual !== null);
   const pictured = samples.some((s) => s.image);
+  const views = samples.length ? Object.keys(samples[0].losses) : [];
   const grouped = samples.some((s) => s.group !== null);
 
   byId("how").textContent =
     `The ${samples.length} samples that move ${report.target} most, of ${report.total}. A score of +0.02 says: without ` +
-    "this sample the target would be about 0.02 higher.";
+    "this sample the target would be about 0.02 higher." +
+    (report.loss ? " The target is a loss: samples without which it rises are helpful, the others harmful." : "");
+  const kinds = report.loss ? { up: "helpful", down: "harmful" } : { up: "lowers the target", down: "raises the target" };
+  for (const option of byId("kind").options) if (kinds[option.value]) option.textContent = `${kinds[option.value]} (${option.textContent})`;
 
   // The table
 
@@ -42,7 +47,7 @@
     ...(grouped ? [{ key: "group", words: "group", of: (s) => s.group || "", text: true }] : []),
     { key: "score", words: "score", of: (s) => s.score },
     ...(retrained ? [{ key: "actual", words: "retrained", of: (s) => (s.actual === undefined ? null : s.actual) }] : []),
-    { key: "loss", words: "its loss", of: (s) => s.loss, minor: true },
+    ...views.map((name) => ({ key: `loss ${name}`, words: views.length > 1 ? `its ${name}` : "its loss", of: (s) => s.losses[name], minor: true })),
   ];
   let order = { key: "score", down: true, size: true };
   let chosen = null;
@@ -73,7 +78,7 @@
     const wanted = exact ? [phrase] : phrase.split(/\s+/).filter(Boolean);
     const kind = byId("kind").value;
     const found = samples.filter(
-      (s) => wanted.every((word) => words.get(s).includes(word)) && (kind === "all" || side(s.score) === (kind === "helpful" ? "up" : "down")),
+      (s) => wanted.every((word) => words.get(s).includes(word)) && (kind === "all" || side(s.score) === kind),
     );
     const column = columns.find((c) => c.key === order.key);
     const value = (s) => (order.size ? Math.abs(column.of(s) || 0) : column.of(s));
@@ -108,8 +113,8 @@
     }
     for (const column of columns) {
       const value = column.of(s);
-      const cell = make(column.key === "name" ? "th" : "td", column.text ? value : column.key === "loss" ? (value === null ? "—" : short(value)) : signed(value));
-      if (!column.text) cell.className = "number" + (column.minor ? " minor" : "") + (column.key === "loss" || value === null ? "" : " " + side(value));
+      const cell = make(column.key === "name" ? "th" : "td", column.text ? value : column.minor ? (value === null ? "—" : value < 0 ? signed(value) : short(value)) : signed(value));
+      if (!column.text) cell.className = "number" + (column.minor ? " minor" : "") + (column.minor || value === null ? "" : " " + side(value));
       if (column.key === "name") cell.scope = "row";
       line.append(cell);
     }
@@ -159,6 +164,7 @@
     if (s.image) detail.append(picture(s.image));
     const does = s.score === 0 ? "not change" : `${s.score > 0 ? "rise" : "fall"} by about ${short(Math.abs(s.score))}`;
     detail.append(make("p", s.score === null ? `No answer for this one. ${s.why || ""}` : `Without it, ${report.target} would ${does}.`));
+    if (s.expected_error !== null && s.expected_error !== undefined) detail.append(make("p", `The error to be expected of that is ${percent(s.expected_error)}.`));
     if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retrained without it: ${signed(s.actual)}.`));
     if (s.failed) detail.append(make("p", `Retraining without it failed: ${s.failed}`));
     if (s.parts.length > 1) {
@@ -166,6 +172,7 @@
       detail.append(bars(report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }))));
     }
     const list = make("dl");
+    if (views.length > 1) for (const name of views) list.append(make("dt", `its ${name}`), make("dd", s.losses[name] === null ? "—" : Number(s.losses[name].toPrecision(4)).toString()));
     for (const [name, value] of Object.entries(s.features)) list.append(make("dt", name), make("dd", value));
     if (list.childElementCount) detail.append(make("h3", "Features"), list);
     if (scroll) {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,7 @@ def posed(setting: Setting) -> tuple[dif.Samples, dif.Samples, dif.Problem, Any]
     if setting.kind == "tanh":
         torch.manual_seed(setting.seed)
         sizes = (setting.inputs, *setting.hidden)
-        layers = [part for a, b in zip(sizes, sizes[1:], strict=False) for part in (nn.Linear(a, b), nn.Tanh())]
+        layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.Tanh())]
         start = nn.Sequential(*layers, nn.Linear(sizes[-1], 1)).double()
 
     def loss(model: Any, batch: Any) -> Tensor:

@@ -1,0 +1,458 @@
+"""What is said about predictions before they are believed: expected errors, margins, kinks, the verdict."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from oracle import Oracle, Point, Removal, weights_of
+from parity import FILE as PARITY
+from problems import class_data, fair_logistic, logistic, solved, squared
+from typer.testing import CliRunner
+
+import dif
+from dif.certificate import Certificate
+from dif.cli import app
+from dif.description import TEMPLATE, Description
+from dif.report import Report
+from dif.studies import calibration
+from dif.verdict import Verdict
+
+F64 = torch.float64
+RUN = CliRunner()
+QUIET = {"show_progress": False}
+
+
+# Constraints within reach of a removal
+
+
+def within_reach(seed):
+    """A constraint whose slack (or what it is violated by without force) is 0.1 to 2 times what a removal moves."""
+    rng = np.random.default_rng(seed)
+    n, d = 80, 4
+    X, group = rng.normal(size=(n, d)), rng.random(n) < 0.4
+    X[group, 0] += 0.7
+    loss = ("squared", "logistic")[seed % 2]
+    y = X @ rng.normal(size=d) + 0.7 * rng.normal(size=n) + group * (X @ rng.normal(size=d))  # groups that differ
+    y = y if loss == "squared" else np.sign(y)
+    everyone = np.ones(n, dtype=bool)
+    means = (((1.0, everyone),), ((1.0, group),))
+    B = np.zeros((2, d, d))
+    B[0] = 0.1 * np.eye(d)
+    W = np.stack([weights_of(m, n) for m in means])
+    free = Oracle(loss, X, y, means, W, B, np.zeros((2, d)), np.array([1e9]), np.zeros(1, dtype=bool))
+    nothing = Point(np.zeros(d), np.zeros(1), np.zeros(1, dtype=bool))
+    start = free.minimum(nothing)
+    at = free.values(start.theta)[1]
+    moves = []
+    for i in range(n):
+        changed = free.moved(Removal(np.arange(n) == i, (0, 1), True), 1.0)
+        moves.append(changed.values(changed.minimum(start).theta)[1] - at)
+    side = 1 if seed % 4 < 2 else -1  # outside of the bound, or held by it with a small force
+    tau = at + side * rng.uniform(0.1, 2.0) * float(np.median(np.abs(moves)))
+    truth = Oracle(loss, X, y, means, W, B, np.zeros((2, d)), np.array([tau]), np.zeros(1, dtype=bool))
+
+    train = dif.Samples(squared if loss == "squared" else logistic, (torch.tensor(X), torch.tensor(y)), name="train")
+    mask = torch.tensor(group)
+    risk = train.mean(where=mask)
+    solution = solved(dif.Problem(train.mean() + dif.ridge(0.1), [(risk <= tau).named("group")]))
+    return train, risk, solution, truth
+
+
+def test_constraints_within_reach_of_a_removal():
+    """30 problems, every sample removed and the problem solved anew in numpy."""
+    found = []
+    for seed in range(30):
+        train, risk, solution, truth = within_reach(seed)
+        n, at = len(train), Point(solution.theta.numpy(), solution.lam.numpy(), solution.lam.numpy() > 0)
+        base = truth.values(at.theta)[1]
+        actual = []
+        for i in range(n):
+            changed = truth.moved(Removal(np.arange(n) == i, (0, 1), True), 1.0)
+            actual.append(truth.values(changed.minimum(at).theta)[1] - base)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always", dif.FirstOrderWarning)
+            scores = dif.DirectionalInfluence(solution).scores(risk, train.remove_each(), **QUIET)
+        assert scores.diagnostics["within_reach"] == ["group"]
+        r = dif.Agreement.of(scores.values[:, 0], torch.tensor(actual)).pearson
+        warned = any(issubclass(one.category, dif.FirstOrderWarning) for one in said)
+        assert warned == (scores.trusted is False)
+        assert r >= 0.9 or warned
+        plain = dif.DirectionalInfluence(solution, switching=False).scores(risk, train.remove_each(), **QUIET, assess=0)
+        found.append((r, dif.Agreement.of(plain.values[:, 0], torch.tensor(actual)).pearson))
+    r, derivative = np.median(found, 0)
+    print(f"median r {r:.4f}, smallest {min(one for one, _ in found):.4f}; the derivative's {derivative:.4f}")
+    assert r >= 0.98
+    assert derivative < 0.95
+
+
+def test_a_constraint_that_nearly_binds():
+    torch.manual_seed(0)
+    X, group = torch.randn(200, 3).double(), torch.arange(200) % 2
+    y = torch.where(X[:, 0] + 0.8 * group + 0.3 * torch.randn(200) > 0.4, 1.0, -1.0).double()
+    train = dif.Samples(logistic, (X, y), name="train")
+    risk = train.mean()
+    free = solved(dif.Problem(risk + dif.ridge(1e-2)), d=3)
+    losses = logistic(free.params, (X, y))
+    tau = float(losses[group == 0].mean() - losses.mean()) + 3e-4
+    problem = dif.Problem(risk + dif.ridge(1e-2), [(train.mean(where=group == 0) - risk <= tau).named("group 0")])
+    solution = solved(problem, d=3)
+    gap, removals = train.mean(where=group == 1) - train.mean(where=group == 0), train.remove_each()
+    predictor = dif.DirectionalInfluence(solution)
+    actual = dif.Retraining(solution, show_progress=False).scores(gap, removals)
+    assert predictor.scores(gap, removals).compare(actual).pearson > 0.99
+    plain = dif.DirectionalInfluence(solution, switching=False).scores(gap, removals)
+    assert plain.compare(actual).pearson < 0.5
+    assert plain.trusted is False
+
+    finding = Certificate.of(solution, predictor.margins(removals)).findings[-2]
+    assert finding.what == "Is it clear which constraints bind, whoever is removed?"
+    assert finding.verdict == "note"
+    assert finding.measured.startswith("group 0: slack 0.0003, one removal moves it by ")
+    assert "can make these let go or begin to bind" in finding.meaning
+
+
+def test_margins_are_what_retraining_moves():
+    train, problem, _ = fair_logistic()
+    solution = solved(problem)
+    some = 0.01 * train.remove_each()
+    binding, inactive = dif.DirectionalInfluence(solution).margins(some)
+    moved = [dif.Retraining(solution, show_progress=False).change(one) for one in some]
+    priced = torch.stack([change.multipliers.flat[0].abs() for change in moved])
+    assert binding.largest == pytest.approx(float(priced.max()), rel=0.05)
+    assert binding.median == pytest.approx(float(priced.median()), rel=0.05)
+    weighed = dif.direction.Direction(solution.program, some)
+    values = torch.stack(
+        [
+            weighed.carried_out(p).rows.values(solution.theta + moved[p].flat)[2] - solution.f[2]
+            for p in range(len(some))
+        ]
+    ).abs()
+    assert inactive.largest == pytest.approx(float(values.max()), rel=0.05)
+    found = Certificate.of(solution, [binding, inactive])
+    assert [row.largest for row in found.constraints] == [binding.largest, inactive.largest]
+
+
+# Expected errors
+
+
+def fair(n=900):
+    """Logistic regression with a group bound that holds, on enough people for the first order to reach a removal."""
+    X, y = class_data(n)
+    train = dif.Samples(logistic, (X, y), name="train")
+    group = (X[:, 1] + 0.5 * X[:, 2] > 0).long()
+    problem = dif.Problem(train.mean() + dif.ridge(0.05), [train.mean(where=group == 1) <= train.mean() - 0.01])
+    return train, problem, group
+
+
+def test_expected_errors_are_carried_along(tmp_path):
+    train, problem, group = fair()
+    solution = solved(problem)
+    targets = [train.mean(), 1e6 * train.mean(where=group == 1)]
+    scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), **QUIET, assess=5)
+    errors = scores.expected_error
+    assert int(torch.isfinite(errors).sum()) == 10
+    sizes = (scores.values / scores.values.norm(dim=0)).norm(dim=1)
+    assert bool(torch.isfinite(errors[sizes.argmax()]))
+    actual = dif.Retraining(solution, show_progress=False).scores(targets, train.remove_each())
+    for i in torch.nonzero(torch.isfinite(errors)).reshape(-1).tolist():
+        unit = scores.values.norm(dim=0)
+        off = ((scores.values[i] - actual.values[i]) / unit).norm() / (actual.values[i] / unit).norm()
+        assert float(errors[i]) == pytest.approx(float(off), rel=0.3, abs=0.02)
+    scores.save(tmp_path / "scores.npz")
+    again = dif.Influence.load(tmp_path / "scores.npz")
+    assert torch.equal(torch.nan_to_num(again.expected_error), torch.nan_to_num(errors))
+    assert again.trusted == scores.trusted
+    silent = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), **QUIET, assess=0)
+    assert silent.trusted is None
+    assert bool(torch.isnan(silent.expected_error).all())
+    streamed = dif.DirectionalInfluence(solution).scores(
+        targets, train.remove_each(), **QUIET, assess=5, out=tmp_path / "scores.npy"
+    )
+    assert torch.equal(torch.nan_to_num(streamed.expected_error), torch.nan_to_num(errors))
+    for wrong in (-1, 2.5, "all"):
+        with pytest.raises(dif.InvalidInputError, match="so many of the strongest perturbations"):
+            dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), assess=wrong)
+
+
+def test_small_targets_are_not_hidden_behind_large_ones():
+    """A target in other units must not decide alone whether the rest is trusted."""
+    train, problem, _ = fair()
+    solution = solved(problem)
+    steep = dif.Function(lambda p: (40 * p["theta"]).sum().sin() * 1e-9, name="steep")
+    good = dif.DirectionalInfluence(solution).scores([train.mean()], train.remove_each(), **QUIET)
+    with pytest.warns(dif.FirstOrderWarning):
+        both = dif.DirectionalInfluence(solution).scores([1e3 * train.mean(), steep], train.remove_each(), **QUIET)
+    assert good.trusted
+    assert both.trusted is False
+
+
+@pytest.mark.parametrize("estimator", [dif.ClassicalInfluence, dif.NewtonInfluence, dif.PenaltyInfluence])
+def test_every_predictor_says_how_far_it_can_be_trusted(estimator):
+    train, problem, _ = fair()
+    solution = solved(problem)
+    actual = dif.Retraining(solution, show_progress=False).scores(train.mean(), train.remove_each())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", dif.FirstOrderWarning)
+        found = estimator(solution).scores(train.mean(), train.remove_each())
+    assert found.trusted == (found.compare(actual).relative_error <= 0.25)
+
+
+def test_any_perturbation_to_a_wanted_accuracy():
+    train, problem, _ = fair()
+    solution = solved(problem)
+    X, y = (t[:1] for t in train.storage.data)
+    dw = torch.zeros(900, dtype=F64)
+    dw[3] = -0.001
+    adaptive = dif.AdaptiveInfluence(solution, accuracy=0.01, show_progress=False)
+    retraining = dif.Retraining(solution, show_progress=False)
+    for one in (
+        train.remove([1, 2, 3]),
+        train.reweight(dw),
+        train.replace(0, (X, -y)),
+        train.add((X + 1, y), like=4),
+        problem.constraints[0].shift(-0.01),
+    ):
+        found, actual = adaptive.scores(train.mean(), one), retraining.scores(train.mean(), one)
+        assert float(found.values) == pytest.approx(float(actual.values), rel=0.012)
+        assert float(found.expected_error) <= 0.01
+    assert dif.GroupInfluence is dif.AdaptiveInfluence
+
+
+SOME = [s for s in calibration.settings() if s.kind != "tanh" and s.n < 2000] + [
+    calibration.Setting("tanh", 100, 6, (12,), ridge=1e-1, seed=1),
+    calibration.Setting("tanh", 100, 6, (12,), ridge=1e-2, constrained=True, seed=7),
+    calibration.Setting("tanh", 400, 6, (12,), ridge=1e-2, seed=8),
+]
+
+
+def test_expected_and_actual_errors_agree():
+    rows = [{"name": one.name, **calibration.measured(one)} for one in SOME]
+    found = calibration.summary(rows)
+    assert found["models"] >= 20
+    assert found["of these not trusted"] == found["off by more than 50 %"] > 3
+    assert found["of these trusted"] == found["off by less than 10 %"] > 0
+    close = [abs(np.log(row["expected"] / row["actual"])) for row in rows if row["actual"] and row["actual"] < 0.4]
+    assert np.median(close) < 0.2
+
+
+@pytest.mark.slow
+def test_calibration(tmp_path):
+    found = calibration.reproduce(tmp_path, show_progress=False)
+    assert found["models"] >= 40
+    assert found["of these not trusted"] >= 0.95 * found["off by more than 50 %"]
+    assert found["of these trusted"] >= 0.95 * found["off by less than 10 %"]
+    kept = json.loads((tmp_path / "calibration.json").read_text())
+    assert [row["name"] for row in kept["rows"]] == [one.name for one in calibration.settings()]
+
+
+# The verdict
+
+
+def test_a_flat_network_is_not_vouched_for(tmp_path):
+    """30-40-20-2 tanh, 400 samples: a derivative exists, and predicts nothing."""
+    (tmp_path / "model.py").write_text('''
+import torch, dif
+from sklearn.datasets import load_breast_cancer
+X, y = load_breast_cancer(return_X_y=True)
+X, y = torch.tensor((X - X.mean(0)) / X.std(0)), torch.tensor(y)
+torch.manual_seed(0)
+order = torch.randperm(len(X))
+X, y = X[order], y[order]
+large = X[:400, 0] > 0
+model = torch.nn.Sequential(torch.nn.Linear(30, 40), torch.nn.Tanh(), torch.nn.Linear(40, 20), torch.nn.Tanh(),
+                            torch.nn.Linear(20, 2)).double()
+def loss(model, batch):
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+train = dif.Samples(loss, (X[:400], y[:400]), name="train")
+test = dif.Samples(loss, (X[400:], y[400:]), name="test")
+risk = train.mean()
+fair = [(train.mean(where=one) <= risk + 0.01).named(name) for one, name in ((large, "large"), (~large, "small"))]
+solution = dif.fit(dif.Problem(risk + dif.ridge(1e-2), fair), model, epochs=30, show_progress=False)
+targets = {"test loss": test.mean()}
+''')  # fmt: skip
+    out = tmp_path / "out"
+    result = RUN.invoke(app, ["retrain", str(tmp_path / "model.py"), "--top", "4", "--out", str(out), "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["verdict"]["sign"] == "bad"
+    assert said["verdict"]["words"].startswith(
+        "Predictions for this model cannot be trusted: 4 samples were removed, one at a time, and the model "
+        "retrained, and predictions were off by "
+    )
+    assert said["verdict"]["words"] in result.stderr
+    report = Report.load(out / "report.json")
+    assert report.assessment["pooled"] > 0.5
+    page = (out / "report.html").read_text()
+    assert page.index("cannot be trusted") < page.index("Is it a solution?")
+
+
+def test_parity_through_the_command_line(tmp_path):
+    """The case of test_views, as a user meets it: one row per person, each with both losses."""
+    from parity import resolve_without
+
+    (tmp_path / "model.py").write_text(PARITY)
+    result = RUN.invoke(app, ["retrain", str(tmp_path / "model.py"), "--top", "8", "--out", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["verdict"]["sign"] == "good"
+    told = {}
+    exec(compile(PARITY, "model.py", "exec"), told)
+    report = Report.load(tmp_path / "report.json")
+    for one in report.samples[:8]:
+        actual = resolve_without(told, one["index"])
+        assert one["score"] == pytest.approx(actual, rel=0.1)
+        assert one["actual"] == pytest.approx(actual, rel=1e-4)
+        assert set(one["losses"]) == {"train", "rates"}
+    assert len(report.samples) == 600
+    assert report.loss
+
+
+def test_two_samples_over_the_same_people_are_noticed_by_the_command_line(tmp_path):
+    twice = PARITY.replace('train.view(rate, name="rates")', 'dif.Samples(rate, (X, y), name="rates")')
+    (tmp_path / "model.py").write_text(twice)
+    with pytest.warns(dif.SameDataWarning):
+        result = RUN.invoke(app, ["check", str(tmp_path / "model.py"), "--json"])
+    findings = {one["what"]: one for one in json.loads(result.stdout)["findings"]}
+    asked = findings["Are all losses of a person changed together?"]
+    assert asked["verdict"] == "note"
+    assert "train.view(loss, name='rates')" in asked["meaning"]
+
+
+def test_check_leads_with_the_verdict(tmp_path):
+    (tmp_path / "model.py").write_text(TEMPLATE)
+    result = RUN.invoke(app, ["check", str(tmp_path / "model.py")])
+    assert result.exit_code == 0
+    assert result.output.startswith("✓ Predictions should be off by about ")
+    shaky = TEMPLATE.replace("600", "40").replace("dif.ridge(1e-2)", "dif.ridge(1e-4)")
+    (tmp_path / "shaky.py").write_text(shaky)
+    result = RUN.invoke(app, ["check", str(tmp_path / "shaky.py")])
+    assert result.exit_code == 2
+    assert result.output.startswith("✗ Predictions for this model cannot be trusted: they should be off by about ")
+    better = ["retrain", str(tmp_path / "shaky.py"), "--accuracy", "0.02", "--top", "10", "--out", str(tmp_path)]
+    said = json.loads(RUN.invoke(app, [*better, "--json"]).stdout)
+    assert said["verdict"]["sign"] == "good"
+    assert said["agreement"]["relative_error"] < 0.03
+    both = ["score", str(tmp_path / "shaky.py"), "--accuracy", "0.1", "--estimator", "newton", "--out", str(tmp_path)]
+    assert "leave out --estimator newton" in RUN.invoke(app, both).stderr
+    aimless = TEMPLATE.replace("targets = {", "wishes = {")
+    (tmp_path / "aimless.py").write_text(aimless)
+    result = RUN.invoke(app, ["check", str(tmp_path / "aimless.py")])
+    assert result.exit_code == 0
+    assert "No prediction was checked: the file names no `targets`" in result.output
+
+
+def test_verdicts_in_words():
+    sound = {"findings": [{"verdict": "good", "what": "", "meaning": "", "cure": ""}]}
+    expected = {"rows": [1, 2, 3], "errors": [0.1, 0.2, 0.3], "pooled": 0.034, "failed": None}
+    right = {"n": 20, "relative_error": 0.041, "wrong_signs": 0}
+    assert Verdict.of(sound, expected, right).words == (
+        "20 samples were removed, one at a time, and the model retrained: predictions were off by 4.1 % overall, all "
+        "signs right (3.4 % was to be expected)."
+    )
+    assert Verdict.of(sound, expected, None).sign == "good"
+    assert Verdict.of(sound, None, None).sign == "note"
+    failed = {"rows": [], "errors": [], "pooled": None, "failed": "it is flat"}
+    assert Verdict.of(sound, failed, None).words.endswith("they could not be checked (it is flat).")
+    wrong = Verdict.of(sound, expected, {"n": 1, "relative_error": 30.0, "wrong_signs": 1})
+    assert wrong.sign == "bad"
+    assert "1 sample was removed and the model retrained, and predictions were off by more than 1000 %" in wrong.words
+    flat = {"findings": [{"verdict": "bad", "what": "Is it a solution?", "meaning": "No.", "cure": "Train on."}]}
+    assert Verdict.of(flat, expected, right).words == (
+        "Predictions for this model cannot be trusted. Is it a solution? No."
+    )
+
+
+def test_words_for_targets(tmp_path):
+    (tmp_path / "model.py").write_text(TEMPLATE)
+    told = Description.read(tmp_path / "model.py")
+    risk, gap = told.targets["risk"], told.targets["gap"]
+    rates = next(s for s in told.solution.problem.samples if s.name == "rates")
+    test = dif.Samples(told.train.loss, tuple(t[:9] for t in told.train.storage.data), name="test")
+    assert told.is_loss(risk)
+    assert told.is_loss(test.mean() + dif.ridge(0.1))
+    for other in (gap, -1 * risk, rates.mean(), dif.linear([1.0, 0.0, 0.0]), test.weighted(-torch.ones(9).double())):
+        assert not told.is_loss(other)
+
+
+# Refused points and kinks
+
+
+def test_a_refused_point_gets_no_ticks():
+    X = torch.randn(40, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
+    train = dif.Samples(logistic, (X, torch.sign(X[:, 0])), name="train")  # separable, no ridge
+    with pytest.warns(dif.NotConvergedWarning):
+        solution = dif.fit(dif.Problem(train.mean()), {"theta": torch.zeros(2, dtype=F64)}, max_iter=60, **QUIET)
+    if solution.converged:  # it runs off: tight enough a judgement refuses it anyway
+        solution = dif.Solution(solution.problem, solution.params, tol=1e-30)
+    found = Certificate.of(solution)
+    assert not found.holds
+    assert [one.verdict for one in found.findings if one.verdict == "good"] == []
+
+
+LOSSES = {
+    "hinge": (lambda p, z: (1 - z[1] * (z[0] @ p["theta"])).clamp(min=0), "clamp"),
+    "absolute": (lambda p, z: (z[0] @ p["theta"] - z[1]).abs(), "abs"),
+    "pinball": (lambda p, z: torch.maximum(z[1] - z[0] @ p["theta"], 3 * (z[0] @ p["theta"] - z[1])), "maximum"),
+    "relu": (lambda p, z: torch.relu(z[0] @ p["theta"] - z[1]), "relu"),
+    "branches": (lambda p, z: torch.where(z[0] @ p["theta"] > 0, z[0] @ p["theta"], 0.0), "where"),
+    "largest": (lambda p, z: (z[0] * p["theta"]).amax(1), "amax"),
+}  # fmt: skip
+SMOOTH = {
+    "logistic": logistic,
+    "squared": squared,
+    "linear": lambda p, z: z[0] @ p["theta"],
+    "poisson": lambda p, z: (z[0] @ p["theta"]).exp() - z[1] * (z[0] @ p["theta"]),
+    "sharp": lambda p, z: torch.nn.functional.softplus(-z[1] * (z[0] @ p["theta"]), beta=50),
+    "smoothed absolute": lambda p, z: (1e-4 + (z[0] @ p["theta"] - z[1]) ** 2).sqrt(),
+    "huber": lambda p, z: torch.nn.functional.huber_loss(z[0] @ p["theta"], z[1], reduction="none"),
+    "gelu": lambda p, z: torch.nn.functional.gelu(z[0] @ p["theta"]),
+}
+
+
+def at_some_point(loss):
+    X, y = torch.randn(60, 4, dtype=F64, generator=torch.Generator().manual_seed(1)), torch.ones(60, dtype=F64)
+    train = dif.Samples(loss, (X, y), name="train")
+    theta = 0.3 * torch.randn(4, dtype=F64, generator=torch.Generator().manual_seed(2))
+    return dif.Solution(dif.Problem(train.mean() + dif.ridge(0.1)), {"theta": theta})
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_kinks_are_found_by_probing(name):
+    loss, operator = LOSSES[name]
+    (kink,) = at_some_point(loss).kinks
+    assert not kink.jumps
+    assert operator in kink.operators
+    assert str(kink).startswith("the loss of train[")
+
+
+def test_jumps_are_told_from_kinks():
+    (kink,) = at_some_point(lambda p, z: (z[0] @ p["theta"] < 0).double() + squared(p, z)).kinks
+    assert kink.jumps
+    assert "lt" in kink.operators
+
+
+@pytest.mark.parametrize("name", SMOOTH)
+def test_smooth_losses_have_none(name):
+    assert at_some_point(SMOOTH[name]).kinks == ()
+
+
+def test_a_relu_network_is_told_about_its_kinks():
+    torch.manual_seed(0)
+    X = torch.randn(80, 4, dtype=F64)
+    y = (X[:, 0] * X[:, 1] > 0).long()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 10), torch.nn.ReLU(), torch.nn.Linear(10, 2)).double()
+    train = dif.Samples(
+        lambda m, z: torch.nn.functional.cross_entropy(m(z[0]), z[1], reduction="none"), (X, y), name="train"
+    )
+    with pytest.warns(dif.NotConvergedWarning, match=r"has a kink \(relu.*polishing does not help") as said:
+        solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.02)), net, max_iter=150, **QUIET)
+    assert "Raise max_iter" not in str(said[0].message)
+    with pytest.raises(dif.NotASolutionError, match="Use a smooth loss or activation"):
+        dif.DirectionalInfluence(solution)
+    findings = {one.what: one for one in Certificate.of(solution).findings}
+    assert findings["Are the losses smooth?"].verdict == "bad"
+    assert "smooth" in findings["Is it a solution?"].cure

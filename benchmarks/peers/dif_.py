@@ -20,7 +20,11 @@ def scores(model: nn.Linear, data: Data, strict: bool = True) -> np.ndarray:
     train, test = dif.Samples(loss, (data.x, data.y)), dif.Samples(loss, (data.x_test, data.y_test), name="test")
     solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(RIDGE)), model)
     removals = train.remove_each(renormalise=False)  # the classical up-weighting by −1/N, as the peers have it
-    return dif.DirectionalInfluence(solution, strict=strict).scores(test, removals, show_progress=False).values.numpy()
+    return (
+        dif.DirectionalInfluence(solution, strict=strict)
+        .scores(test, removals, show_progress=False, assess=0)
+        .values.numpy()
+    )
 
 
 warm = partial(scores, strict=False)  # on fewer samples the model is no solution

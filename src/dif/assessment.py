@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ ASSESSED = 20  # strongest perturbations that are looked at by default, and as m
 _DEAR = 4  # so many where each step is solved by conjugate gradients
 _READ = 2**20  # scores read at once
 _SLOWEST = 0.9  # shrinking of successive steps that is reckoned with
-_SETTLED = 0.3  # above it two steps do not show where they lead: up to so many more are made,
+_SMALL = 0.1  # share of the change that one step may move: then a second one is made only where it matters
+_SETTLED = 0.3  # shrinking of steps: above it two steps do not show where they lead: up to so many more are made,
 _FURTHER = 12
 _REACHED = 1e-6  # until this relative KKT residual
 _ROUNDING = 32  # times eps · |target|: differences of a target below it are rounding
@@ -94,44 +94,63 @@ class Assessor:
         return units.clamp(min=torch.finfo(Q.dtype).tiny)
 
     def expect(
-        self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor
-    ) -> Expectation:
-        """The error of `values` (P, T), predicted by steps that end at θ̄ + ω with multipliers λ."""
+        self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor,
+        thorough: bool = True,
+    ) -> Expectation:  # fmt: skip
+        """The error of `values` (P, T), predicted by steps that end at θ̄ + ω with multipliers λ.
+
+        Unless `thorough`, one step is enough where it changes little.
+        """
         at, stack = self.solution, direction.stacked()
         before, theta = targets.values(at.theta), at.theta + omega
         nu = torch.where(at.program.equality, lam, lam.clamp(min=0))
         known = torch.isfinite(theta).all(1) & torch.isfinite(nu).all(1)
-        theta = torch.where(known[:, None], theta, at.theta)
-        nu = torch.where(known[:, None], nu, at.lam)
-        seen = [self._moved(targets, theta, before) / units]
-        for _ in range(2):
-            further, multipliers = self.nearby.step(stack, theta, nu)
-            known = known & torch.isfinite(further).all(1) & torch.isfinite(multipliers).all(1)
-            theta = torch.where(known[:, None], theta + further, theta)
-            nu = torch.where(known[:, None], multipliers, nu)
-            seen.append(self._moved(targets, theta, before) / units)
-        first, second = (torch.linalg.vector_norm(b - a, dim=1) for a, b in pairwise(seen))
-        shrinks = (second / first.clamp(min=torch.finfo(first.dtype).tiny)).clamp(max=_SLOWEST)
-        last, left = seen[-1], second * shrinks / (1 - shrinks)
-        unsettled = torch.nonzero(known & (shrinks > _SETTLED)).reshape(-1)
-        if len(unsettled):  # more steps where two do not show where they lead
-            ends = self.nearby.settle(stack.take(unsettled), theta[unsettled], nu[unsettled], _REACHED, _FURTHER)
+        theta, nu = torch.where(known[:, None], theta, at.theta), torch.where(known[:, None], nu, at.lam)
+
+        def moved(some: Tensor) -> Tensor:
+            return (targets.stacked_values(some) - before) / units
+
+        last = moved(theta)
+        change = torch.full_like(last[:, 0], float("nan"))  # of the last step
+        left = torch.zeros_like(change)  # what further steps would still change
+        which = torch.arange(len(theta), device=theta.device)
+        for number in range(2):
+            further, multipliers = self.nearby.step(stack.take(which), theta[which], nu[which])
+            exists = torch.isfinite(further).all(1) & torch.isfinite(multipliers).all(1)
+            known[which] &= exists
+            which, further, multipliers = which[exists], further[exists], multipliers[exists]
+            if len(which) == 0:
+                break
+            theta[which] += further
+            nu[which] = multipliers
+            now = moved(theta[which])
+            by, size = torch.linalg.vector_norm(now - last[which], dim=1), torch.linalg.vector_norm(now, dim=1)
+            shrinks = by / (change[which] if number else size).clamp(min=torch.finfo(by.dtype).tiny)
+            slow = shrinks.clamp(max=_SLOWEST)
+            last[which], change[which], left[which] = now, by, by * slow / (1 - slow)
+            which = which[shrinks > (_SETTLED if number else 0.0 if thorough else _SMALL)]
+            if len(which) == 0:
+                break
+        which = which[known[which]]
+        if len(which):  # more steps where two do not show where they lead
+            ends = self.nearby.settle(stack.take(which), theta[which], nu[which], _REACHED, _FURTHER)
             reached = ends.reached.to(theta.device)
-            there = unsettled[reached]
-            last = last.index_copy(0, there, self._moved(targets, ends.theta[reached], before) / units)
-            left, nu = left.index_fill(0, there, 0.0), nu.index_copy(0, there, ends.lam[reached])
+            there = which[reached]
+            if len(there):
+                last[there], nu[there], left[there] = moved(ends.theta[reached]), ends.lam[reached], 0.0
         size = torch.linalg.vector_norm(last, dim=1)
         error = torch.linalg.vector_norm(last - values / units, dim=1) + left
-        rounding = _ROUNDING * torch.finfo(first.dtype).eps * torch.linalg.vector_norm(before / units)
-        error = torch.where((error > 0) | (size > 0), error.clamp(min=float(rounding)), 0.0)
+        rounding = float(_ROUNDING * torch.finfo(error.dtype).eps * torch.linalg.vector_norm(before / units))
+        error = torch.where((error > 0) | (size > 0), error.clamp(min=rounding), 0.0)
         known = known & torch.isfinite(error) & torch.isfinite(size)
-        active = at.active
-        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & ~at.program.equality
-        names = at.program.names
-        crossed = [[names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
-        return Expectation(
-            torch.where(known, error, float("inf")), torch.where(known, size.clamp(min=float(rounding)), 0.0), crossed
-        )
+        error = torch.where(known, error, float("inf"))
+        return Expectation(error, torch.where(known, size.clamp(min=rounding), 0.0), self._crossed(nu))
+
+    def _crossed(self, nu: Tensor) -> list[list[str]]:
+        """The constraints that have switched, where the multipliers are these (P, m)."""
+        active, program = self.solution.active, self.solution.program
+        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & ~program.equality
+        return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
     def assess(self, count: object) -> Assess | None:
         """What looks at so many of the strongest scores, and as many others; None for 0."""
@@ -159,7 +178,7 @@ class Assessor:
                 some = perturbations.pick(mine)
                 values = torch.stack([scores[p : p + 1][0] for p in mine]).to(units)
                 direction = Direction(self.solution.program, some)
-                parts.append(self.expect(targets, units, direction, *ends(mine), values))
+                parts.append(self.expect(targets, units, direction, *ends(mine), values, thorough=False))
             found = Expectation.of(parts)
         except DifError as error:
             warn(f"they could not be assessed ({error})")
@@ -172,13 +191,6 @@ class Assessor:
                 "does not reach that far"
             )
         return {"rows": rows, "errors": found.relative.double().cpu().tolist(), "pooled": found.pooled, "failed": None}
-
-    def _moved(self, targets: Targets, theta: Tensor, before: Tensor) -> Tensor:
-        """How far the targets have moved at each θ, (P, T)."""
-        moved = before.new_zeros((len(theta), len(before)))
-        for p, t in enumerate(theta):
-            moved[p] = targets.values(t) - before
-        return moved
 
 
 def _chosen(scores: Values, units: Tensor, count: int) -> list[int]:

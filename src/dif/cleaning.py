@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def self_influence(
     index = list(range(len(samples))) if indices is None else samples.checked(indices)
     alone = indispensable(estimator.solution.program, samples)  # cannot be removed
     answered = [i for i in index if i not in alone]
-    quietly = {} if hasattr(estimator, "show_progress") else {"show_progress": False}  # said once, or each time
+    options = {"show_progress": False, "assess": 0}  # as far as the estimator knows them
+    quietly = {name: value for name, value in options.items() if name in signature(estimator.scores).parameters}
     values, diagnostics = [], {}
     with progress("self-influence", len(index), show_progress) as report:
         for begin in range(0, len(answered), _TOGETHER):

@@ -294,6 +294,16 @@ def _reverse_over_reverse(
         ) from error
 
 
+@within_memory
+def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor) -> Tensor:
+    """ℓᵢ of all samples at several θ (P, d), (P, n)."""
+    pieces = [thetas.new_zeros((len(thetas), 0))]
+    with torch.no_grad():
+        for place, _, loss in passes(samples, parameters, thetas[0], shared=False):
+            pieces.append(_stacked(loss, fitting(samples, parameters, thetas[0], place, 1), thetas))
+    return torch.cat(pieces, 1)
+
+
 def stacked_gradients(
     loss: Callable[[Tensor], Tensor], thetas: Tensor, W: Tensor, together: int
 ) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,11 @@ class Direction:
             )
         return direction
 
+    @property
+    def touched(self) -> int:
+        """How many samples are touched, at most."""
+        return sum(len(block.index) for block in self.blocks)
+
     # Resolving
 
     def _resolve_shift(self, scale: float, piece: Shift) -> None:

@@ -38,6 +38,7 @@ _SEEN = 32  # perturbations whose steps show which rows they reach
 _MIXTURES, _FEW_MIXTURES = 8, 4  # of more perturbations, to see how far they reach; few where a solve is dear
 _MARGIN = 3.0  # times what perturbations move a row or its multiplier: so far a row counts as within reach
 _CLEAR = 1e-10  # relative: beyond rounding
+_OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep
 
 Count = Callable[[Tensor], int]
 
@@ -191,10 +192,14 @@ class Linearisation:
 
     def _first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
         """The perturbations' b, (P, d), and r, (P, m)."""
-        first = [direction.first_order(p, self.at.theta, self.at.p, self.at.Dp) for p in range(direction.P)]
-        return torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack(
-            [df[1:] for df, _ in first]
-        ) - direction.dtau
+        at, P = self.at, direction.P
+        if P > 1 and P * direction.touched <= _OVERHEAD * P:  # few samples: one sweep for all
+            b, df = direction.mixed(torch.eye(P).to(at.theta), at.theta, self.weights, at.p, at.Dp)
+            if bool(torch.isfinite(b).all() and torch.isfinite(df).all()):  # else it is said below whose are not
+                return b, df[:, 1:] - direction.dtau
+        first = [direction.first_order(p, at.theta, at.p, at.Dp) for p in range(P)]
+        b, r = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df[1:] for df, _ in first])
+        return b, r - direction.dtau
 
     def _moved(self, B: Tensor, r: Tensor, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
         nu, force, unanswered = self.push(B @ self.V, r[:, self.kept], direction.perturbation)

@@ -67,6 +67,7 @@ class Nearby:
             self.held = at.active.mask(at.active.binding)
             self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
         self.kept = self.held | at.active.mask(at.active.active)
+        self._rows: tuple[Tensor, Tensor] | None = None  # those kept in the last step, and H̄_ρ⁻¹Ḡᵀ
 
     def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack]) -> Iterator[Ends]:
         """From (θ̄, λ̄) to the solution of every program of the stack: where they are after each means that was tried.
@@ -89,7 +90,8 @@ class Nearby:
     def step(self, stack: Stack, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """One step with what was prepared, from a point (θ, λ) of each program: ω, (P, d), the multipliers, (P, m)."""
         f, g = stack.pullback(theta, _weights(lam))
-        omega, nu, _ = self._prepared_step(f[:, 1:] - stack.tau, g, lam, None, self.solver.solve)
+        solve = self.solver.approximate if self.at.curvature.assembled else self.solver.solve  # exact, but unchecked
+        omega, nu, self._rows = self._prepared_step(f[:, 1:] - stack.tau, g, lam, self._rows, solve)
         return omega, nu
 
     def settle(self, stack: Stack, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:

@@ -20,6 +20,7 @@ from dif.derivatives import (
     pulled_back,
     sample_losses,
     sharing,
+    stacked_losses,
 )
 from dif.errors import InvalidInputError
 from dif.memory import within_memory
@@ -75,6 +76,24 @@ class Smooth:
         if (matrix := self.matrix) is not None:
             return matrix @ theta, lambda w: w @ matrix
         return forward(self.value, theta)
+
+    def stacked(self, thetas: Tensor) -> Tensor:
+        """φ at several θ (P, d), (P, rows)."""
+        if self.matrix is not None:
+            return thetas @ self.matrix.T
+        if self.function.ridge is not None:
+            return 0.5 * self.function.ridge * thetas.square().sum(1, keepdim=True)
+        return torch.stack([self.value(theta).detach() for theta in thetas])
+
+    def stacked_pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """φ at several θ (P, d), (P, rows), and Jᵀw at each for its weights (P, rows), (P, d)."""
+        if self.matrix is not None:
+            return self.stacked(thetas), weights @ self.matrix
+        if self.function.ridge is not None:
+            return self.stacked(thetas), self.function.ridge * weights * thetas
+        pulled = [self.forward(theta) for theta in thetas]
+        values = torch.stack([value.detach() for value, _ in pulled])
+        return values, torch.stack([pull(w).detach() for (_, pull), w in zip(pulled, weights, strict=True)])
 
     def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """φ(θ), (rows,), and its Jacobian, (rows, d)."""
@@ -182,6 +201,12 @@ class Rows:
     def values(self, theta: Tensor) -> Tensor:
         """f(θ), (R,)."""
         return self.C @ self.parts(theta)
+
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """The rows at several θ (P, d), (P, R)."""
+        parts = [stacked_losses(t.samples, self.parameters, thetas) @ t.U.T for t in self.tables]
+        parts += [f.stacked(thetas) for f in self.functions]
+        return torch.cat(parts, 1) @ self.C.T
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""

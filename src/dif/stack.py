@@ -68,10 +68,9 @@ class Stack:
         start = 0
         for function in self.functions:
             C = self.C[:, start : start + function.size]
-            for p in range(len(thetas)):
-                value, pull = function.forward(thetas[p])
-                f[p] += C @ value.detach()
-                g[p] += pull(weights[p] @ C).detach()
+            values, slopes = function.stacked_pullback(thetas, weights @ C)
+            f += values @ C.T
+            g += slopes
             start += function.size
         return f, g
 

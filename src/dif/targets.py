@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives import sample_gradients, sample_losses
+from dif.derivatives import sample_gradients, sample_losses, stacked_losses
 from dif.direction import Direction, chunks
 from dif.errors import InvalidInputError, few
 from dif.parameters import Parameters
@@ -75,6 +75,13 @@ class Targets:
             return self._rows.values(theta) + self._constant
         assert self._samples is not None
         return sample_losses(self._samples, self._parameters, theta)
+
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """The targets at several θ (P, d), (P, T)."""
+        if self._rows is not None:
+            return self._rows.stacked_values(thetas) + self._constant
+        assert self._samples is not None
+        return stacked_losses(self._samples, self._parameters, thetas)
 
     def gradients(self, theta: Tensor) -> Tensor:
         """∇ of each target at θ, as columns, (d, T)."""

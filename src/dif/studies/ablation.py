@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ VARIED: dict[str, tuple[float, ...]] = {  # one at a time, the others as in the 
     "tau": (0.001, 0.01, 0.02),
 }
 DAMPED = (1e-3, 1e-2, 1e-1)
+derivative = partial(dif.DirectionalInfluence, switching=False)  # the paper's
 EPOCHS = (20, 200)  # of mini-batches, and nothing after them
 STOPPED = (1e-1, 1e-3)  # KKT residuals
 
@@ -72,7 +74,7 @@ def _at_one_solution(
     actual = dif.Retraining(solution, keep=folder / "retrained", strict=False).scores(test, removals).values
 
     def row(name: str, value: float, at: dif.Solution, estimator: Any, damping: float) -> dict[str, Any]:
-        found = {} if estimator is None else cnn.agreement(estimator.scores(test, removals).values, actual)
+        found = {} if estimator is None else cnn.agreement(estimator.scores(test, removals, assess=0).values, actual)
         return {
             "varied": name,
             "value": value,
@@ -84,7 +86,7 @@ def _at_one_solution(
         }
 
     for damping in DAMPED:
-        yield row("damping", damping, solution, dif.DirectionalInfluence(solution, damping=damping), damping)
+        yield row("damping", damping, solution, derivative(solution, damping=damping), damping)
     batches = math.ceil(base.n / cnn.BATCH)
     only = [("mini-batches only, epochs", replace(base, epochs=e), {"max_iter": e * batches}) for e in EPOCHS]
     for name, setting, limits in [*only, *(("stopped at", base, {"tol": tol}) for tol in STOPPED)]:
@@ -92,7 +94,7 @@ def _at_one_solution(
             warnings.simplefilter("ignore", dif.NotConvergedWarning)
             early = cnn.fitted(stated, setting, show_progress, **limits)
         found = cnn.least_damped(
-            lambda damping, at=early: dif.DirectionalInfluence(at, damping=damping, strict=False), test, stated.train
+            lambda damping, at=early: derivative(at, damping=damping, strict=False), test, stated.train
         )
         value = limits.get("tol", setting.epochs)
         yield row(name, value, early, *(found or (None, float("nan"))))

@@ -74,9 +74,11 @@ def halves(stated: Digits, solution: dif.Solution) -> dict[str, float]:
     actual = dif.Retraining(solution, show_progress=False).scores(test, groups).values
     traced = TracIn(stated, solution).on_tests()[:, :ASKED]
     predicted = {
-        "DIF": dif.DirectionalInfluence(solution).scores(test, groups, show_progress=False).values,
+        "DIF": dif.DirectionalInfluence(solution, switching=False)
+        .scores(test, groups, show_progress=False, assess=0)
+        .values,
         "path": dif.PathInfluence(solution, show_progress=False).scores(test, groups).values,
-        "classical IF": dif.ClassicalInfluence(solution).scores(test, groups, show_progress=False).values,
+        "classical IF": dif.ClassicalInfluence(solution).scores(test, groups, show_progress=False, assess=0).values,
         "TracIn": torch.stack([traced[index].sum(0) for index in removed]),
     }
     return {
@@ -90,17 +92,17 @@ def wrong_labels() -> dict[str, float]:
     stated = posed(tau=STRICT, bound=1, flipped=0.1)
     solution = stated.solved()
     each, held_out = stated.train.remove_each(), stated.test.mean()
-    first, plain = dif.DirectionalInfluence(solution), dif.ClassicalInfluence(solution)
+    first, plain = dif.DirectionalInfluence(solution, switching=False), dif.ClassicalInfluence(solution)
     path, traced = dif.PathInfluence(solution, show_progress=False), TracIn(stated, solution)
     ranked = {
         "DIF, own loss": dif.self_influence(first, stated.train, show_progress=False).values[:, 0],
-        "DIF, held-out loss": -first.scores(held_out, each, show_progress=False).values[:, 0],
+        "DIF, held-out loss": -first.scores(held_out, each, show_progress=False, assess=0).values[:, 0],
         "DIF, held-out loss through the objective": -first.by_term(held_out, each).values[:, 0],
         "DIF, price of the constraint": first.prices(each).values[:, 0].abs(),
         "path, own loss": dif.self_influence(path, stated.train, show_progress=False).values[:, 0],
         "path, held-out loss": -path.scores(held_out, each).values[:, 0],
         "classical IF, own loss": dif.self_influence(plain, stated.train, show_progress=False).values[:, 0],
-        "classical IF, held-out loss": -plain.scores(held_out, each, show_progress=False).values[:, 0],
+        "classical IF, held-out loss": -plain.scores(held_out, each, show_progress=False, assess=0).values[:, 0],
         "TracIn, own loss": traced.on_itself(),
         "TracIn, held-out loss": -traced.on_tests().mean(1),
         "the loss itself": Targets(stated.train, solution).values(solution.theta),

@@ -150,7 +150,7 @@ def estimators(solution: dif.Solution, test: dif.Samples, train: dif.Samples) ->
     made: dict[str, Any] = {}
     remarks: dict[str, str] = {}
     kinds: dict[str, Callable[[float], Any]] = {
-        "DIF": lambda damping: dif.DirectionalInfluence(solution, damping=damping),
+        "DIF": lambda damping: dif.DirectionalInfluence(solution, damping=damping, switching=False),  # the paper's
         "DIF (switching)": lambda damping: dif.DirectionalInfluence(
             solution, damping=damping, switching=True, strict=False
         ),
@@ -179,7 +179,7 @@ def least_damped(
         try:
             estimator = make(damping)
             # negative curvature may hide till the first solve
-            estimator.scores(test, train.remove_each([0]), show_progress=False)
+            estimator.scores(test, train.remove_each([0]), show_progress=False, assess=0)
         except dif.DegenerateError:
             continue
         return estimator, damping
@@ -217,14 +217,14 @@ def run(
     place, taken, error, test = target_of(stated, solution)
     made, remarks = estimators(solution, test, stated.train)
     everyone = stated.train.remove_each()
-    scored = made["DIF"].scores(test, everyone, out=out / "scores.npy", show_progress=show_progress)
+    scored = made["DIF"].scores(test, everyone, out=out / "scores.npy", show_progress=show_progress, assess=0)
     ranked = [one.index for one in scored.top(setting.removals)]
     retraining = dif.Retraining(solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=show_progress)
     compared: dict[str, Any] = {}
     for convention in (RENORMALISED, PAPERS) if paper_epsilon else (RENORMALISED,):
         chosen = stated.train.remove_each(ranked, renormalise=convention == RENORMALISED)
         actual = retraining.scores(test, chosen)
-        predicted = {name: one.scores(test, chosen).values for name, one in made.items()}
+        predicted = {name: one.scores(test, chosen, assess=0).values for name, one in made.items()}
         predicted |= {
             name + REEVALUATED: one.reevaluated(test, chosen, show_progress=False).values
             for name, one in made.items()

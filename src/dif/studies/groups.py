@@ -80,7 +80,7 @@ def removed_groups(stated: Digits, solution: dif.Solution) -> dict[str, Any]:
     scratch = each("from scratch", stated.scratch, [index for _, _, index in groups])
     moves = torch.stack([s.theta - solution.theta for s in scratch])
     made = {
-        "DIF": dif.DirectionalInfluence(solution),
+        "DIF": dif.DirectionalInfluence(solution, switching=False),  # the paper's derivative
         "Newton": dif.NewtonInfluence(solution),
         "path": dif.PathInfluence(solution),
     }

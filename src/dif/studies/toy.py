@@ -26,7 +26,7 @@ def run() -> dict[str, Any]:
     train, stated = problem()
     solution = dif.fit(stated, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
     estimators = {
-        "DIF": dif.DirectionalInfluence(solution),
+        "DIF": dif.DirectionalInfluence(solution, switching=False),  # the paper's
         "classical IF": dif.ClassicalInfluence(solution),
         "penalty IF": dif.PenaltyInfluence(solution),
         "Newton": dif.NewtonInfluence(solution),

@@ -40,13 +40,13 @@ scores = influence.scores(target, train.remove_each(), show_progress=False)
 top = [one.index for one in scores.top(30)]
 removals = train.remove_each(top)
 actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
-switching = dif.DirectionalInfluence(solution, switching=True)
-for name, estimator in (("DIF", influence), ("DIF, switching", switching), ("Newton", dif.NewtonInfluence(solution))):
-    print(f"{name:15}", estimator.scores(target, removals).compare(actual))
+derivative = dif.DirectionalInfluence(solution, switching=False)
+for name, estimator in (("DIF", influence), ("derivative", derivative), ("Newton", dif.NewtonInfluence(solution))):
+    print(f"{name:15}", estimator.scores(target, removals, assess=0).compare(actual))
 
 # %% What do the constraints change? The same scores for a curve that may bend as it likes
 bent = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-6)), start, show_progress=False)
-free = dif.DirectionalInfluence(bent).scores(target, train.remove_each(), show_progress=False).values[:, 0]
+free = dif.DirectionalInfluence(bent).scores(target, train.remove_each(), assess=0).values[:, 0]
 held = scores.values[:, 0]
 piece = np.searchsorted(knots, 1.5)
 far = torch.tensor((income < knots[piece - 2]) | (income > knots[min(piece + 1, 9)]))
@@ -62,7 +62,7 @@ axes[0].plot(knots, solution.params["value"], "o-", color=plots.ORANGE, ms=3)
 axes[0].set_xlabel("income, thousand francs")
 axes[0].set_ylabel("food, thousand francs")
 axes[0].legend()
-predicted = influence.scores(target, removals).values[:, 0]
+predicted = influence.scores(target, removals, assess=0).values[:, 0]
 plots.predicted_vs_actual(predicted, actual.values[:, 0], axes[1], "DIF", plots.ORANGE)
 axes[1].set_title("predicted spending at 1500 francs, without each of them")
 figure.savefig("curve.png", dpi=110)

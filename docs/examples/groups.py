@@ -35,9 +35,9 @@ order = torch.argsort(credit.age[:700]).tolist()
 groups = train.remove_groups([order[-7:], order[-70:], order[-210:]])  # the oldest 1 %, 10 % and 30 %
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
-    dif.GroupInfluence(solution).scores(young_loss, groups)
+    dif.AdaptiveInfluence(solution).scores(young_loss, groups)
 print(said[0].message)
-careful = dif.GroupInfluence(solution, accuracy=0.01).scores(young_loss, groups)
+careful = dif.AdaptiveInfluence(solution, accuracy=0.01).scores(young_loss, groups)
 actual = dif.Retraining(solution, show_progress=False).scores(young_loss, groups)
 for p, by in enumerate(careful.diagnostics["by"]):
     print(f"{by}: {float(careful.values[p, 0]):+.6f}, retrained {float(actual.values[p, 0]):+.6f}")

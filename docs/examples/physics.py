@@ -56,7 +56,7 @@ actual = dif.Retraining(solution, show_progress=False).scores(target, census.rem
 for one in predicted.top(4):
     retrained = float(actual.values[one.index, 0])
     print(f"without the census of {years[one.index]}: K {one.value:+.1f} million, retrained {retrained:+.1f}")
-ignorant = dif.ClassicalInfluence(solution, damping=0.1).scores(target, census.remove_each(), show_progress=False)
+ignorant = dif.ClassicalInfluence(solution, damping=0.1).scores(target, census.remove_each(), assess=0)
 print("DIF      ", predicted.compare(actual))
 print(f"classical: {float(ignorant.values.abs().max()):.1g} for every census, as K is in the law alone")
 

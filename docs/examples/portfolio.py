@@ -44,8 +44,8 @@ removals = train.remove_each(top)
 actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
 found = {
     "DIF": influence.scores(target, removals, show_progress=False),
-    "DIF, switching": dif.DirectionalInfluence(solution, switching=True).scores(target, removals, show_progress=False),
-    "classical": dif.ClassicalInfluence(solution).scores(target, removals, show_progress=False),
+    "derivative": dif.DirectionalInfluence(solution, switching=False).scores(target, removals, assess=0),
+    "classical": dif.ClassicalInfluence(solution).scores(target, removals, show_progress=False, assess=0),
 }
 for name, one in found.items():
     print(f"{name:15}", one.compare(actual))

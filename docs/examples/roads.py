@@ -74,7 +74,7 @@ removals = train.remove_each(top)
 actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
 predicted = influence.scores(target, removals, show_progress=False)
 print("DIF      ", predicted.compare(actual))
-ignorant = dif.ClassicalInfluence(solution).scores(target, removals, show_progress=False)
+ignorant = dif.ClassicalInfluence(solution).scores(target, removals, show_progress=False, assess=0)
 largest, seen = (float(one.values.abs().max()) for one in (actual, ignorant))
 print(f"classical: {seen:.2g} at most, where {largest:.2g} happens: without conservation a count is alone")
 

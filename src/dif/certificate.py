@@ -176,7 +176,14 @@ def _reached(rows: Sequence[Row], solution: Solution) -> list[Finding]:
             '(switching="auto"); a derivative would not.'
         )
         return [Finding(what, NOTE, "; ".join(map(said, near)), meaning)]
-    return [Finding(what, GOOD, said(min(looked, key=times)), "Yes: no single removal moves a constraint that far.")]
+    return [
+        Finding(
+            what,
+            GOOD,
+            said(min(looked, key=times)),
+            "Yes: no single removal is predicted to move a constraint that far.",
+        )
+    ]
 
 
 def _smoothness(solution: Solution) -> list[Finding]:

@@ -235,7 +235,7 @@ class Report:
         more = f" <span class=cure>{html.escape(cure)}</span>" if cure else ""
         return (
             f'<p class="verdict {html.escape(sign)}"><span class=sign aria-hidden=true>{_SIGN.get(sign, "!")}</span> '
-            f"<strong>{html.escape(self.verdict['words'])}</strong>{more}</p>"
+            f"<strong>{html.escape(self.verdict['words']).replace(' %', '&nbsp;%')}</strong>{more}</p>"
         )
 
     def _summary(self) -> str:

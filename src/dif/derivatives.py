@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ _FEWEST = 128  # if so many samples can be in it
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that an entry of a per-sample gradient is worth (written, read, used),
 _LONGER = 1e-3  # and this more per entry of the gradient: fewer of them are held at once
 _GRADIENTS = 2**22  # entries of per-sample gradients held at once on the CPU
-_NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
-_NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
-_NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
+NO_FORWARD = "slopes by gradients: an operator of the loss has no forward mode"
+NO_FORWARD_OVER_REVERSE = "curvature by two backward passes: an operator has no forward mode"
+NO_MAP = "gradients of a batch at once: the loss cannot be mapped over samples"
+NO_VMAP = "one column after the other: an operator of the loss is wrong when it is mapped"
 
 
 def passes(
@@ -64,6 +65,8 @@ def _columns(samples: Samples, parameters: Parameters, theta: Tensor, count: int
 
 def fitting(samples: Samples, parameters: Parameters, theta: Tensor, place: slice, columns: int) -> int:
     """How many θ, with so many columns each, may go through a batch together: at worst each copies its inputs."""
+    if NO_VMAP in samples.fallbacks:
+        return 1
     price, count = cost(samples, parameters, theta), place.stop - place.start
     each = count * (price.inputs + price.elements * max(1, columns)) + 4 * len(theta) * max(1, columns)
     return max(1, in_flight(theta) // each)
@@ -86,9 +89,7 @@ def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indic
 @within_memory
 def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """∇ℓᵢ(θ) row by row, (n, d)."""
-    pieces = [
-        _batch_gradients(samples, parameters, theta, z) for _, z, _ in passes(samples, parameters, theta, indices)
-    ]
+    pieces = [batch_gradients(samples, parameters, theta, z) for _, z, _ in passes(samples, parameters, theta, indices)]
     total = len(samples) if indices is None else len(indices)
     return gathered(torch.cat([theta.new_zeros((0, len(theta))), *pieces]).detach(), total)
 
@@ -117,10 +118,10 @@ def sample_slopes(
         elif by_gradients:
             with torch.no_grad():
                 losses.append(loss(theta))
-            slopes.append(_batch_gradients(samples, parameters, theta, batch) @ V)
+            slopes.append(batch_gradients(samples, parameters, theta, batch) @ V)
         else:
             together = _columns(samples, parameters, theta, count)
-            value, slope = _pushed_forward(samples, loss, theta, V, together)
+            value, slope = pushed_forward(samples, loss, theta, V, together)
             losses.append(value)
             slopes.append(slope)
     total = len(samples) if indices is None else len(indices)
@@ -134,13 +135,17 @@ def forward(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Call
 
 
 def pulled_back(
-    fn: Callable[[Tensor], Tensor], theta: Tensor, weights: Tensor, together: int | None = None
+    fn: Callable[[Tensor], Tensor],
+    theta: Tensor,
+    weights: Tensor,
+    together: int | None = None,
+    fallbacks: Container[str] = (),
 ) -> tuple[Tensor, Tensor]:
     """fn(θ), and Jᵀw for each row w of weights (k, n), as (k, d); `together` of them at once (None: all)."""
     value, pull = forward(fn, theta)
     if len(weights) == 0:
         return value, theta.new_zeros((0, theta.numel()))
-    return value, vmap(pull, chunk_size=together, randomness="same")(weights)
+    return value, map_columns(pull, weights.T, together, fallbacks).T
 
 
 def batch_pulled_back(
@@ -148,29 +153,31 @@ def batch_pulled_back(
 ) -> tuple[Tensor, Tensor]:
     """The losses of a batch, and Σᵢ wᵢ∇ℓᵢ for each row w of weights (k, count)."""
     together = _columns(samples, parameters, theta, weights.shape[1])
-    value, pulled = pulled_back(loss, theta, weights, together)
+    value, pulled = pulled_back(loss, theta, weights, together, samples.fallbacks)
     return value.detach(), pulled.detach()
 
 
-def _pushed_forward(
+def pushed_forward(
     samples: Samples, fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, together: int
 ) -> tuple[Tensor, Tensor]:
     """fn(θ), and J·v for every column v of V, forward mode; from the gradients where a kernel has no forward mode."""
-    if _NO_FORWARD not in samples.fallbacks:
+    if NO_FORWARD not in samples.fallbacks:
         try:
             # on one column too: a map over a single one costs more than the pass itself
             if V.shape[1] == 1:
                 with _ConstantFactors():
                     value, slope = jvp(fn, (theta,), (V[:, 0],))[:2]
                 return value.detach(), slope.detach()[:, None]
-            pushed = vmap(lambda v: jvp(fn, (theta,), (v,)), 1, (0, 1), chunk_size=together, randomness="same")
-            value, slope = pushed(V)[:2]
-            return value[0].detach(), slope.detach()
+            if NO_VMAP in samples.fallbacks:
+                pushed = [pushed_forward(samples, fn, theta, v[:, None], 1) for v in V.T]
+                return pushed[0][0], torch.cat([slope for _, slope in pushed], 1)
+            value, slope = vmap(lambda v: jvp(fn, (theta,), (v,))[:2], 1, chunk_size=together, randomness="same")(V)
+            return value[0].detach(), slope.T.detach()
         except (RuntimeError, NotImplementedError) as error:
             if not unsupported(error):
                 raise
-            samples.fallbacks.add(_NO_FORWARD)
-    value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together)
+            samples.fallbacks.add(NO_FORWARD)
+    value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together, samples.fallbacks)
     return value.detach(), gradients.detach() @ V
 
 
@@ -213,17 +220,28 @@ def hessian_products(
 
     Forward over reverse; reverse over reverse where a kernel has no forward mode, which is remembered.
     """
-    options: dict[str, Any] = {"in_dims": 1, "out_dims": 1, "randomness": "same", "chunk_size": together}
-    if _NO_FORWARD_OVER_REVERSE not in fallbacks:
+    if NO_FORWARD_OVER_REVERSE not in fallbacks:
         try:
             if V.shape[1] == 1:
                 return jvp(grad(scalar), (theta,), (V[:, 0],))[1].detach()[:, None]
-            return vmap(lambda v: jvp(grad(scalar), (theta,), (v,))[1], **options)(V).detach()
+            return map_columns(lambda v: jvp(grad(scalar), (theta,), (v,))[1], V, together, fallbacks)
         except (RuntimeError, NotImplementedError) as error:
             if not unsupported(error):
                 raise
-            fallbacks.add(_NO_FORWARD_OVER_REVERSE)
-    return _reverse_over_reverse(scalar, theta, V, options)
+            fallbacks.add(NO_FORWARD_OVER_REVERSE)
+    return _reverse_over_reverse(scalar, theta, V, together, fallbacks)
+
+
+def map_columns(
+    fn: Callable[[Tensor], Tensor], V: Tensor, together: int | None = None, fallbacks: Container[str] = ()
+) -> Tensor:
+    """Evaluate fn, vector → vector, on every column of V (d, c), `together` at once (None: all); columns again.
+
+    Columns come out first: torch cannot put a result that does not depend on its column anywhere else.
+    """
+    if NO_VMAP in fallbacks:
+        return torch.stack([fn(v).detach() for v in V.T], 1)
+    return vmap(fn, in_dims=1, chunk_size=together, randomness="same")(V).T.detach()
 
 
 @within_memory
@@ -274,14 +292,14 @@ def batch_gauss_newton_products(
         return pull(jvp(slope, (made,), (along,))[1])
 
     together = _columns(samples, parameters, theta, len(w))
-    return vmap(one, 1, 1, chunk_size=together, randomness="same")(V).detach()
+    return map_columns(one, V, together, samples.fallbacks)
 
 
 def _reverse_over_reverse(
-    scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, options: dict[str, Any]
+    scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, together: int | None, fallbacks: Container[str]
 ) -> Tensor:
     try:
-        return vmap(forward(grad(scalar), theta)[1], **options)(V).detach()
+        return map_columns(forward(grad(scalar), theta)[1], V, together, fallbacks)
     except (NotImplementedError, RuntimeError) as error:
         if not unsupported(error):
             raise
@@ -311,7 +329,8 @@ def stacked_gradients(
 
     def one(theta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         losses, pull = forward(loss, theta)
-        return w @ losses, vmap(pull, randomness="same")(w)
+        mapped = torch.stack([pull(row) for row in w]) if together == 1 else vmap(pull, randomness="same")(w)
+        return w @ losses, mapped
 
     value, slope = _stacked(one, together, thetas, W)
     return value.detach(), slope.detach()
@@ -337,7 +356,8 @@ def stacked_products(
 
     def one(theta: Tensor, V: Tensor, *more: Tensor) -> Tensor:
         gradient = grad(lambda t: scalar(t, *more))
-        return vmap(lambda v: jvp(gradient, (theta,), (v,))[1], 1, 1, randomness="same")(V)
+        along = lambda v: jvp(gradient, (theta,), (v,))[1]  # noqa: E731
+        return torch.stack([along(v) for v in V.T], 1) if together == 1 else vmap(along, 1, randomness="same")(V).T
 
     return _stacked(one, together, thetas, V, *more).detach()
 
@@ -356,19 +376,19 @@ def _stacked(fn: Callable[..., Any], together: int, *arguments: Tensor) -> Any:
     return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
 
 
-def _batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:
+def batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any) -> Tensor:
     """∇ℓ of each sample of a batch, (n, d); where the loss cannot be mapped over samples, from the batch as a whole."""
 
     def one(t: Tensor, z: Any) -> Tensor:
         return batch_loss(samples, parameters, mapped(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
 
-    if _NO_MAP not in samples.fallbacks:
+    if NO_MAP not in samples.fallbacks:
         try:
             return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
         except (RuntimeError, NotImplementedError, ValueError) as error:
             if not unsupported(error):
                 raise
-            samples.fallbacks.add(_NO_MAP)
+            samples.fallbacks.add(NO_MAP)
     count = len(leaves(batch)[0])
     loss = batch_loss(samples, parameters, batch, count)
     return batch_pulled_back(samples, parameters, theta, loss, torch.eye(count).to(theta))[1]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dif.derivatives import sample_losses
 from dif.errors import InvalidInputError
+from dif.loss_checks import check_derivatives
 from dif.parameters import Parameters
 from dif.rows import checked_value, function_value
 from dif.samples import Samples
@@ -29,6 +30,9 @@ def probe(
             _check_deterministic(samples, parameters, theta)
             _check_alone(samples, parameters, theta)
             _check_finite(samples, parameters, theta)
+            if theta.numel() not in samples.compared:
+                check_derivatives(samples, parameters, theta)
+                samples.compared.add(theta.numel())
         for f in functions:
             if f.matrix is None:
                 _check_function(f, parameters, theta)

@@ -69,6 +69,7 @@ class Samples:
         self.people: Samples = self  # whose members these are: for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
         self.costs: dict[int, Any] = {}  # what a sample takes, by number of parameters; shared by views
+        self.compared: set[int] = set()  # numbers of parameters with which its derivatives were compared
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what was done instead
 
     def __len__(self) -> int:

@@ -1,0 +1,165 @@
+"""Whether what torch returns as derivatives of a loss are its derivatives: each way of differentiating is compared.
+
+The plain gradient is compared with differences of the loss, and everything else with the plain gradient. A way that is
+wrong is noted in `Samples.fallbacks`, so that another one is taken; where none is right the loss is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from dif.derivatives import (
+    NO_FORWARD,
+    NO_FORWARD_OVER_REVERSE,
+    NO_MAP,
+    NO_VMAP,
+    batch_gradients,
+    batch_hessian_products,
+    batch_loss,
+    batch_pulled_back,
+    pushed_forward,
+    stacked_pullback,
+)
+from dif.errors import InvalidInputError
+from dif.parameters import Parameters
+from dif.samples import Samples
+
+_FEW = 10  # samples on which the ways are compared: torch takes other kernels for small batches than for large ones
+_TRIES = 3  # directions: a kink between two evaluations spoils one, a wrong derivative all of them
+
+
+def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
+    """Compare every way of differentiating a loss at θ, on a few samples; note or refuse what is wrong."""
+    index = torch.linspace(0, len(samples) - 1, min(_FEW, len(samples))).round().long().unique()
+    _, batch = next(samples.batches(index, device=theta.device))
+    check = _Check(samples, parameters, theta, batch, len(index))
+    if not check.agrees(check.gradient_gap):
+        raise _refused(f"gradient of the loss of Samples {samples.name!r}", check.worst)
+    ways: tuple[tuple[str, Callable[[int], float]], ...] = (
+        (NO_VMAP, check.mapped_gap),
+        (NO_FORWARD, check.slope_gap),
+        (NO_MAP, check.each_gap),
+        (NO_FORWARD_OVER_REVERSE, check.curvature_gap),
+        (NO_VMAP, check.curvature_gap),
+    )
+    for fallback, gap in ways:
+        if not check.agrees(gap):
+            samples.fallbacks.add(fallback)
+    if not check.agrees(check.curvature_gap):
+        raise _refused(f"second derivative of the loss of Samples {samples.name!r}", check.worst)
+
+
+class _Check:
+    """One loss on one batch at one θ: how far each way of differentiating it is off, relative, along a direction."""
+
+    def __init__(self, samples: Samples, parameters: Parameters, theta: Tensor, batch: object, count: int) -> None:
+        self.samples, self.parameters, self.theta, self.batch, self.count = samples, parameters, theta, batch, count
+        self.loss = batch_loss(samples, parameters, batch, count)
+        eps = torch.finfo(theta.dtype).eps
+        self.step, self.allowed = eps ** (1 / 3), eps**0.2  # 6e-6 and 7e-4 in float64
+        self.noise = eps / self.step  # of a difference, times the size of what is differenced
+        self.worst = 0.0
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(theta)  # noqa: E731
+        self.along = (1 + theta.abs()) * draw(_TRIES, theta.numel())
+        self.weights = draw(_TRIES, count)
+
+    def agrees(self, gap: Callable[[int], float]) -> bool:
+        """Whether the gap is small along one of the directions."""
+        gaps = []
+        for number in range(_TRIES):
+            try:
+                gaps.append(gap(number))
+            except (RuntimeError, NotImplementedError):  # torch cannot do it this way: that is met where it is used
+                return True
+            if gaps[-1] <= self.allowed:
+                return True
+        self.worst = min(gaps)
+        return False
+
+    def gradient_gap(self, number: int) -> float:
+        """The plain gradient against differences of the loss."""
+        v, w = self.along[number], self.weights[number]
+        before, after = (self._losses(self.theta + sign * self.step * v) for sign in (-1, 1))
+        differences = (after - before) / (2 * self.step)
+        slope = self._gradient(self.theta, w) @ v
+        size = (w * differences).abs().sum() + self.noise * (w * after).abs().sum()
+        return float((w @ differences - slope).abs() / size.clamp(min=torch.finfo(size.dtype).tiny))
+
+    def mapped_gap(self, number: int) -> float:
+        """Gradients for several weights at once, and at several θ, against plain ones."""
+        w = self.weights
+        plain = torch.stack([self._gradient(self.theta, one) for one in w])
+        pulled = batch_pulled_back(self.samples, self.parameters, self.theta, self.loss, w)[1]
+        thetas = torch.stack([self.theta, self.theta + 1e-3 * self.along[number]])
+        there = torch.stack([self._gradient(theta, w[0]) for theta in thetas])
+        W, one = w[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
+        stacked = stacked_pullback(self.loss, thetas, W, one, 1 if NO_VMAP in self.samples.fallbacks else 2)[1]
+        return max(_gap(pulled, plain), _gap(stacked, there))
+
+    def slope_gap(self, number: int) -> float:
+        """Slopes by forward mode, along one column and along two, against differences of the loss."""
+        v, other = self.along[number], self.along[(number + 1) % _TRIES]
+        before, after = (self._losses(self.theta + sign * self.step * v) for sign in (-1, 1))
+        differences = (after - before) / (2 * self.step)
+        noise = self.noise * float(after.abs().max()) / self.allowed
+        single = pushed_forward(self.samples, self.loss, self.theta, v[:, None], 2)[1][:, 0]
+        double = pushed_forward(self.samples, self.loss, self.theta, torch.stack([v, other], 1), 2)[1][:, 0]
+        return max(_gap(single, differences, noise), _gap(double, differences, noise))
+
+    def each_gap(self, number: int) -> float:
+        """Gradients of each sample, mapped over samples, against a plain gradient."""
+        w = self.weights[number]
+        found = w @ batch_gradients(self.samples, self.parameters, self.theta, self.batch)
+        return _gap(found, self._gradient(self.theta, w))
+
+    def curvature_gap(self, number: int) -> float:
+        """Products with the Hessian, of one column and of two, against differences of the plain gradient."""
+        v, other, w = self.along[number], self.along[(number + 1) % _TRIES], self.weights[number]
+        V = torch.stack([v, other], 1)
+        before, after = (self._gradient(self.theta + sign * self.step * v, w) for sign in (-1, 1))
+        differences = (after - before) / (2 * self.step)
+        noise = self.noise * float(after.abs().max()) / self.allowed
+        scalar = lambda t: self.loss(t) @ w  # noqa: E731
+        single, double = (
+            batch_hessian_products(self.samples, self.parameters, self.theta, scalar, self.count, columns)
+            for columns in (v[:, None], V)
+        )
+        crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # of a symmetric matrix, the same twice
+        size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
+        uneven = float((crossed[0] - crossed[1]).abs()) / size if size > 0 else 0.0
+        return max(_gap(single[:, 0], differences, noise), _gap(double[:, 0], differences, noise), uneven)
+
+    def _losses(self, theta: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.loss(theta)
+
+    def _gradient(self, theta: Tensor, w: Tensor) -> Tensor:
+        """Σᵢ wᵢ∇ℓᵢ(θ) by a plain backward pass."""
+        with torch.enable_grad():
+            leaf = theta.detach().clone().requires_grad_()
+            total = self.loss(leaf) @ w
+            if not total.requires_grad:
+                return torch.zeros_like(theta)
+            (found,) = torch.autograd.grad(total, leaf, allow_unused=True)
+        return torch.zeros_like(theta) if found is None else found.detach()
+
+
+def _gap(found: Tensor, wanted: Tensor, noise: float = 0.0) -> float:
+    """The largest difference, of the largest entry wanted (or of what rounding makes of it)."""
+    size = max(float(wanted.abs().max()), float(found.abs().max()), noise)
+    return float((found - wanted).abs().max()) / size if size > 0 else 0.0
+
+
+def _refused(what: str, gap: float) -> InvalidInputError:
+    return InvalidInputError(
+        what,
+        measured=f"{gap:.2g} of its size away from what differences of its values say",
+        threshold="less than 1e-3 in float64, 4e-2 in float32",
+        meaning="What torch returns is not the derivative, so neither a solution nor an influence can rest on it.",
+        cure="Look for .detach(), torch.no_grad(), in-place renormalisation (max_norm), rows that get no gradient "
+        "(padding_idx) or a custom backward in the loss; pass what is meant to be constant in as data.",
+    )

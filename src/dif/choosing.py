@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from dif.direction import indispensable
-from dif.errors import InvalidInputError, NotConvergedError
+from dif.errors import DifError, InvalidInputError, NotConvergedError
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.following import PathInfluence
 from dif.fit import fit
@@ -20,6 +20,8 @@ from dif.reading import as_index, as_numbers
 from dif.samples import Samples
 from dif.solution import Solution, expect_solution
 from dif.targets import Targets
+
+_PATIENCE = 5  # rounds in a row that may fail before it is said that nothing helps
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +56,8 @@ def choose(
     """The samples whose removal lowers (or raises) a target most, the constraints kept.
 
     Greedy: the strongest sample is removed, the solution followed to the problem without it, all scores are taken anew
-    there, and so on. It ends early where no removal is predicted to help any more. With `greedy=False` the first-order
+    there, and so on. A round that makes the target worse is taken back, and the next strongest are tried. It ends early
+    where no removal helps any more. With `greedy=False` the first-order
     ranking at the start is taken as it is. The problem without the set is then solved on its own, by `fit` from the old
     parameters (where it is not convex, other starts may end elsewhere): `Choice.verified`.
 
@@ -205,18 +208,20 @@ class _Chooser:
 
     def round(self, count: int) -> bool:
         """Remove the strongest, follow the solution; False where nothing helps any more."""
-        best = self.best(count)
-        while best:
+        for _ in range(_PATIENCE):
+            best = self.best(count)
+            if not best:
+                return False
             try:
                 end = PathInfluence(self.at).follow(self.samples.remove(best)).end
-            except NotConvergedError:
-                self.candidates = [i for i in self.candidates if i not in best]  # the solution cannot do without them
-                best = self.best(count)
-                continue
-            self.chosen += best
-            self.at = self._without(self.chosen, end.theta, end.lam)
-            self.followed.append(self.value)
-            return True
+            except NotConvergedError:  # the solution cannot do without them
+                end = None
+            if end is not None and self.sign * (float(self.targets.values(end.theta)[0]) - self.value) < 0:
+                self.chosen += best
+                self.at = self._without(self.chosen, end.theta, end.lam)
+                self.followed.append(self.value)
+                return True
+            self.candidates = [i for i in self.candidates if i not in best]
         return False
 
     def spare(self, goal: float, report: Reporter) -> None:
@@ -227,7 +232,10 @@ class _Chooser:
                 return
             report(len(self.chosen), "(sparing)")
             problem = self.start.problem.without(self.samples, fewer)
-            found = fit(problem, self.at.params, multipliers=self.at.lam, show_progress=False)
+            try:
+                found = fit(problem, self.at.params, multipliers=self.at.lam, show_progress=False)
+            except DifError:  # it cannot be solved with that one back: the set stays as it is
+                continue
             if found.converged and self.beyond(goal, float(self.targets.values(found.theta)[0])):
                 self.chosen, self.at = fewer, found
 

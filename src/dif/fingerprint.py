@@ -1,34 +1,80 @@
-"""What tells one piece of work from another on disk: bytes of the solution, the problem's values and what is done."""
+"""What tells one piece of work from another on disk: hashes of the problem, its data and code, and of what is done."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterator, Mapping
+from functools import partial
+from numbers import Number
+from types import CodeType, FunctionType, MethodType
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dif.direction import Direction
+from dif.rows import Rows
+from dif.samples import Samples
 from dif.solution import Solution
 from dif.structure import leaves
+from dif.targets import Targets
 
 _READ = 2**12  # samples read at once
+_DEEP = 8  # functions within functions whose code is looked at
+_LIBRARIES = ("torch", "numpy", "scipy", "dif")  # whose code does not change under a user's hands
 
 
 def of_tensor(tensor: Tensor) -> bytes:
-    """Shape and values, to the bit."""
-    return str(tuple(tensor.shape)).encode() + tensor.detach().cpu().contiguous().numpy().tobytes()
-
-
-def rounded(tensor: Tensor) -> bytes:
-    """Shape and values, to eight digits of the largest: rounding differs from run to run."""
-    size = float(tensor.abs().max()) if tensor.numel() else 1.0
-    return of_tensor(torch.round(tensor.detach().double().cpu() / (size or 1.0), decimals=8) + 0.0)
+    """Type, shape and values, to the bit."""
+    plain = tensor.detach().cpu().contiguous()
+    if plain.dtype == torch.bfloat16:  # numpy does not know it
+        plain = plain.view(torch.int16)
+    return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + plain.numpy().tobytes()
 
 
 def of_solution(at: Solution) -> bytes:
-    """θ̄, λ̄, the bounds, and the values of the objective and of the constraints."""
+    """θ̄, λ̄, the bounds, and everything that the problem consists of."""
     program = at.program
-    return b"".join([*map(of_tensor, (at.theta, at.lam, program.tau, program.equality)), rounded(at.f)])
+    seen = hashlib.sha256()
+    for part in (at.theta, at.lam, program.tau, program.equality):
+        seen.update(of_tensor(part))
+    for part in of_rows(program.rows):
+        seen.update(part)
+    for part in _code((program.parameters.module, program.parameters.fixed), _DEEP):
+        seen.update(part)
+    return seen.digest()
+
+
+def of_targets(targets: Targets) -> Iterator[bytes]:
+    """Everything that targets consist of."""
+    if targets.rows is not None:
+        yield from of_rows(targets.rows)
+        yield of_tensor(targets.constant)
+    elif targets.samples is not None:
+        yield from of_samples(targets.samples)
+
+
+def of_rows(rows: Rows) -> Iterator[bytes]:
+    """The data, weights, losses and functions that rows are made of."""
+    yield of_tensor(rows.C)
+    for table in rows.tables:
+        yield of_tensor(table.U)
+        yield from of_samples(table.samples)
+    for smooth in rows.functions:
+        function = smooth.function
+        yield f"{function.name} {function.ridge!r} {function.of!r}".encode()
+        yield b"" if smooth.matrix is None else of_tensor(smooth.matrix)
+        if smooth.matrix is None and function.ridge is None:
+            yield from _code(function.fn, _DEEP)
+
+
+def of_samples(samples: Samples) -> Iterator[bytes]:
+    """The code of their loss, and all data."""
+    parts = (samples.loss,) if samples.parted is None else samples.parted
+    for part in parts:
+        yield from _code(part, _DEEP)
+    for _, batch in samples.batches(at_most=_READ):
+        yield from map(of_tensor, leaves(batch))
 
 
 def of_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
@@ -44,3 +90,54 @@ def of_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
         yield from map(of_tensor, (block.touch, block.index[mine], block.s[mine]))
         for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), _READ):
             yield from map(of_tensor, leaves(batch))
+
+
+def _code(thing: Any, deep: int) -> Iterator[bytes]:
+    """What can be seen of a function: its instructions, and the numbers, tensors and functions that it refers to."""
+    yield type(thing).__name__.encode()
+    if deep == 0:
+        return
+    if isinstance(thing, Tensor):
+        yield of_tensor(thing)
+    elif isinstance(thing, Number | str | bytes | bool | None):
+        yield repr(thing).encode()
+    elif isinstance(thing, tuple | list):
+        for one in thing:
+            yield from _code(one, deep - 1)
+    elif isinstance(thing, Mapping):
+        for name, one in thing.items():
+            yield str(name).encode()
+            yield from _code(one, deep - 1)
+    elif isinstance(thing, CodeType):
+        yield thing.co_code
+        yield " ".join(thing.co_names).encode()
+        yield from _code(thing.co_consts, deep)
+    elif isinstance(thing, FunctionType) and thing.__module__.split(".")[0] in _LIBRARIES:
+        yield f"{thing.__module__}.{thing.__qualname__}".encode()
+    elif isinstance(thing, FunctionType):
+        yield from _code(thing.__code__, deep - 1)
+        yield from _code((thing.__defaults__, thing.__kwdefaults__), deep - 1)
+        yield from _code([_content(cell) for cell in thing.__closure__ or ()], deep - 1)
+        used = {name: thing.__globals__.get(name) for name in thing.__code__.co_names}
+        yield from _code({name: one for name, one in used.items() if _plain(one)}, deep - 1)
+    elif isinstance(thing, partial):
+        yield from _code((thing.func, thing.args, thing.keywords), deep - 1)
+    elif isinstance(thing, MethodType):
+        yield from _code((thing.__func__, thing.__self__), deep - 1)
+    elif isinstance(thing, nn.Module):
+        yield repr(thing).encode()
+        yield from _code([type(part).forward for part in thing.modules()], deep - 1)
+    elif hasattr(thing, "__array__"):
+        yield from _code(torch.as_tensor(thing), deep)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
+
+
+def _plain(thing: Any) -> bool:
+    """Whether a global may change what a loss computes: numbers, tensors, arrays, functions of the user's own."""
+    return isinstance(thing, Number | str | Tensor | FunctionType) or hasattr(thing, "__array__")

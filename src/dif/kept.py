@@ -29,7 +29,7 @@ Places = dict[str, list[tuple[Path, int]]]
 class Kept:
     """A folder with one file (npz, no pickle) for what was solved together: θ, λ and residuals, for any target.
 
-    A retraining is found by the fingerprint of the solution, the values and bounds of its problem, the tolerance and
+    A retraining is found by the fingerprint of the solution, of all that its problem consists of, the tolerance and
     the perturbation. What was solved together is kept together, complete or not at all, so that the rest of
     interrupted work is done exactly as it would have been. What did not reach the tolerance is kept as a start.
     """

@@ -17,7 +17,7 @@ from dif.assessment import Assess
 from dif.direction import Direction, chunks
 from dif.errors import DegenerateError, InvalidInputError
 from dif.farm import checked_jobs, shared_out
-from dif.fingerprint import of_direction, of_solution, rounded
+from dif.fingerprint import of_direction, of_solution, of_targets
 from dif.influence import Change, Influence
 from dif.linear_solve import LinearSolver
 from dif.perturbation import Perturbation
@@ -342,7 +342,8 @@ class Linearisation:
             direction = Direction(self.at.program, some)
             for part in of_direction(direction) if out is not None else ():
                 seen.update(part)
-        seen.update(of_solution(self.at) + rounded(Q) if out is not None else b"")
+        for part in (of_solution(self.at), *of_targets(targets)) if out is not None else ():
+            seen.update(part)
         sheet = Held(shape) if out is None else Streamed(out, shape, seen.hexdigest(), size)
         influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics))
         if isinstance(sheet, Streamed) and sheet.done < len(perturbations):

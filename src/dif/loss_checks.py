@@ -34,8 +34,8 @@ _TRIES = 3  # directions: a kink between two evaluations spoils one, a wrong der
 def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     """Compare every way of differentiating a loss at θ, on a few samples; note or refuse what is wrong."""
     index = torch.linspace(0, len(samples) - 1, min(_FEW, len(samples))).round().long().unique()
-    _, batch = next(samples.batches(index, device=theta.device))
-    check = _Check(samples, parameters, theta, batch, len(index))
+    place, batch = next(samples.batches(index, device=theta.device))
+    check = _Check(samples, parameters, theta, batch, place.stop - place.start)
     if not check.agrees(check.gradient_gap):
         raise _refused(f"gradient of the loss of Samples {samples.name!r}", check.worst)
     ways: tuple[tuple[str, Callable[[int], float]], ...] = (

@@ -12,9 +12,20 @@ from dif.errors import InvalidInputError
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the given numbers, without their graph; words where there are none."""
+    """A tensor of the given numbers (columns of a data frame by position), without their graph; words for the rest."""
+    masked = getattr(value, "mask", None) if hasattr(value, "filled") else None
+    if masked is not None and bool(masked.any() if hasattr(masked, "any") else masked):
+        raise InvalidInputError(
+            what,
+            measured=f"a masked array with {int(masked.sum())} entries masked",
+            threshold="none masked",
+            meaning="A masked entry has no value, and torch would take what lies under the mask.",
+            cure="Drop those samples or fill the entries with array.filled(value) first.",
+        )
+    if hasattr(value, "to_numpy"):
+        value = value.to_numpy()
     try:
-        return torch.as_tensor(value, dtype=dtype).detach()
+        found = torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidInputError(
             what,
@@ -23,6 +34,15 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor
             meaning="It cannot be read as numbers.",
             cure="Convert it with torch.tensor(...) first and look at the result.",
         ) from error
+    if found.layout != torch.strided:
+        raise InvalidInputError(
+            what,
+            measured=f"a sparse tensor ({str(found.layout).removeprefix('torch.')})",
+            threshold="a dense one",
+            meaning="Samples are taken by index, which sparse tensors do not allow.",
+            cure="Pass tensor.to_dense(), or a Dataset that makes each sample dense.",
+        )
+    return found
 
 
 def as_numbers(value: Any, what: str) -> Tensor:

@@ -31,7 +31,7 @@ class Targets:
         known = {id(table.samples) for table in solution.program.rows.tables}
         self.alike = isinstance(target, Samples)  # all in one unit
         if isinstance(target, Samples):
-            self._samples, self._rows, self._constant = target, None, theta.new_zeros(())
+            self.samples, self.rows, self.constant = target, None, theta.new_zeros(())
             self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
             if id(target) not in known:
                 probe([target], [], self._parameters, theta)
@@ -58,9 +58,9 @@ class Targets:
         new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
         functions = {id(f): f for t in terms for _, f in t.functions}
         probe(list(new.values()), list(functions.values()), self._parameters, theta)
-        self._samples = None
-        self._rows, shapes = Rows.compile(terms, self._parameters, theta)
-        self._constant = torch.cat(
+        self.samples = None
+        self.rows, shapes = Rows.compile(terms, self._parameters, theta)
+        self.constant = torch.cat(
             [term.constant.to(theta).expand(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)]
         )
         names: list[str] = []
@@ -71,25 +71,25 @@ class Targets:
 
     def values(self, theta: Tensor) -> Tensor:
         """The targets at θ, (T,)."""
-        if self._rows is not None:
-            return self._rows.values(theta) + self._constant
-        assert self._samples is not None
-        return sample_losses(self._samples, self._parameters, theta)
+        if self.rows is not None:
+            return self.rows.values(theta) + self.constant
+        assert self.samples is not None
+        return sample_losses(self.samples, self._parameters, theta)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """The targets at several θ (P, d), (P, T)."""
-        if self._rows is not None:
-            return self._rows.stacked_values(thetas) + self._constant
-        assert self._samples is not None
-        return stacked_losses(self._samples, self._parameters, thetas)
+        if self.rows is not None:
+            return self.rows.stacked_values(thetas) + self.constant
+        assert self.samples is not None
+        return stacked_losses(self.samples, self._parameters, thetas)
 
     def gradients(self, theta: Tensor) -> Tensor:
         """∇ of each target at θ, as columns, (d, T)."""
-        if self._rows is not None:
-            Q = self._rows.gradients(theta)[1]
+        if self.rows is not None:
+            Q = self.rows.gradients(theta)[1]
         else:
-            assert self._samples is not None
-            Q = sample_gradients(self._samples, self._parameters, theta).detach()
+            assert self.samples is not None
+            Q = sample_gradients(self.samples, self._parameters, theta).detach()
         bad = torch.nonzero(~torch.isfinite(Q).all(1)).reshape(-1).tolist()
         if bad:
             raise InvalidInputError(

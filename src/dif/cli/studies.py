@@ -231,7 +231,7 @@ def reproduce_attribution(out: Out = Path("results")) -> None:
 
 @reproduce.command("calibration")
 def reproduce_calibration(out: Out = Path("results")) -> None:
-    """Is the error that dif expects of its predictions the error that happens? 52 models, 20 removals each retrained.
+    """Is the error that dif expects of its predictions the error that happens? 47 models, 20 removals each retrained.
 
     Linear, logistic, Poisson and tanh-network models of many sizes, ridges and bounds. About twenty minutes on two
     cores; finished models are kept in --out.

@@ -665,9 +665,15 @@ def test_a_loss_that_mixes_the_samples_of_a_batch_is_refused():
 
 
 def test_an_error_inside_the_loss_says_whose_loss_it_was():
-    with untouched(), pytest.raises(KeyError) as caught:
-        fit_loss(lambda params, z: z[0] @ params["nope"])
-    assert caught.value.__notes__ == ["raised by the loss of Samples 'odd' on a batch of 8"]
+    with untouched():
+        error = refused(
+            dif.InvalidInputError,
+            lambda: fit_loss(lambda params, z: z[0] @ params["nope"]),
+            "It was raised by your code, or by torch inside it.",
+        )
+    assert error.what == "loss of Samples 'odd'"
+    assert error.measured == "KeyError: 'nope'"
+    assert isinstance(error.__cause__, KeyError)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from dif.kinks import explain
 from dif.kkt import KKT, Scales, residuals
 from dif.kkt_step import kkt_step
 from dif.limits import Limits
+from dif.loss_checks import check_derivatives
 from dif.parameters import Parameters
 from dif.primal_dual import PrimalDual
 from dif.problem import Problem
@@ -104,6 +105,8 @@ def fit(
         )
     solution = Solution.of_program(program, found.theta, found.lam)
     solution.check_feasible()
+    for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
+        check_derivatives(samples, parameters, solution.theta)
     if not found.reached:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "

@@ -45,11 +45,18 @@ def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -
         (NO_FORWARD_OVER_REVERSE, check.curvature_gap),
         (NO_VMAP, check.curvature_gap),
     )
+    doubtful = False
     for fallback, gap in ways:
-        if not check.agrees(gap):
+        try:
+            right = check.agrees(gap)
+        except (RuntimeError, NotImplementedError):  # torch cannot do it this way
+            right = False
+        if not right:
             samples.fallbacks.add(fallback)
-    if not check.agrees(check.curvature_gap):
-        raise _refused(f"second derivative of the loss of Samples {samples.name!r}", check.worst)
+            doubtful = True
+    for gap in (check.mapped_gap, check.curvature_gap) if doubtful else ():
+        if not check.agrees(gap):
+            raise _refused(f"second derivative of the loss of Samples {samples.name!r}", check.worst)
 
 
 class _Check:
@@ -69,12 +76,9 @@ class _Check:
 
     def agrees(self, gap: Callable[[int], float]) -> bool:
         """Whether the gap is small along one of the directions."""
-        gaps = []
-        for number in range(_TRIES):
-            try:
-                gaps.append(gap(number))
-            except (RuntimeError, NotImplementedError):  # torch cannot do it this way: that is met where it is used
-                return True
+        gaps: list[float] = []
+        while len(gaps) < _TRIES:
+            gaps.append(gap(len(gaps)))
             if gaps[-1] <= self.allowed:
                 return True
         self.worst = min(gaps)

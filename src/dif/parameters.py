@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from dif.errors import InvalidInputError, few
 
@@ -144,6 +145,14 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
             cure="Pass at least one floating-point tensor (of a module: one with requires_grad=True).",
         )
     for name, t in tensors.items():
+        if is_lazy(t):
+            raise InvalidInputError(
+                f"parameter {name!r}",
+                measured="a lazy parameter without a shape",
+                threshold="an initialised one",
+                meaning="The module has not seen data yet, so it does not know its own size.",
+                cure="Call the module once on a batch before handing it in.",
+            )
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise InvalidInputError(
                 f"parameter {name!r}",

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from dif.derivatives import sample_losses
-from dif.errors import InvalidInputError
+from dif.errors import DifError, InvalidInputError
 from dif.loss_checks import check_derivatives
+from dif.memory import out_of_memory
 from dif.parameters import Parameters
 from dif.rows import checked_value, function_value
 from dif.samples import Samples
 from dif.term import Function
 
 _FEW = 64  # samples that are asked twice
+_CURE = "Call it yourself on a few samples, loss(params, batch), and mend what it says."
+_CURES = {  # by what torch says
+    "Jitted": "Hand in the module as it was before torch.jit.script.",
+    "DataParallel": "Hand in the module inside, model.module.",
+    "saved tensor hooks": "Switch activation checkpointing off for the fit: torch.func cannot see through it.",
+    "setup_context": "Split the custom Function into forward and setup_context and set generate_vmap_rule = True.",
+    "requires_grad_": "Inside a loss use torch.func.grad, vjp or jacrev instead of torch.autograd.grad.",
+    "Sparse": "Make the embedding with sparse=False.",
+    "inplace": "Leave out what changes tensors in place (max_norm of an embedding, +=).",
+    "more than 1 value per channel": "Give the normalisation running statistics (track_running_stats=True), or use "
+    "LayerNorm: a loss may not depend on the other samples of its batch.",
+    "scaled_dot_product": "Wrap the loss in torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
+    "expected m1 and m2 to have the same dtype": "Bring data and parameters to one dtype.",
+}
 
 
 def probe(
@@ -26,16 +42,39 @@ def probe(
     with torch.random.fork_rng(devices):
         for samples in every_samples:
             check_tensors(samples, parameters)
-            _check_type(samples, parameters, theta)
-            _check_deterministic(samples, parameters, theta)
-            _check_alone(samples, parameters, theta)
-            _check_finite(samples, parameters, theta)
-            if theta.numel() not in samples.compared:
-                check_derivatives(samples, parameters, theta)
-                samples.compared.add(theta.numel())
+            with in_words(f"loss of Samples {samples.name!r}"):
+                _check_type(samples, parameters, theta)
+                _check_deterministic(samples, parameters, theta)
+                _check_alone(samples, parameters, theta)
+                _check_finite(samples, parameters, theta)
+                if theta.numel() not in samples.compared:
+                    check_derivatives(samples, parameters, theta)
+                    samples.compared.add(theta.numel())
         for f in functions:
             if f.matrix is None:
-                _check_function(f, parameters, theta)
+                with in_words(f"function {f.name!r}"):
+                    _check_function(f, parameters, theta)
+
+
+@contextmanager
+def in_words(what: str) -> Iterator[None]:
+    """What the user's code, or torch inside it, raises: as one error that says where and what to do."""
+    try:
+        yield
+    except (DifError, MemoryError):
+        raise
+    except Exception as error:
+        if out_of_memory(error):
+            raise
+        words = str(error).strip().splitlines()
+        said = f"{type(error).__name__}: {words[0] if words else ''}"
+        raise InvalidInputError(
+            what,
+            measured=said,
+            threshold="code that torch can evaluate and differentiate twice",
+            meaning="It was raised by your code, or by torch inside it.",
+            cure=next((cure for word, cure in _CURES.items() if word in str(error)), _CURE),
+        ) from error
 
 
 def _nearby(theta: Tensor) -> Tensor:

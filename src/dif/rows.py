@@ -367,11 +367,7 @@ def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor
 
 def checked_value(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """What the function makes of the params, its shape and type checked."""
-    try:
-        out = f.fn(params)
-    except Exception as error:
-        error.add_note(f"raised by the function {f.name!r}")
-        raise
+    out = f.fn(params)
     if not isinstance(out, Tensor) or out.dim() > 1:
         raise InvalidInputError(
             f"what the function {f.name!r} returned",

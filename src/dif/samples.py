@@ -197,11 +197,7 @@ class Samples:
 
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """The loss of each sample of a batch, their shape checked."""
-        try:
-            out = self.loss(params, batch)
-        except Exception as error:
-            error.add_note(f"raised by the loss of Samples {self.name!r} on a batch of {count}")
-            raise
+        out = self.loss(params, batch)
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (count,):
             raise InvalidInputError(

@@ -21,6 +21,8 @@ from dif.reading import check_number
 
 _MODERATE = 1e3  # times what it weighs in the objective: a sample may weigh so much in the Lagrangian, unlooked at
 _UNBOUNDED = 1e7  # times the objective's curvature, beyond which a multiplier has no bound
+_BENT = 10.0  # times what the second derivative says, beyond which differences see a kink
+_NOISE = 50.0  # times eps, what rounding makes of a sum of losses
 _CANCELLING = 1e6  # times the objective's gradient, beyond which forces of constraints can only cancel each other
 
 
@@ -180,6 +182,27 @@ class Solution:
             )
 
         self._check_multipliers()
+        self._check_kinks()
+
+    def _check_kinks(self) -> None:
+        """Refuse a point on a kink: there the Lagrangian bends far more than its second derivative says."""
+        eps = torch.finfo(self.theta.dtype).eps
+        h, weights = eps**0.25, self.program.weights(self.lam)
+        draw = torch.randn(self.theta.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        v = draw.to(self.theta) * torch.minimum(1 / self.scales.root, 1 + self.theta.abs())
+        before, after = (weights @ self.program.rows.values(self.theta + sign * h * v) for sign in (-1, 1))
+        bend = float(before - 2 * (weights @ self.f) + after) / h**2
+        curved = float(v @ self.curvature.product(v[:, None])[:, 0])
+        noise = _NOISE * eps * float(weights.abs() @ self.f.abs()) / h**2
+        if bend > _BENT * abs(curved) + noise:
+            raise DegenerateError(
+                "curvature along a random direction",
+                measured=f"{bend:.3g} by differences of the Lagrangian, {curved:.3g} by its second derivative",
+                threshold=f"less than {_BENT:g} times apart",
+                meaning="The point lies on a kink of a loss (an absolute value, a hinge, a ReLU), where there is no "
+                "derivative, whatever torch returns.",
+                cure="Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
+            )
 
     def check_feasible(self) -> None:
         """Raise where multipliers without bound make a violation look small: samples weighed by them set the units."""

@@ -33,6 +33,7 @@ LAYERS = [
     ["influence", "kept"],
     ["assessment", "verdict"],
     ["linearisation", "path", "cleaning"],
+    ["reach"],
     [
         "estimators.directional",
         "estimators.classical",

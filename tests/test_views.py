@@ -167,6 +167,9 @@ def test_the_same_data_twice_is_asked_about():
     train, rates = dif.Samples(logistic, (X, y), name="train"), dif.Samples(rate, (X, y), name="rates")
     with pytest.warns(dif.SameDataWarning, match=r"Are they the same people.*train\.view\(loss, name='rates'\)"):
         dif.Problem(train.mean(), [rates.mean() <= 0.3])
+    both = torch.utils.data.TensorDataset(X, y)
+    with pytest.warns(dif.SameDataWarning):
+        dif.Problem(train.mean(), [dif.Samples(rate, both, name="rates").mean() <= 0.3])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         dif.Problem(train.mean(), [train.view(rate).mean() <= 0.3])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.assessment import Assessor, Expectation
+from dif.assessment import Assessor, Expectation, warn_unanswered
 from dif.direction import Direction, chunks
 from dif.errors import FirstOrderWarning, NotConvergedError, few
 from dif.estimators.directional import DirectionalInfluence
@@ -73,6 +73,7 @@ class AdaptiveInfluence:
         """
         targets = Targets(target, self.solution)
         units = self._assessor.units(targets)
+        self._lost: dict[str, str] = {}
         by, rows, judged = [], [], []
         with progress(self.name, len(perturbations), self.show_progress) as report:
             for some in chunks(perturbations, _TOGETHER):
@@ -86,16 +87,21 @@ class AdaptiveInfluence:
                     judged.append(judgement)
                     report(len(rows))
         every = Expectation.of(judged)
+        kept = [one for one, values in zip(judged, rows, strict=True) if bool(torch.isfinite(values).all())]
+        answered = Expectation.of(kept or judged)
         errors = every.relative.double().cpu().tolist()
         crossed = {one.labels[0]: names for one, names in zip(perturbations, every.crossed, strict=True) if names}
         diagnostics = {**trust(self.solution), "by": by, "remainders": errors, "crossed": crossed}
+        diagnostics["unanswered"] = self._lost
         diagnostics["assessment"] = {
             "rows": list(range(len(rows))),
             "errors": errors,
-            "pooled": every.pooled,
+            "pooled": answered.pooled if len(kept) else None,
             "failed": None,
         }
         values = torch.stack(rows).double().cpu()
+        if self._lost:
+            warn_unanswered(self._lost, len(perturbations))
         if self.accuracy is None:
             _warn(perturbations, errors)
         return Influence(values, perturbations, targets.names, self.name, diagnostics)
@@ -129,15 +135,19 @@ class AdaptiveInfluence:
                 return NewtonInfluence.name, values[0], found
         try:
             path = self._path.follow(one)
-        except NotConvergedError:
+        except NotConvergedError as error:
             if self.strict:
                 raise
-            lost = Expectation(torch.full_like(before[:1], float("inf")), torch.zeros_like(before[:1]), [[]])
-            return PathInfluence.name, torch.full_like(before, float("nan")), lost
+            self._lost[one.labels[0]] = str(error)
+            nothing = torch.full_like(before, float("nan"))
+            lost = Expectation(
+                torch.full_like(before, float("inf"))[None], 0 * before[None], units, targets.alike, [[]]
+            )
+            return PathInfluence.name, nothing, lost
         switched = list(dict.fromkeys(event.name for event in path.events))
         values = targets.values(path.end.theta) - before
-        size = torch.linalg.vector_norm(values / units)[None]
-        return PathInfluence.name, values, Expectation(torch.zeros_like(size), size, [switched])
+        exact = Expectation(0 * values[None], values.abs()[None], units, targets.alike, [switched])
+        return PathInfluence.name, values, exact
 
 
 def _warn(perturbations: Perturbation, errors: list[float]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -37,35 +37,47 @@ Assess = Callable[[Targets, Perturbation, Values, Ends], dict[str, Any]]
 
 @dataclass(frozen=True, eq=False)
 class Expectation:
-    """What is to be expected of the predictions for P perturbations, each target in its own unit."""
+    """What is to be expected of the predictions for P perturbations of T targets."""
 
-    error: Tensor  # (P,) absolute, over all targets together; inf where nothing could be expected
-    size: Tensor  # (P,) of the change itself
+    error: Tensor  # (P, T) absolute; inf where nothing could be expected
+    size: Tensor  # (P, T) of the change itself
+    units: Tensor  # (T,) of the targets
+    alike: bool  # whether all targets are in one unit, and pooled
     crossed: list[list[str]]  # constraints that switch on the way
+
+    def __getitem__(self, p: int) -> Expectation:
+        return Expectation(self.error[p : p + 1], self.size[p : p + 1], self.units, self.alike, self.crossed[p : p + 1])
 
     @property
     def relative(self) -> Tensor:
-        """Relative error of each prediction, (P,): 0 where nothing changes and nothing was predicted."""
-        return torch.where(self.error > 0, self.error / self.size.clamp(min=torch.finfo(self.size.dtype).tiny), 0.0)
+        """Relative error of each prediction, all targets together, each in its own unit, (P,)."""
+        return _ratio(*(torch.linalg.vector_norm(x / self.units, dim=1) for x in (self.error, self.size)))
 
     @property
     def pooled(self) -> float:
-        """Relative error of all predictions together."""
-        size = float(torch.linalg.vector_norm(self.size))
-        error = float(torch.linalg.vector_norm(self.error))
-        return 0.0 if error == 0 else error / size if size > 0 else float("inf")
-
-    def __getitem__(self, p: int) -> Expectation:
-        return Expectation(self.error[p : p + 1], self.size[p : p + 1], self.crossed[p : p + 1])
+        """Relative error of all predictions together: of the worst target, where they are in different units."""
+        error, size = self.error, self.size
+        if self.alike:
+            error, size = error.reshape(-1, 1), size.reshape(-1, 1)
+        return float(_ratio(*(torch.linalg.vector_norm(x, dim=0) for x in (error, size))).max())
 
     @classmethod
     def of(cls, parts: Sequence[Expectation]) -> Expectation:
         """Several as one."""
+        first = parts[0]
         return cls(
             torch.cat([part.error for part in parts]),
             torch.cat([part.size for part in parts]),
+            first.units,
+            first.alike,
             [names for part in parts for names in part.crossed],
         )
+
+
+def _ratio(error: Tensor, size: Tensor) -> Tensor:
+    """Relative errors: 0 where nothing changes and nothing was predicted, inf where something was."""
+    found = error / size.clamp(min=torch.finfo(size.dtype).tiny)
+    return torch.where(error > 0, torch.nan_to_num(found, nan=float("inf")), 0.0)
 
 
 class Assessor:
@@ -86,12 +98,16 @@ class Assessor:
         return Nearby(self.solution)
 
     def units(self, targets: Targets) -> Tensor:
-        """√(qᵀH⁻¹q) of each target, (T,): how much it moves where θ moves by as much as the curvature lets it."""
-        if targets.alike:
-            return torch.ones(len(targets.names), dtype=self.solution.theta.dtype, device=self.solution.theta.device)
-        Q = targets.gradients(self.solution.theta)
-        units = (Q * self.nearby.solver.solve(Q)).sum(0).clamp(min=0).sqrt()
-        return units.clamp(min=torch.finfo(Q.dtype).tiny)
+        """√(qᵀH⁻¹q) of each target, (T,): how much it moves where θ moves by as much as the curvature lets it.
+
+        Targets in one unit share the largest. One without a gradient has at least what rounding would make of it.
+        """
+        at = self.solution.theta
+        Q, eps = targets.gradients(at), torch.finfo(at.dtype).eps
+        some = Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q
+        units = (some * self.nearby.solver.approximate(some)).sum(0).clamp(min=0).sqrt()
+        units = units.expand(Q.shape[1]) if targets.alike else units
+        return torch.maximum(units, eps**0.375 * targets.values(at).abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
 
     def expect(
         self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor,
@@ -108,11 +124,11 @@ class Assessor:
         theta, nu = torch.where(known[:, None], theta, at.theta), torch.where(known[:, None], nu, at.lam)
 
         def moved(some: Tensor) -> Tensor:
-            return (targets.stacked_values(some) - before) / units
+            return targets.stacked_values(some) - before
 
         last = moved(theta)
-        change = torch.full_like(last[:, 0], float("nan"))  # of the last step
-        left = torch.zeros_like(change)  # what further steps would still change
+        change = torch.full_like(last[:, 0], float("nan"))  # of the last step, in units
+        left = torch.zeros_like(last)  # what further steps would still change
         which = torch.arange(len(theta), device=theta.device)
         for number in range(2):
             further, multipliers = self.nearby.step(stack.take(which), theta[which], nu[which])
@@ -124,10 +140,11 @@ class Assessor:
             theta[which] += further
             nu[which] = multipliers
             now = moved(theta[which])
-            by, size = torch.linalg.vector_norm(now - last[which], dim=1), torch.linalg.vector_norm(now, dim=1)
+            step = (now - last[which]).abs()
+            by, size = (torch.linalg.vector_norm(x / units, dim=1) for x in (step, now))
             shrinks = by / (change[which] if number else size).clamp(min=torch.finfo(by.dtype).tiny)
-            slow = shrinks.clamp(max=_SLOWEST)
-            last[which], change[which], left[which] = now, by, by * slow / (1 - slow)
+            slow = shrinks.clamp(max=_SLOWEST)[:, None]
+            last[which], change[which], left[which] = now, by, step * slow / (1 - slow)
             which = which[shrinks > (_SETTLED if number else 0.0 if thorough else _SMALL)]
             if len(which) == 0:
                 break
@@ -138,13 +155,15 @@ class Assessor:
             there = which[reached]
             if len(there):
                 last[there], nu[there], left[there] = moved(ends.theta[reached]), ends.lam[reached], 0.0
-        size = torch.linalg.vector_norm(last, dim=1)
-        error = torch.linalg.vector_norm(last - values / units, dim=1) + left
-        rounding = float(_ROUNDING * torch.finfo(error.dtype).eps * torch.linalg.vector_norm(before / units))
-        error = torch.where((error > 0) | (size > 0), error.clamp(min=rounding), 0.0)
-        known = known & torch.isfinite(error) & torch.isfinite(size)
-        error = torch.where(known, error, float("inf"))
-        return Expectation(error, torch.where(known, size.clamp(min=rounding), 0.0), self._crossed(nu))
+        error, size = (last - values).abs() + left, last.abs()
+        eps = torch.finfo(error.dtype).eps
+        largest, rounding = torch.maximum(size, values.abs()), _ROUNDING * eps * before.abs()
+        nothing = largest <= torch.minimum(eps**0.625 * units, rounding)  # neither predicted nor happening
+        error = torch.where(nothing, 0.0, torch.maximum(error, rounding))  # what rounding hides is not resolved
+        size = torch.where(nothing, 0.0, torch.maximum(size, rounding))
+        known = (known & torch.isfinite(error).all(1) & torch.isfinite(size).all(1))[:, None]
+        error, size = torch.where(known, error, float("inf")), torch.where(known, size, 0.0)
+        return Expectation(error, size, units, targets.alike, self._crossed(nu))
 
     def _crossed(self, nu: Tensor) -> list[list[str]]:
         """The constraints that have switched, where the multipliers are these (P, m)."""
@@ -184,7 +203,7 @@ class Assessor:
             warn(f"they could not be assessed ({error})")
             return {"rows": [], "errors": [], "pooled": None, "failed": str(error)}
         if not found.pooled <= TRUSTED:
-            worst = int(found.error.argmax())
+            worst = int((found.error / found.units).sum(1).argmax())
             warn(
                 f"the relative error to be expected is {found.pooled:.2g} over the {len(rows)} perturbations looked "
                 f"at, allowed is {TRUSTED:g} (largest at {perturbations[rows[worst]].labels[0]!r}). The first order "
@@ -218,6 +237,16 @@ def _checked(assess: object) -> int:
             cure=f"Leave it out for {ASSESSED}, or pass 0 to skip it.",
         )
     return count
+
+
+def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
+    """Say which perturbations have no answer."""
+    label, why = next(iter(unanswered.items()))
+    warnings.warn(
+        f"{len(unanswered)} of {count} perturbations have no answer (NaN), first {label!r}: {why}",
+        FirstOrderWarning,
+        stacklevel=4,
+    )
 
 
 def warn(why: str) -> None:

@@ -90,7 +90,10 @@ def _optimality(solution: Solution) -> Finding:
     measured = f"relative KKT residual {kkt.residual:.1e}, allowed {allowed:.0e} ({kkt})"
     if solution.converged:
         return Finding("Is it a solution?", GOOD, measured, "Yes: the optimality conditions hold.")
-    cure = "Train on, or polish it: dif.fit(problem, solution.params)."
+    cure = (
+        "Train on, or polish it: dif.fit(problem, solution.params). Where that does not end, add a ridge: separable "
+        "data and redundant parameters have no minimum."
+    )
     cure = explain(solution.kinks) if solution.kinks else cure
     meaning = "No: there is no solution here to predict a change of."
     return Finding("Is it a solution?", BAD, measured, meaning, cure)

@@ -86,6 +86,7 @@ class Description:
     groups: Sequence[str] | None = None
     features: Mapping[str, Any] | None = None
     images: Any = None
+    chosen: bool = True  # whether it is said, or plain, whose members are removed
 
     @classmethod
     def read(cls, path: Path, *, aimed: bool = True) -> Description:
@@ -128,8 +129,9 @@ class Description:
             if not isinstance(target, Expression) or len(Targets(target, solution).names) != 1:
                 raise _missing(path, f"targets[{name!r}]", target, "a Term that is one number, or Samples", _EXAMPLE)
         train = said.get("train")
+        every = solution.problem.people
+        chosen = train is not None or len(every) == 1
         if train is None:
-            every = solution.problem.people
             train = every[0] if len(every) == 1 or (every and not aimed) else None
         if not isinstance(train, Samples):
             raise _missing(path, "train", train, "the dif.Samples whose members are removed", "dif.Samples(loss, data)")
@@ -141,7 +143,7 @@ class Description:
             features = {str(name): _column(path, f"features[{name!r}]", c, len(train)) for name, c in features.items()}
         images = said.get("images")
         _column(path, "images", images, len(train))
-        told = cls(path, solution, targets, train, names, groups, features, images)
+        told = cls(path, solution, targets, train, names, groups, features, images, chosen)
         for name, show in (("features", lambda: told.feature([0])), ("images", lambda: told.image(0))):
             try:
                 show()

@@ -11,12 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dif.derivatives import sample_losses
-from dif.program import Program
+from dif.errors import InvalidInputError
+from dif.parameters import Parameters
+from dif.rows import Rows, Smooth
 from dif.samples import Samples
 
 _LINES = 2  # random lines through the point along which losses are looked at,
 _POINTS = 33  # at so many points each,
-_SAMPLES = 128  # of so many samples
+_SAMPLES = 512  # of so many samples
 _CANDIDATES = 4  # bends per line that are looked at closely
 _JUMP = 0.02  # of the range of slopes, or of values, along the line: what is left of it in a tiny interval is a kink
 
@@ -33,17 +35,16 @@ _PIECEWISE = frozenset(
 
 @dataclass(frozen=True)
 class Kink:
-    """A place near the point at which the slope of one sample's loss jumps, or the loss itself."""
+    """A place near the point at which the slope of a loss or function jumps, or its value."""
 
-    samples: str
-    index: int  # the sample
+    where: str  # whose, in words
     jumps: bool  # the value jumps, not only the slope
-    operators: tuple[str, ...]  # of the loss, those that could be the reason
+    operators: tuple[str, ...]  # those that could be the reason
 
     def __str__(self) -> str:
         what = "jumps" if self.jumps else "has a kink"
         by = f" ({', '.join(self.operators)})" if self.operators else ""
-        return f"the loss of {self.samples}[{self.index}] {what}{by}"
+        return f"{self.where} {what}{by}"
 
 
 def explain(kinks: Sequence[Kink]) -> str:
@@ -55,41 +56,67 @@ def explain(kinks: Sequence[Kink]) -> str:
     )
 
 
-def find_kinks(program: Program, theta: Tensor) -> tuple[Kink, ...]:
-    """At most one kink for each Samples of a program: where its losses bend too sharply to be smooth.
+def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
+    """At most one kink for each Samples and each function in some rows: where they bend too sharply to be smooth.
 
-    Losses are evaluated along random lines through θ. Where one bends most, the interval is halved again and again: the
-    change of slope of a smooth loss shrinks with it, that of a kink stays.
+    They are evaluated in double precision along random lines through θ. Where one bends most, the interval is halved
+    again and again: the change of slope of a smooth loss shrinks with it, that of a kink stays.
     """
-    found = (_find(table.samples, program, theta) for table in program.rows.tables)
+    try:
+        rows = rows.to(torch.float64)
+        found = [_in_samples(table.samples, rows.parameters, theta.double()) for table in rows.tables]
+        found += [
+            _in_function(f, theta.double()) for f in rows.functions if f.matrix is None and f.function.ridge is None
+        ]
+    except (RuntimeError, InvalidInputError):  # it runs in its own precision only: nothing is said
+        return ()
     return tuple(kink for kink in found if kink is not None)
 
 
-def _find(samples: Samples, program: Program, theta: Tensor) -> Kink | None:
+def _in_samples(samples: Samples, parameters: Parameters, theta: Tensor) -> Kink | None:
     spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
+
+    def operators(i: int) -> tuple[str, ...]:
+        _, batch = next(samples.batches(spread[i : i + 1], device=theta.device))
+        return _operators(lambda: samples.losses(parameters.bind(parameters.tensors(theta)), batch, 1))
+
+    def losses(at: Tensor, which: int | None) -> Tensor:
+        return sample_losses(samples, parameters, at, spread if which is None else spread[which : which + 1])
+
+    found = _along_lines(losses, theta)
+    return found and Kink(f"the loss of {samples.name}[{int(spread[found[0]])}]", found[1], operators(found[0]))
+
+
+def _in_function(f: Smooth, theta: Tensor) -> Kink | None:
+    def values(at: Tensor, which: int | None) -> Tensor:
+        value = f.value(at).detach()
+        return value if which is None else value[which : which + 1]
+
+    found = _along_lines(values, theta)
+    return found and Kink(f"the function {f.function.name}", found[1], _operators(lambda: f.value(theta)))
+
+
+def _along_lines(values: Callable[[Tensor, int | None], Tensor], theta: Tensor) -> tuple[int, bool] | None:
+    """Which of several values has a kink near θ, and whether it jumps; None where none was found."""
     generator = torch.Generator().manual_seed(0)
+    size = max(0.1, float(theta.square().mean().sqrt()))
+    grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64).tolist()
     for _ in range(_LINES):
-        size = max(0.1, float(theta.square().mean().sqrt()))
-        along = 0.5 * size * torch.randn(theta.numel(), generator=generator, dtype=torch.float64).to(theta)
-
-        def losses(t: float, which: Tensor, along: Tensor = along) -> Tensor:
-            return sample_losses(samples, program.parameters, theta + t * along, which).double().cpu()
-
-        grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64).tolist()
-        values = torch.stack([losses(t, spread) for t in grid])  # (points, n)
-        for k, i in _bends(values, theta.dtype):
-            one = spread[i : i + 1]
-            kind = _closely(lambda t, one=one, at=losses: float(at(t, one)), grid[k], grid[k + 2], values[:, i], theta)
+        along = 0.5 * size * torch.randn(theta.numel(), generator=generator, dtype=torch.float64).to(theta.device)
+        line = torch.stack([values(theta + t * along, None).double().cpu() for t in grid])  # (points, n)
+        for k, i in _bends(line):
+            one = lambda t, i=i, along=along: float(values(theta + t * along, i))  # noqa: E731
+            kind = _closely(one, grid[k], grid[k + 2], line[:, i])
             if kind is not None:
-                return Kink(samples.name, int(one), kind == "jump", _operators(samples, program, theta, one))
+                return i, kind == "jump"
     return None
 
 
-def _bends(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
+def _bends(values: Tensor) -> Iterator[tuple[int, int]]:
     """Where losses bend most, compared with how their slopes differ along the line: (point, sample), a few of them."""
     bends = values.diff(dim=0).diff(dim=0).abs()  # (points − 2, n)
     slopes = values.diff(dim=0)
-    rounding = torch.finfo(dtype).eps ** 0.5 * float(values.abs().max())
+    rounding = torch.finfo(values.dtype).eps ** 0.5 * float(values.abs().max())
     scale = (slopes.amax(0) - slopes.amin(0)).clamp(min=max(rounding, torch.finfo(values.dtype).tiny))
     sharp = torch.nan_to_num((bends - bends.median(0).values) / scale, nan=0.0, posinf=0.0)
     best = sharp.max(0)
@@ -97,9 +124,10 @@ def _bends(values: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, int]]:
     return ((int(best.indices[i]), i) for i in order if best.values[i] > 0)
 
 
-def _closely(loss: Callable[[float], float], low: float, high: float, line: Tensor, theta: Tensor) -> str | None:
+def _closely(loss: Callable[[float], float], low: float, high: float, line: Tensor) -> str | None:
     """Whether a bend between two points is a "kink" or a "jump"; None where it is smooth."""
-    h = torch.finfo(theta.dtype).eps ** 0.44  # 1e-7 in float64
+    eps = torch.finfo(torch.float64).eps
+    h = eps**0.44  # 1e-7
     slope = lambda t: (loss(t + h) - loss(t - h)) / (2 * h)  # noqa: E731
 
     def bend(a: tuple[float, float, float], b: tuple[float, float, float]) -> float:
@@ -114,7 +142,7 @@ def _closely(loss: Callable[[float], float], low: float, high: float, line: Tens
         left, right = (left, middle) if bend(left, middle) >= bend(middle, right) else (middle, right)
     values, slopes = line, line.diff() * (len(line) - 1) / 2
     span = [float(x.max() - x.min()) for x in (values, slopes)]
-    noise = torch.finfo(theta.dtype).eps * float(values.abs().max())  # of one value
+    noise = eps * float(values.abs().max())  # of one value
     smoothly = 2 * float(slopes.abs().max()) * (right[0] - left[0] + 2 * h)  # how far the value may move there
     if abs(loss(right[0] + h) - loss(left[0] - h)) > max(_JUMP * span[0], 1e3 * noise, smoothly):
         return "jump"
@@ -135,10 +163,8 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operators(samples: Samples, program: Program, theta: Tensor, which: Tensor) -> tuple[str, ...]:
-    """The operators of a loss that could make a kink."""
-    _, batch = next(samples.batches(which, device=theta.device))
-    parameters = program.parameters
+def _operators(evaluate: Callable[[], Any]) -> tuple[str, ...]:
+    """The operators that could make a kink."""
     with torch.no_grad(), _Recorder() as seen:
-        samples.losses(parameters.bind(parameters.tensors(theta)), batch, len(which))
+        evaluate()
     return tuple(name for name in seen.names if name in _PIECEWISE)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.assessment import Assess
+from dif.assessment import Assess, warn_unanswered
 from dif.direction import Direction, chunks
 from dif.errors import DegenerateError, InvalidInputError
 from dif.farm import checked_jobs, shared_out
@@ -34,10 +34,6 @@ _PIECE = 2**25  # slopes held at once
 _MOVED = 2**25  # numbers of Δθ held at once
 _PIECES, _FEWEST = 64, 2**14  # pieces of a sweep at most, perturbations in one at least (memory permitting)
 _SHARES = 4  # pieces of work per job
-_SEEN = 32  # perturbations whose steps show which rows they reach
-_MIXTURES, _FEW_MIXTURES = 8, 4  # of more perturbations, to see how far they reach; few where a solve is dear
-_MARGIN = 3.0  # times what perturbations move a row or its multiplier: so far a row counts as within reach
-_CLEAR = 1e-10  # relative: beyond rounding
 _OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep
 
 Count = Callable[[Tensor], int]
@@ -130,51 +126,6 @@ class Linearisation:
             cure="Use switching=False for the derivative, or Retraining for the change itself.",
         )
 
-    def reached(self, perturbations: Perturbation) -> Tensor:
-        """Which inequalities could begin to bind or let go, though they are not kept so that they can, (m,) bool.
-
-        Of a few perturbations that is seen from their steps. Of many, from how far mixtures of them with random signs
-        move each row and multiplier: their root mean square is √(Σₚ move²) but for chance, so at least the largest.
-        """
-        at, P = self.at, len(perturbations)
-        signed = torch.ones_like(at.program.equality)
-        signed[self.kept] = self.free
-        if P <= _SEEN and P * at.theta.numel() <= _MOVED:
-            moved, priced = self._steps(Direction(at.program, perturbations))
-            past = torch.where(torch.isfinite(moved), at.c + moved, -1.0) > _CLEAR * (at.c.abs() + moved.abs())
-            past |= torch.where(torch.isfinite(priced), at.lam + priced, 1.0) < -_CLEAR * (at.lam + priced.abs())
-            return past.any(0) & signed & ~at.program.equality
-        moved, priced = self._reach(perturbations)
-        binding = at.active.mask(at.active.binding)
-        near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
-        return near & signed & ~at.program.equality & ~at.active.mask(at.active.weak)
-
-    def _steps(self, direction: Direction) -> tuple[Tensor, Tensor]:
-        """How the step of each perturbation moves f − τ of every row and its multiplier, (P, m) each."""
-        B, r = self._first_order(direction)
-        omega, nu, _ = self._moved(B, r, direction)
-        return r + omega @ self.at.G.T, self.multiplier_change(nu)
-
-    def _reach(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
-        """√(Σₚ move²) of f − τ of each row, and of its multiplier, (m,) each, but for chance; only free rows hold."""
-        at, free = self.at, self.free
-        Z = _MIXTURES if at.curvature.assembled else _FEW_MIXTURES
-        generator = torch.Generator().manual_seed(0)
-        b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
-        for some in chunks(perturbations):
-            direction = Direction(at.program, some)
-            mix = (2.0 * torch.randint(0, 2, (Z, len(some)), generator=generator) - 1.0).to(at.theta)
-            more_b, more_f = direction.mixed(mix, at.theta, self.weights, at.p, at.Dp)
-            b, r = b + more_b, r + more_f[:, 1:] - mix @ direction.dtau
-        stiff = (self.R * r[:, self.kept])[:, free]
-        S, V, G = self.S[free][:, free], self.V[:, free], self.G[free]
-        nu = torch.linalg.lstsq(S, (r[:, self.kept][:, free] - b @ V - stiff @ S).T).solution.T
-        omega = -self.solver.solve((b + (nu + stiff) @ G).T).T
-        priced = torch.zeros_like(r)
-        priced[:, self.kept[free]] = nu
-        moved = r + omega @ at.G.T
-        return torch.linalg.vector_norm(moved, dim=0) / Z**0.5, torch.linalg.vector_norm(priced, dim=0) / Z**0.5
-
     def multiplier_change(self, nu: Tensor) -> Tensor:
         """Δλ on all m rows, (P, m), from the multipliers of the kept rows."""
         change = nu.new_zeros((len(nu), self.at.program.m))
@@ -188,9 +139,9 @@ class Linearisation:
 
     def moved(self, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
         """Δθ, (P, d), by one solve for all, NaN where there is no answer; the multipliers, (P, k), and the reasons."""
-        return self._moved(*self._first_order(direction), direction)
+        return self.step(*self.first_order(direction), direction)
 
-    def _first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
+    def first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
         """The perturbations' b, (P, d), and r, (P, m)."""
         at, P = self.at, direction.P
         if P > 1 and P * direction.touched <= _OVERHEAD * P:  # few samples: one sweep for all
@@ -201,7 +152,8 @@ class Linearisation:
         b, r = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df[1:] for df, _ in first])
         return b, r - direction.dtau
 
-    def _moved(self, B: Tensor, r: Tensor, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
+    def step(self, B: Tensor, r: Tensor, direction: Direction) -> tuple[Tensor, Tensor, dict[str, str]]:
+        """What `moved` says, for perturbations whose b and r are known."""
         nu, force, unanswered = self.push(B @ self.V, r[:, self.kept], direction.perturbation)
         answered = torch.isfinite(force).all(1)
         omega = torch.full_like(B, float("nan"))
@@ -355,6 +307,8 @@ class Linearisation:
         unanswered = {label: words for piece in sheet.pieces for label, words in piece["unanswered"].items()}
         switched = sum(piece["switched"] for piece in sheet.pieces)
         influence.diagnostics.update(self._work(), unanswered=unanswered, switched=switched)
+        if unanswered:
+            warn_unanswered(unanswered, len(perturbations))
         if assess is not None:
             ends = lambda rows: self.ends(perturbations.pick(rows))  # noqa: E731
             influence.diagnostics["assessment"] = assess(targets, perturbations, influence.stored, ends)

@@ -202,7 +202,15 @@ class Perturbation:
 
     def pick(self, rows: Sequence[int]) -> Perturbation:
         """The perturbations listed, in that order."""
-        P = len(self)
+        P, listed = len(self), [as_index(row) for row in rows]
+        if not listed or any(row is None or not 0 <= row < P for row in listed):
+            raise InvalidInputError(
+                "perturbations to pick",
+                measured=few(list(rows)) if listed else "none",
+                threshold=f"integers 0 … {P - 1}, at least one",
+                meaning="There is no such perturbation.",
+                cure="Count from 0 in the order in which they were made.",
+            )
         return Perturbation(tuple((c, piece.pick(rows) if len(piece) == P else piece) for c, piece in self.pieces))
 
     def __iter__(self):

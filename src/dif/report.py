@@ -59,6 +59,8 @@ class Report:
     mark: str  # of the solution and the target
     loss: bool  # whether the target is a loss, so that to raise it is to harm
     assessment: dict[str, Any] | None  # what error is to be expected of the scores
+    unanswered: tuple[int, str] | None  # how many removals have no answer, and why the first has none
+    kinked: str  # what is not smooth about the target
     verdict: dict[str, str]  # whether they can be trusted
     agreement: dict[str, Any] | None = None
 
@@ -113,6 +115,8 @@ class Report:
             mark=fingerprint(told, target),
             loss=told.is_loss(told.targets[target]),
             assessment=_assessment(scores),
+            unanswered=(len(why), next(iter(why.values()))) if why else None,
+            kinked="; ".join(map(str, Targets(told.targets[target], solution).kinks(solution.theta))),
             verdict={},
         )
         return replace(made, verdict=made._judged())
@@ -142,11 +146,9 @@ class Report:
             wrong = int((np.sign(predicted) != np.sign(actual)).sum())
             error = off / size if size else float(off > 0)
             retrained = {"n": len(known), "relative_error": error, "wrong_signs": wrong}
-        found = Verdict.of(self.certificate, self.assessment, retrained)
-        if found.sign != BAD and self.negligible:
-            found = Verdict(
-                NOTE, f"No sample changes {self.target} by more than rounding does: there is nothing to rank."
-            )
+        found = Verdict.of(self.certificate, self.assessment, retrained, self.unanswered, self.kinked)
+        if self.certificate["holds"] and self.negligible and not self.kinked:
+            found = Verdict(NOTE, f"No sample changes {self.target} by more than rounding does: nothing is ranked.")
         return asdict(found)
 
     @property
@@ -308,12 +310,8 @@ def _assessment(scores: Influence) -> dict[str, Any] | None:
     found = scores.diagnostics.get("assessment")
     if found is None:
         return None
-    return found | {"errors": [_number(x) for x in found["errors"]], "pooled": _finite(found["pooled"])}
-
-
-def _finite(size: float | None) -> float | None:
-    """As large as JSON can say it."""
-    return None if size is None else min(size, 1e300)
+    pooled = found["pooled"]
+    return found | {"errors": [_number(x) for x in found["errors"]], "pooled": pooled and min(pooled, 1e300)}
 
 
 def _picture(pixels: Tensor | None) -> dict[str, Any] | None:

@@ -149,7 +149,7 @@ class Solution:
     @cached_property
     def kinks(self) -> tuple[Kink, ...]:
         """Where losses are not smooth near this point, found by probing them."""
-        return find_kinks(self.program, self.theta)
+        return find_kinks(self.program.rows, self.theta)
 
     @cached_property
     def active(self) -> ActiveSet:

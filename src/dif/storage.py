@@ -63,9 +63,9 @@ class Storage:
         """Whether both hold the same rows of the same data object."""
         if len(self) != len(other) or self.chosen is not other.chosen:
             return False
-        if not (self.tensors_held and other.tensors_held):
-            return self.data is other.data
-        mine, others = ({t.data_ptr() for t in leaves(s.data)} for s in (self, other))
+        if self.data is other.data:
+            return True
+        mine, others = ({t.data_ptr() for t in leaves(getattr(s.data, "tensors", s.data))} for s in (self, other))
         return bool((mine & others) - {0})  # 0: nothing is held
 
     def choose(self, indices: Tensor) -> Storage:

@@ -11,6 +11,7 @@ from torch import Tensor
 from dif.derivatives import sample_gradients, sample_losses, stacked_losses
 from dif.direction import Direction, chunks
 from dif.errors import InvalidInputError, few
+from dif.kinks import Kink, find_kinks
 from dif.parameters import Parameters
 from dif.perturbation import Perturbation
 from dif.probe import probe
@@ -68,6 +69,10 @@ class Targets:
             words = repr(term)[5:-1]
             names += [f"{words}[{i}]" for i in range(shape[0])] if shape else [words]
         self.names = tuple(names)
+
+    def kinks(self, theta: Tensor) -> tuple[Kink, ...]:
+        """Where the targets are not smooth near θ, found by probing."""
+        return () if self.rows is None else find_kinks(self.rows, theta)
 
     def values(self, theta: Tensor) -> Tensor:
         """The targets at θ, (T,)."""

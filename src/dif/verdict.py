@@ -22,15 +22,31 @@ class Verdict:
 
     @classmethod
     def of(
-        cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None
-    ) -> Verdict:
+        cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None,
+        unanswered: tuple[int, str] | None = None, kinked: str = "",
+    ) -> Verdict:  # fmt: skip
         """The strongest evidence there is: a point that is refused, then retrainings, then expected errors.
 
         Args:
             certificate: `Certificate.to_dict()`.
             assessment: `Influence.diagnostics["assessment"]`; None where nothing was assessed.
             retrained: What retraining found: `n`, `relative_error`, `wrong_signs`; None where nothing was retrained.
+            unanswered: How many removals have no answer, and why the first has none.
+            kinked: What is not smooth about the target; empty where it is.
         """
+        found = cls._of(certificate, assessment, retrained)
+        if kinked and found.sign == BAD:
+            found = cls(BAD, f"{_REFUSED}: the target is not smooth ({kinked}).", _SMOOTH)
+        if unanswered is not None and found.sign != BAD:
+            count, why = unanswered
+            words = f"{found.words} {_counted(count)} {'has' if count == 1 else 'have'} no answer: {why.rstrip('.')}."
+            found = cls(NOTE, words, found.cure)
+        return found
+
+    @classmethod
+    def _of(
+        cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None
+    ) -> Verdict:
         bad = [one for one in certificate["findings"] if one["verdict"] == BAD]
         if bad:
             return cls(BAD, f"{_REFUSED}. {bad[0]['what']} {bad[0]['meaning']}", bad[0]["cure"])
@@ -43,11 +59,12 @@ class Verdict:
         looked = f"checked on {_counted(len(assessment['rows']))} by two further Newton steps each"
         off = _percent(assessment["pooled"])
         if assessment["pooled"] <= TRUSTED:
-            words = f"Predictions should be off by about {off} ({looked})."
+            words = f"Predictions should be off by {off} ({looked})."
             return cls(GOOD, words, "`dif retrain` verifies the strongest.")
-        return cls(BAD, f"{_REFUSED}: they should be off by about {off} ({looked}).", _CURE)
+        return cls(BAD, f"{_REFUSED}: they should be off by {off} ({looked}).", _CURE)
 
 
+_SMOOTH = "No derivative sees a jump or a kink: ask about a smooth version of it (a probability, say), or retrain."
 _CURE = (
     "The first order does not reach as far as these removals go: ask for an accuracy (--accuracy 0.05, or "
     "dif.AdaptiveInfluence), retrain, or use a larger ridge or more samples."
@@ -73,6 +90,8 @@ def _counted(n: int) -> str:
 
 def _percent(share: float) -> str:
     """Two digits below ten per cent, whole numbers above."""
-    if not share < 10:
-        return "more than 1000 %"
+    if not share < 1:
+        return "100 % or more"
+    if share < 0.001:
+        return "less than 0.1 %"
     return f"{100 * share:.2g} %" if share < 0.1 else f"{100 * share:.0f} %"

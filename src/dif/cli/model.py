@@ -81,13 +81,15 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
         from dif.verdict import Verdict
 
         told = Description.read(file, aimed=False)
-        found, assessment = Certificate.of(told.solution), None
-        if found.holds and told.targets:
-            margins, assessment = _assessed(told)
+        found = Certificate.of(told.solution)
+        verdict = Verdict.of(found.to_dict(), None, None)
+        missing = "`targets`" if not told.targets else "" if told.chosen else "`train`, and there are several Samples"
+        if found.holds and missing:
+            verdict = Verdict("note", f"This is a solution. No prediction was checked: the file names no {missing}.")
+        elif found.holds:
+            margins, assessment, unanswered, kinked = _assessed(told)
             found = Certificate.of(told.solution, margins)
-        verdict = Verdict.of(found.to_dict(), assessment, None)
-        if not told.targets and found.holds:
-            verdict = Verdict("note", "This is a solution. No prediction was checked: the file names no `targets`.")
+            verdict = Verdict.of(found.to_dict(), assessment, None, unanswered, kinked)
         if as_json:
             typer.echo(json.dumps({"verdict": asdict(verdict), **found.to_dict()}, indent=2))
         elif not quiet:
@@ -100,14 +102,19 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
             refuse(f"{verdict.words} {verdict.cure}")
 
 
-def _assessed(told: Description) -> tuple[Any, dict[str, Any]]:
-    """What removals move the constraints by, and the error to be expected of all targets together."""
+def _assessed(told: Description) -> tuple[Any, dict[str, Any], tuple[int, str] | None, str]:
+    """What removals move the constraints by, the error to be expected of the targets, and what has no answer."""
     import dif
+    from dif.targets import Targets
 
     predictor, (everyone, _) = dif.DirectionalInfluence(told.solution), _removals(told)
+    wanted = list(told.targets.values())
     with _unsaid():
-        scores = predictor.scores(list(told.targets.values()), everyone, show_progress=False)
-    return predictor.margins(everyone), scores.diagnostics["assessment"]
+        scores = predictor.scores(wanted, everyone, show_progress=False)
+    why = scores.diagnostics["unanswered"]
+    kinks = Targets(wanted, told.solution).kinks(told.solution.theta)
+    unanswered = (len(why), next(iter(why.values()))) if why else None
+    return predictor.margins(everyone), scores.diagnostics["assessment"], unanswered, "; ".join(map(str, kinks))
 
 
 @contextmanager
@@ -226,6 +233,10 @@ def _removals(told: Description) -> tuple[Perturbation, dict[int, str]]:
 
     needed = indispensable(told.solution.program, told.train)
     left = [i for i in range(len(told.train)) if i not in needed]
+    if not left:
+        refuse(
+            "no sample can be removed: each is alone in a term of the problem, which would not be defined without it"
+        )
     return told.train.remove_each(left if needed else None), needed
 
 

@@ -18,6 +18,7 @@ from dif.influence import Change, Influence
 from dif.linear_solve import LinearSolver, Solver, prepare
 from dif.linearisation import Linearisation, checked_damping, none_switched, trust
 from dif.perturbation import Perturbation
+from dif.reach import reached
 from dif.reading import check_number
 from dif.reduced_qp import no_direction
 from dif.solution import Solution, expect_solution
@@ -40,7 +41,9 @@ class DirectionalInfluence:
         gauss_newton: Leave the curvature of the model out of H (the Samples must know their `outputs`): positive where
             H is not. It changes the answer, and is reported.
         solver: Prepares a solver for H_ρ (None: Cholesky up to a few thousand parameters, conjugate gradients above).
-        strict: Raise where the point is not a solution or the derivative does not exist; False records it instead.
+        strict: Raise where the point is not a solution or the derivative does not exist; False records it instead. With
+            "auto", scores of perturbations that no step can follow (the constraints contradict each other) are NaN, and
+            a warning says which.
     """
 
     name = "DIF"
@@ -131,7 +134,7 @@ class DirectionalInfluence:
         check_kind(perturbations)
         near, lin = self.solution.active.mask(()), self.linearisation
         while self.switching == "auto" and bool((~self.solution.program.equality).any()):
-            more = near | lin.reached(perturbations)
+            more = near | reached(lin, perturbations)
             if torch.equal(more, near):
                 break
             near, rows = more, tuple(torch.nonzero(more).reshape(-1).tolist())

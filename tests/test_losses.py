@@ -1,0 +1,235 @@
+"""Losses, operators and data at the borders: answered rightly, or refused in words."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import dif
+
+F64 = torch.float64
+QUIET = {"show_progress": False}
+
+
+def drawn(n=40, d=3, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    X = torch.randn(n, d, generator=generator, dtype=F64)
+    return X, X[:, 0] + 0.5 * torch.randn(n, generator=generator, dtype=F64)
+
+
+def squared(p, z):
+    return (z[0] @ p["t"] - z[1]) ** 2
+
+
+def fitted(loss, data, params=None, ridge=0.1, constraints=()):
+    train = dif.Samples(loss, data, name="train")
+    params = {"t": torch.zeros(3, dtype=F64)} if params is None else params
+    return train, dif.fit(dif.Problem(train.mean() + dif.ridge(ridge), constraints), params, **QUIET)
+
+
+class Rescaled(torch.autograd.Function):
+    """x², with half of its gradient."""
+
+    @staticmethod
+    def forward(x):
+        return x**2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):
+        return ctx.saved_tensors[0] * g
+
+
+class Bag(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.rows = nn.Embedding(6, 1, **options)
+
+    def forward(self, tokens):
+        return self.rows(tokens).sum(1)[:, 0]
+
+
+WRONG = {
+    "detached weights": lambda p, z: squared(p, z) * torch.sigmoid((z[0] @ p["t"]).detach()),
+    "custom backward": lambda p, z: Rescaled.apply(z[0] @ p["t"] - z[1]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_derivative_is_refused(name):
+    with pytest.raises(dif.InvalidInputError, match="What torch returns is not the derivative") as caught:
+        fitted(WRONG[name], drawn())
+    assert "of the loss of Samples 'train'" in caught.value.what
+
+
+@pytest.mark.parametrize("options", [{"padding_idx": 0}, {"scale_grad_by_freq": True}])
+def test_embeddings_whose_gradients_leave_something_out_are_refused(options):
+    tokens = torch.randint(0, 6, (40, 5), generator=torch.Generator().manual_seed(0))
+    loss = lambda m, z: (m(z[0]) - z[1]) ** 2  # noqa: E731
+    with pytest.raises(dif.InvalidInputError, match="padding_idx"):
+        fitted(loss, (tokens, drawn()[1]), Bag(**options).double().eval())
+    train, solution = fitted(loss, (tokens, drawn()[1]), Bag().double().eval())
+    counts = torch.stack([(tokens == k).sum(1) for k in range(6)], 1).double()
+    y = drawn()[1]
+    left = torch.arange(40) != 3
+    theta = [torch.linalg.solve(2 * C.T @ C / len(C) + 0.1 * torch.eye(6).double(), 2 * C.T @ t / len(C))
+             for C, t in ((counts, y), (counts[left], y[left]))]  # fmt: skip
+    change = dif.Retraining(solution).change(train.remove([3])).flat
+    torch.testing.assert_close(change, theta[1] - theta[0], atol=1e-9, rtol=1e-7)
+
+
+def test_a_solution_on_a_kink_is_refused():
+    z = torch.randn(21, dtype=F64, generator=torch.Generator().manual_seed(0))
+    z -= z.median()
+    train = dif.Samples(lambda p, b: (b - p["m"]).abs(), z, name="train")
+    solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"m": torch.zeros((), dtype=F64)}, **QUIET)
+    assert solution.converged  # torch's subgradient happens to be 0
+    with pytest.raises(dif.DegenerateError) as caught:
+        dif.DirectionalInfluence(solution)
+    assert caught.value.meaning == (
+        "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there."
+    )
+
+
+LINEAR = {
+    "product": lambda p, z: z[0] @ p["t"],
+    "elementwise": lambda p, z: (z[0] * p["t"]).sum(1),
+    "einsum": lambda p, z: torch.einsum("ni,i->n", z[0], p["t"]),
+    "bmm": lambda p, z: torch.bmm(z[0][:, None], p["t"].expand(len(z[0]), 3)[:, :, None])[:, 0, 0],
+    "constant": lambda p, z: z[1] ** 2 + 0.0 * p["t"].sum(),
+    "without parameters": lambda p, z: z[1] ** 2,
+}
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_losses_that_are_linear_or_constant(name):
+    """As a constraint on a view: every estimator answers, and those that solve agree."""
+    data = drawn()
+    train = dif.Samples(squared, data, name="train")
+    group = torch.arange(40) % 2 == 0
+    row = train.view(LINEAR[name], name="row")
+    free = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"t": torch.zeros(3, dtype=F64)}, **QUIET)
+    gap = row.mean(where=group) - row.mean(where=~group)
+    losses = LINEAR[name](free.params, data)
+    value = float(losses[group].mean() - losses[~group].mean())
+    tight = 0.05 if "const" not in name and "without" not in name else -1.0
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [gap <= value - tight])
+    solution = dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET)
+    some = train.remove_groups([[0], [1, 2], list(range(20, 32))])
+    adaptive = dif.AdaptiveInfluence(solution, accuracy=1e-6, show_progress=False).scores(train.mean(), some)
+    actual = dif.Retraining(solution, show_progress=False).scores(train.mean(), some)
+    np.testing.assert_allclose(adaptive.values.numpy(), actual.values.numpy(), rtol=1e-5, atol=1e-12)
+    for estimator in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.ClassicalInfluence):
+        assert bool(torch.isfinite(estimator(solution).scores(train.mean(), some, assess=0).values).all())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+def modules():
+    plain = nn.Linear(3, 1).double().eval()
+    return {
+        "statistics of the batch": nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, track_running_stats=False),
+                                                 nn.Linear(3, 1)).double().eval(),
+        "DataParallel": nn.DataParallel(plain),
+        "checkpointing": Checkpointed().double().eval(),
+        "lazy": nn.LazyLinear(1).double(),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["statistics of the batch", "DataParallel", "checkpointing", "lazy"])
+def test_modules_that_torch_cannot_differentiate_are_refused_in_words(name):
+    with pytest.raises(dif.InvalidInputError) as caught:
+        fitted(lambda m, z: (m(z[0])[:, 0] - z[1]) ** 2, drawn(), modules()[name])
+    said = {"statistics of the batch": "track_running_stats=True", "DataParallel": "model.module",
+            "checkpointing": "activation checkpointing",
+            "lazy": "The module has not seen data yet, so it does not know its own size."}  # fmt: skip
+    assert said[name] in str(caught.value)
+
+
+def test_data_of_many_kinds():
+    pandas = pytest.importorskip("pandas")
+    X, y = drawn()
+    _, plain = fitted(squared, (X, y))
+    frame = pandas.DataFrame(X.numpy(), index=np.arange(100, 140)[::-1])
+    _, framed = fitted(squared, (frame, pandas.Series(y.numpy(), index=frame.index)))
+    torch.testing.assert_close(framed.theta, plain.theta)
+    masked = np.ma.masked_array(X.numpy(), mask=np.zeros(X.shape, dtype=bool))
+    _, unmasked = fitted(squared, (masked, y))
+    torch.testing.assert_close(unmasked.theta, plain.theta)
+    masked[3, 1] = np.ma.masked
+    with pytest.raises(dif.InvalidInputError) as caught:
+        fitted(squared, (masked, y))
+    assert caught.value.meaning == "A masked entry has no value, and torch would take what lies under the mask."
+    for sparse in (X.to_sparse(), X.to_sparse_csr()):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            fitted(squared, (sparse, y))
+        assert caught.value.meaning == "Samples are taken by index, which sparse tensors do not allow."
+
+
+EDITS = ("feature", "label", "weight", "bound", "ridge", "loss", "target", "constant in a closure")
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_a_changed_problem_never_reuses_a_file(edit, tmp_path):
+    """θ̄ stays where it is, by symmetry or by decree: only the problem itself tells the two apart."""
+
+    def scored(changed):
+        X, y = drawn(12)
+        X, y = torch.cat([X, -X]), torch.cat([y, -y]) * 0
+        w = torch.ones(24, dtype=F64) / 24
+        scale, bound, ridge, slope = 1.0, 5.0, 0.5, 1.0
+        if changed:
+            if edit == "feature":
+                X[[20, 8]] = X[[20, 8]] * 3
+            elif edit == "label":
+                y[4], y[16] = 0.7, 0.7
+            elif edit == "weight":
+                w[[20, 8]] = 0.01
+            bound, ridge = (6.0 if edit == "bound" else bound), (0.9 if edit == "ridge" else ridge)
+            scale, slope = (2.0 if edit == "constant in a closure" else 1.0), (3.0 if edit == "target" else 1.0)
+        loss = lambda p, z: scale * 0.5 * (z[0] @ p["t"] - z[1]) ** 2  # noqa: E731
+        if changed and edit == "loss":
+            loss = lambda p, z: scale * 1.5 * (z[0] @ p["t"] - z[1]) ** 2  # noqa: E731
+        train = dif.Samples(loss, (X, y), name="train")
+        problem = dif.Problem(train.weighted(w) + dif.ridge(ridge), [dif.linear([1.0, 0.0, 0.0]) <= bound])
+        solution = dif.Solution(problem, {"t": torch.zeros(3, dtype=F64)}, [0.0])
+        targets = [1e9 * dif.linear([0.0, 1.0, 0.0]), slope * dif.linear([1.0, 1.0, 0.0])]
+        some = train.remove_each(range(4))
+        options = {"strict": False}
+        file = dif.DirectionalInfluence(solution, **options).scores(targets, some, out=tmp_path / "s.npy", **QUIET)
+        fresh = dif.DirectionalInfluence(solution, **options).scores(targets, some, **QUIET)
+        kept = dif.Retraining(solution, keep=tmp_path / "kept", strict=False, show_progress=False)
+        again = dif.Retraining(solution, strict=False, show_progress=False)
+        pairs = [(file.values, fresh.values), (kept.scores(targets, some).values, again.scores(targets, some).values)]
+        for found, wanted in pairs:
+            np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-9)
+
+    scored(False)
+    scored(True)
+
+
+def test_a_choice_keeps_only_rounds_that_help():
+    X, y = drawn(30)
+    for seed in range(3):
+        X_test, y_test = drawn(20, seed=10 + seed)
+        train, test = dif.Samples(squared, (X, y), name="train"), dif.Samples(squared, (X_test, y_test), name="test")
+        problem = dif.Problem(train.mean() + dif.ridge(0.05), [dif.linear([1.0, 0.0, 0.0]) <= 0.3])
+        solution = dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET)
+        chosen = dif.choose(solution, test.mean(), train, 20, **QUIET)
+        values = [chosen.before, *chosen.followed]
+        assert all(after < before for before, after in pairwise(values))
+        assert chosen.verified == pytest.approx(values[-1], rel=1e-6)

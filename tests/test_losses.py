@@ -94,7 +94,7 @@ def test_a_solution_on_a_kink_is_refused():
     with pytest.raises(dif.DegenerateError) as caught:
         dif.DirectionalInfluence(solution)
     assert caught.value.meaning == (
-        "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there."
+        "It lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there."
     )
 
 

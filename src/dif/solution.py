@@ -199,7 +199,7 @@ class Solution:
                 "curvature along a random direction",
                 measured=f"{bend:.3g} by differences of the Lagrangian, {curved:.3g} by its second derivative",
                 threshold=f"less than {_BENT:g} times apart",
-                meaning="The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
+                meaning="It lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
                 cure="Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
             )
 

@@ -21,6 +21,7 @@ from dif.adapters.quadratic_program import QuadraticProgram
 
 try:
     import cvxpy as cp
+    from dif.adapters.parameter_terms import lift
     from cvxpy.reductions.cvx_attr2constr import CvxAttr2Constr, recover_value_for_leaf
     from cvxpy.reductions.solution import Solution as Raw
 except ImportError as error:
@@ -66,12 +67,13 @@ class Sensitivity:
 
     def __init__(self, problem: cp.Problem) -> None:
         self.problem = _checked(problem)
-        found: Any = problem.get_problem_data(cp.OSQP)
+        stated, self._terms = lift(problem)
+        found: Any = stated.get_problem_data(cp.OSQP)
         data, self._chain, self._inverse = found
         canonical = data["param_prob"]
         self.qp = QuadraticProgram(*(data[key] for key in ("P", "q", "A", "b", "F", "G")))
         self.offset = float(self._inverse[-1]["offset"])
-        self._columns, self._sizes = canonical.param_id_to_col, canonical.param_id_to_size
+        self._columns = canonical.param_id_to_col
         self._tensors = canonical.P, canonical.q, canonical.A
         self._at = {p.id: np.array(_dense(p.value)) for p in problem.parameters()}
         places, M = self._read
@@ -81,13 +83,9 @@ class Sensitivity:
 
     def _check_value(self) -> None:
         found = self._returned(self.qp.x, self.qp.y, self.qp.z, self.qp.value + self.offset)
-        size = float(np.abs(self.qp.x).max(initial=0.0))
-        unit = (
-            float(np.abs(self.qp.P.data).max(initial=0.0)) * size**2 + float(np.abs(self.qp.q).max(initial=0.0)) * size
-        )
         then, now = (float(np.ravel(value)[0]) for value in (self.problem.value, self.problem.objective.value))  # type: ignore[arg-type]
         here = float(found.opt_val)
-        if not max(abs(then - here), abs(now - here)) <= 1e-3 * max(abs(here), abs(then)) + 1e-6 * unit:
+        if not max(abs(then - here), abs(now - here)) <= 1e-3 * max(abs(here), abs(then)) + 1e-6 * self.qp.unit:
             raise InvalidInputError(
                 "solution of the problem",
                 measured=f"value {then:.6g} when it was solved; for its parameters as they are now {now:.6g} at its "
@@ -129,7 +127,6 @@ class Sensitivity:
                 )
             many = max(many, len(value)) if several else many
             pieces.append((p, value if several else value[None]))
-        D = np.zeros((sum(self._sizes[i] for i in known), many))
         for p, value in pieces:
             if len(value) not in (1, many):
                 raise InvalidInputError(
@@ -139,9 +136,13 @@ class Sensitivity:
                     meaning="Each direction moves all parameters together.",
                     cure="Stack as many for every parameter.",
                 )
-            flat = np.stack([one.reshape(-1, order="F") for one in value], 1)
-            begin = self._columns[p.id]
-            D[begin : begin + flat.shape[0]] = flat
+        moves = {p.id: value for p, value in pieces}
+        for term in self._terms:
+            moves[term.stand_in.id] = term.slopes(self._at, moves, many)
+        D = np.zeros((self._tensors[1].shape[1] - 1, many))  # the last column is the constant part
+        for i in moves.keys() & self._columns.keys():  # a parameter may have no effect
+            flat = np.stack([one.reshape(-1, order="F") for one in moves[i]], 1)
+            D[self._columns[i] : self._columns[i] + len(flat)] = flat
         return self._derivative(D)
 
     def remove_each(self, weights: cp.Parameter, *, renormalise: bool = True) -> Derivative:
@@ -194,7 +195,7 @@ class Sensitivity:
             pushed = sparse.vstack([-gradient, equal, unequal])
             found = (pushed.T @ self.qp.responses(M.toarray())).T @ D
         else:
-            found = M @ np.concatenate(self.qp.steps(gradient @ D, equal @ D, unequal @ D))
+            found = M @ self.qp.steps(gradient @ D, equal @ D, unequal @ D)
         moved = {
             thing: np.stack([column.reshape(shape, order="F") for column in found[where].T])
             for thing, (where, shape) in places.items()

@@ -182,7 +182,9 @@ def test_solutions_that_are_not_unique_are_refused_however_they_lie():
     X[:, -1] = X[:, :-1].sum(1)
     each = cp.Parameter(50, nonneg=True, value=np.full(50, 0.02))
     loss = cp.sum(cp.multiply(each, cp.square(X @ theta - y)))
-    for problem in (line, median, cp.Problem(cp.Minimize(loss))):
+    p, b = cp.Parameter(value=0.0), cp.Variable(2)
+    one_side = cp.Problem(cp.Minimize(cp.square(b[0]) + cp.pos(b[0] - b[1]) + p * b[1]), [b[1] <= 1e9])
+    for problem in (line, median, cp.Problem(cp.Minimize(loss)), one_side):
         problem.solve()
         refused(problem, "singular", words)
     shrunk = cp.Problem(cp.Minimize(loss + 1e-6 * cp.sum_squares(theta)))
@@ -280,3 +282,249 @@ def test_directions_of_several_parameters_go_together():
     with pytest.raises(dif.InvalidInputError) as caught:
         sensitivity.along({g: [1.0, 2.0], h: np.ones((3, 2))})
     assert caught.value.meaning == "Each direction moves all parameters together."
+
+
+# Rows that pin the solution, terms of parameters alone, scales
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_rows_alone_may_pin_the_solution(seed):
+    rng = np.random.default_rng(seed)
+    d = int(rng.integers(1, 6))
+    L, at, x = rng.normal(size=(d + 3, d)), rng.normal(size=d), cp.Variable(d)
+    most, pull = cp.Parameter(d, value=at), L.T @ L @ at + rng.uniform(0.1, 2.0, size=d)
+    box = cp.Problem(cp.Minimize(0.5 * cp.sum_squares(L @ x) - pull @ x), [x <= most])
+    box.solve()
+    np.testing.assert_allclose(Sensitivity(box).along({most: np.eye(d)})[x], np.eye(d), atol=1e-9)
+
+
+def test_a_projection_onto_the_negative_orthant_is_unique():
+    x, k = cp.Variable(3), cp.Parameter(3, value=[1.0, 2.0, -3.0])
+    projection = cp.Problem(cp.Minimize(cp.sum_squares(x - k)), [x <= 0])
+    projection.solve()
+    np.testing.assert_allclose(Sensitivity(projection).along({k: np.eye(3)})[x], np.diag([0.0, 0.0, 1.0]), atol=1e-9)
+
+
+def offsets():
+    s, n, k = cp.Parameter(value=0.7), cp.Parameter(nonneg=True, value=0.3), cp.Parameter(2, value=[1.0, -2.0])
+    none = np.zeros(2)
+    return {
+        "square": (s, cp.square(s), [], 1.4, none),
+        "absolute": (k, cp.norm1(k), [], 0.0, none),
+        "root": (n, -cp.sqrt(n), [], -0.5 / np.sqrt(0.3), none),
+        "norm": (k, cp.norm(k), [], -1.0 / np.sqrt(5.0), none),
+        "square of absolute": (s, cp.square(cp.abs(s)), [], 1.4, none),
+        "exponential bound": (s, 0.0, [lambda x: x >= cp.exp(s)], 10.2072363, np.full(2, np.exp(0.7))),
+        "tied bounds": (k, 0.0, [lambda x: x >= cp.abs(k[1])], 0.0, None),
+        "row of parameters": (s, 0.0, [lambda x: s >= 0.0], 0.0, none),
+        "always slack": (s, s, [lambda x: cp.sum(x) <= 100 + s], 1.0, none),
+        "times 0": (s, 0.0, [lambda x: 0 * s + x >= 0], 0.0, none),
+    }
+
+
+@pytest.mark.parametrize("case", offsets())
+def test_terms_of_parameters_alone(case):
+    s, term, rows, value, moved = offsets()[case]
+    x, w = cp.Variable(2), cp.Parameter(2, nonneg=True, value=[1.0, 1.5])
+    loss = cp.sum(cp.multiply(w, cp.square(x - 1))) + term
+    problem = cp.Problem(cp.Minimize(loss), [row(x) for row in rows])
+    problem.solve(solver="CLARABEL")
+    before = np.array(s.value)
+    direction = np.ones(s.shape)
+    found = Sensitivity(problem).along({s: direction})
+    assert np.array_equal(s.value, before)
+    if case == "tied bounds":  # x = |k₂|, and k₂ = −2 grows
+        value, moved = -5.0, np.full(2, -1.0)
+    np.testing.assert_allclose(found.objective, [value], atol=1e-7)
+    np.testing.assert_allclose(found[x], [moved], atol=1e-7)
+    assert Sensitivity(problem).along({s: 0 * direction}).objective == [0.0]
+    assert abs(float(Sensitivity(problem).along({w: [1.0, 0.0]}).objective[0])) < 10.0
+
+
+def test_both_sides_of_a_kink_of_the_parameters_and_none_at_the_edge_of_a_domain():
+    x, s, n = cp.Variable(), cp.Parameter(value=0.0), cp.Parameter(nonneg=True, value=0.0)
+    problem = cp.Problem(cp.Minimize(cp.square(x - 1) + cp.abs(s) - cp.sqrt(n)))
+    problem.solve(solver="CLARABEL")
+    sensitivity = Sensitivity(problem)
+    np.testing.assert_allclose(sensitivity.along({s: [1.0, -2.0]}).objective, [1.0, 2.0], atol=1e-9)
+    with pytest.raises(dif.DegenerateError) as caught:
+        sensitivity.along({n: 1.0})
+    assert caught.value.meaning == "The term has no derivative along a direction that was asked for."
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
+@pytest.mark.parametrize("bound", [False, True])
+def test_features_of_any_size(scale, bound):
+    rng = np.random.default_rng(0)
+    X, y, theta = rng.normal(size=(20, 3)), cp.Parameter(20, value=rng.normal(size=20)), cp.Variable(3)
+    X[:, 0] *= 0.1
+    rows = [cp.sum(scale * theta) <= -2]
+    problem = cp.Problem(cp.Minimize(cp.sum_squares(scale * X @ theta - y)), rows if bound else [])
+    problem.solve(solver="CLARABEL")
+    H, e = np.linalg.inv(X.T @ X), np.ones(3)
+    T = H - np.outer(H @ e, H @ e) / (e @ H @ e) if bound else H
+    np.testing.assert_allclose(
+        Sensitivity(problem).along({y: np.eye(20)})[theta].T * scale, T @ X.T, atol=1e-9 * np.abs(T @ X.T).max()
+    )
+
+
+def test_problems_at_zero_and_far_below_one():
+    x, k, w = cp.Variable(2), cp.Parameter(2, value=np.zeros(2)), cp.Parameter(2, nonneg=True, value=[1.0, 2.0])
+    both = np.concatenate([np.eye(2), -np.eye(2)])
+    for size in (1.0, 1e-6):
+        nothing = cp.Problem(cp.Minimize(size * cp.sum_squares(x - k)), [x >= 0])
+        nothing.solve()
+        np.testing.assert_allclose(Sensitivity(nothing).along({k: both})[x], both.clip(min=0.0), atol=1e-9)
+    steep = cp.Problem(cp.Minimize(w @ cp.abs(x)))
+    steep.solve()
+    np.testing.assert_allclose(Sensitivity(steep).along({w: np.eye(2)})[x], np.zeros((2, 2)), atol=1e-9)
+    k.value = [1e-6, -2e-6]
+    small = cp.Problem(cp.Minimize(cp.sum_squares(x - k)), [x <= 1e-7, x <= 1e9, x <= np.inf])
+    small.solve(solver="CLARABEL")
+    np.testing.assert_allclose(Sensitivity(small).along({k: np.eye(2)})[x], np.diag([0.0, 1.0]), atol=1e-9)
+
+
+# Random problems
+
+
+def at_a_kink(seed):
+    """A problem whose solution is chosen, with rows that bind, are weak and are slack, and two directions.
+
+    Also whether its active rows depend on each other. The cost is what makes the chosen point a solution.
+    """
+    rng = np.random.default_rng(seed)
+    kind, d = ("rows", "box", "lasso", "ball", "pieces", "largest")[seed % 6], int(rng.integers(1, 6))
+    at = rng.normal(size=d) * float(rng.random() < 0.9)
+    if kind in ("lasso", "ball"):
+        at = at * (rng.random(d) < 0.5)
+    count = int(rng.choice([0, max(d - 1, 1), d + 5], p=[0.15, 0.15, 0.7]))  # none: vertices, or not unique
+    X, y = rng.normal(size=(count, d)) * 10.0 ** rng.uniform(-0.3, 0.3, size=d), rng.normal(size=count)
+    x, cost = cp.Variable(d), cp.Parameter(d)
+    loss, slope = 0.5 * cp.sum_squares(X @ x - y) if count else 0.0, X.T @ (X @ at - y)
+    rows, dependent = [], False
+
+    def matrix(active):
+        """Rows, of which the active ones are far from dependent, and from parallel to what X does not see."""
+        unseen = np.linalg.svd(X)[2][count:] if count else np.eye(d)
+        while True:
+            G = rng.normal(size=(active + 3, d))
+            apart = active in range(1, d + 1) and np.linalg.svd(G[:active])[1][-1] > 0.2
+            if (
+                active == 0
+                or active > d
+                or (apart and (count >= d or np.abs(G[:active] @ unseen.T).max(1).min() > 0.2))
+            ):
+                return G
+
+    def forces(n):
+        return rng.uniform(0.1, 2.0, size=n) * (rng.random(n) < rng.choice([0.3, 0.7, 1.0]))
+
+    signs = np.where(at != 0, np.sign(at), rng.choice([-1.0, -0.4, 0.0, 0.5, 1.0], size=d))
+    if kind == "rows":
+        k = int(rng.integers(0, d + 1)) + int(rng.random() < 0.1)
+        G, total = matrix(k), k < d and rng.random() < 0.5
+        if seed % 4 == 0 and k > 1:
+            G[1] = 1.7 * G[0]
+        active = np.concatenate([G[:k], np.ones((int(total), d))])
+        dependent = np.linalg.matrix_rank(active) < len(active)
+        level = cp.Parameter(k + 3, value=G @ at + np.append(np.zeros(k), rng.uniform(0.5, 2.0, size=3)))
+        rows = [G @ x <= level, cp.sum(x) == at.sum()][: 1 + int(total)]
+        force = G[:k].T @ forces(k) + total * rng.normal()
+    elif kind == "box":
+        side, ends = rng.choice([-1.0, 1.0], size=d), np.append(at, -at)
+        slack = rng.uniform(0.5, 2.0, size=2 * d) * np.append(side < 0, side > 0)
+        level = cp.Parameter(2 * d, value=ends + slack)
+        rows, force = [x <= level[:d], -x <= level[d:]], side * forces(d)
+    elif kind == "lasso":
+        level = cp.Parameter(nonneg=True, value=0.7)
+        loss, force = loss + level * cp.norm1(x), 0.7 * signs
+    elif kind == "ball":
+        level = cp.Parameter(value=float(np.abs(at).sum()))
+        rows, force = [cp.norm1(x) <= level], forces(1) * signs
+    else:
+        k = int(rng.integers(1, d + 1))
+        G, below = matrix(k), np.append(np.zeros(k), rng.uniform(0.5, 1.0, size=3))
+        level = cp.Parameter(k + 3, value=-G @ at - below)
+        share = forces(k) if kind == "largest" else rng.choice([0.0, 0.4, 1.0], size=k)
+        share = (share / share.sum() if share.sum() else np.eye(k)[0]) if kind == "largest" else share
+        kinks = cp.max(G @ x + level) if kind == "largest" else cp.sum(cp.pos(G @ x + level))
+        loss, force = loss + kinks, G[:k].T @ share
+    cost.value = -slope - force
+    directions = {cost: rng.normal(size=(2, d)), level: rng.normal(size=(2, *level.shape))}
+    return cp.Problem(cp.Minimize(loss + cost @ x), rows), directions, [x, *rows], dependent
+
+
+def moved_solution(problem, moves, length, things):
+    """Variables, duals and value when the parameters are moved, in one vector; infinite where it cannot be solved."""
+    before = {p: p.value for p in moves}
+    for p, move in moves.items():
+        p.value = before[p] + length * move
+    for tolerance in (1e-14, 1e-12):
+        try:
+            problem.solve(solver="CLARABEL", tol_gap_abs=tolerance, tol_gap_rel=tolerance, tol_feas=tolerance)
+        except cp.SolverError:
+            continue
+        if problem.status == cp.OPTIMAL:
+            break
+    found = [np.append(np.inf, 0.0)] if problem.status != cp.OPTIMAL else [np.ravel(s) for s in state(things)]
+    for p, value in before.items():
+        p.value = value
+    return np.append(np.concatenate(found), problem.value)
+
+
+def matches_one_sided_differences(problem, moves, things, mine):
+    """Within 1e-5 at two successive steps; x and the duals move in a line, the value in a parabola, up to a switch."""
+    near = 0
+    for step in 10.0 ** np.arange(-1.0, -6.5, -0.5) / max(1.0, np.abs(mine).max()):
+        after = [moved_solution(problem, moves, k * step, things) for k in (1, 2, 3)]
+        if all(len(one) == len(mine) and np.isfinite(one).all() for one in after):
+            slope = (-2.5 * after[0] + 4.0 * after[1] - 1.5 * after[2]) / step
+            near = near + 1 if np.abs(slope - mine).max() <= 1e-5 * max(1.0, np.abs(slope).max()) else 0
+        if near == 2:
+            return True
+    return False
+
+
+def jumps(problem, directions, things):
+    """Tilted this way and that by 1e-6, the solution or a multiplier moves by 1e-3 or more: it is not unique."""
+    rng = np.random.default_rng(0)
+    for _ in range(6):
+        tilt = {p: rng.normal(size=p.shape) for p in directions}
+        one, other = (moved_solution(problem, tilt, length, things) for length in (1e-6, -1e-6))
+        if not (np.isfinite(one).all() and np.isfinite(other).all()) or np.abs(one - other)[:-1].max() > 1e-3:
+            return True
+    return False
+
+
+def counted(seeds):
+    """Each is right, or is refused and a second solve confirms it."""
+    counts = {"right": 0, "right, with weak rows": 0, "refused": 0, "refused: dependent rows": 0}
+    for seed in seeds:
+        problem, directions, things, dependent = at_a_kink(seed)
+        problem.solve(solver="CLARABEL")
+        try:
+            sensitivity = Sensitivity(problem)
+            found = sensitivity.along(directions)
+        except dif.DifError:
+            assert dependent or jumps(problem, directions, things), seed
+            counts["refused: dependent rows" if dependent else "refused"] += 1
+            continue
+        for k in range(2):
+            mine = np.append(np.concatenate([np.ravel(found[thing][k]) for thing in things]), found.objective[k])
+            moves = {p: value[k] for p, value in directions.items()}
+            assert matches_one_sided_differences(problem, moves, things, mine), (seed, k)
+        counts["right, with weak rows" if len(sensitivity.qp.weak) else "right"] += 1
+    return counts
+
+
+@pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
+def test_a_hundred_random_problems_at_kinks_and_vertices():
+    assert counted(range(100))["right, with weak rows"] > 25
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
+def test_five_hundred_random_problems_at_kinks_and_vertices():
+    counts = counted(range(500))
+    print(counts)
+    assert counts["right"] + counts["right, with weak rows"] > 350

@@ -21,13 +21,15 @@ from dif.adapters.quadratic_program import QuadraticProgram
 
 try:
     import cvxpy as cp
-    from dif.adapters.parameter_terms import lift
     from cvxpy.reductions.cvx_attr2constr import CvxAttr2Constr, recover_value_for_leaf
     from cvxpy.reductions.solution import Solution as Raw
+
+    from dif.adapters.parameter_terms import lift
 except ImportError as error:
     raise ImportError('dif.adapters.cvxpy needs CVXPY: pip install "dif[cvxpy]"') from error
 
 Array = NDArray[np.float64]
+_SOLVERS = 1e-8  # absolute tolerance of interior-point solvers: all that a value far below it says
 _LOWERED = ("symmetric", "diag", "PSD", "NSD", "hermitian", "sparsity")  # attributes that change what is stored
 
 
@@ -85,7 +87,8 @@ class Sensitivity:
         found = self._returned(self.qp.x, self.qp.y, self.qp.z, self.qp.value + self.offset)
         then, now = (float(np.ravel(value)[0]) for value in (self.problem.value, self.problem.objective.value))  # type: ignore[arg-type]
         here = float(found.opt_val)
-        if not max(abs(then - here), abs(now - here)) <= 1e-3 * max(abs(here), abs(then)) + 1e-6 * self.qp.unit:
+        near = 1e-3 * max(abs(here), abs(then)) + 1e-6 * self.qp.unit
+        if not (abs(then - now) <= near and abs(then - here) <= near + _SOLVERS):
             raise InvalidInputError(
                 "solution of the problem",
                 measured=f"value {then:.6g} when it was solved; for its parameters as they are now {now:.6g} at its "
@@ -181,7 +184,7 @@ class Sensitivity:
         gradient = summed(P.value * x[P.row // d], P.row % d, P.k, d)
         slope = q.row < d
         gradient += summed(q.value[slope], q.row[slope], q.k[slope], d)
-        gradient += summed((AF.value * price[row])[inside], column[inside], AF.k[inside], d)
+        gradient += summed(AF.value[inside] * price[row[inside]], column[inside], AF.k[inside], d)
         moved = summed(AF.value * x1[column], row, AF.k, rows)  # of each row's left-hand side
         value = summed(0.5 * P.value * x[P.row // d] * x[P.row % d], 0 * P.row, P.k, 1)
         value += summed(q.value * x1[q.row], 0 * q.row, q.k, 1)

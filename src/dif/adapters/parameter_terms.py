@@ -24,7 +24,7 @@ _AGREE = 1e-7  # relative difference of two extrapolations that is a limit
 class ParameterTerm:
     """An expression of parameters alone that is not affine, such as `cp.square(s)`.
 
-    `stand_in` is the Parameter that takes its place. `expression` is written in parameters of its own, so that it can be
+    `stand_in` is the Parameter that takes its place. `expression` is written in parameters of its own. So it can be
     evaluated without touching the user's.
     """
 

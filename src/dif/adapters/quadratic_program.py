@@ -18,9 +18,11 @@ Array = NDArray[np.float64]
 _ZERO = 1e-8  # relative size below which a slack or a multiplier counts as 0
 _NOISE = 1e-12  # the same, relative to the whole right-hand side: what rounding leaves
 _ROUNDS = 50  # of adding and dropping rows
-_LENT = 1e-7  # curvature that every variable is lent: auxiliary ones may have none of their own
+_LENT = 1e-9  # curvature that every variable is lent: auxiliary ones may have none of their own
+_STEADY = 1e-7  # the same where rows are weak: the smaller, the more rounding in which of them stop a step
 _TIED = 1e-9  # the same for rows, while they are found: some that are held together may depend on each other
 _REPAID = 200  # steps at most in which it is given back
+_SETTLED = 1e-6  # relative change with which the last step may end
 _FLAT = 3.0  # where a tenth of the lent curvature makes a response grow by more, there is no other
 _PINNED = 1e-3  # response below which a variable counts as pinned
 _BALANCED = 20  # rounds of scaling rows and columns
@@ -49,7 +51,7 @@ class QuadraticProgram:
     def __init__(self, P: Any, q: Any, A: Any, b: Any, F: Any, g: Any) -> None:
         P, A, F = (sparse.csc_matrix(matrix) for matrix in (P, A, F))
         q, b, g = (np.asarray(vector, dtype=float) for vector in (q, b, g))
-        D, E, self._price = balance(P, q, sparse.vstack([A, F]))
+        D, E, self._price = balance(P, q, A, F)
         self.P = self._price * sparse.diags(D) @ P @ sparse.diags(D)
         self.A, self.F = (
             sparse.csc_matrix(sparse.diags(e) @ rows @ sparse.diags(D))
@@ -66,8 +68,10 @@ class QuadraticProgram:
 
     @property
     def unit(self) -> float:
-        """The size of the terms of which the value is made; 1 where all of them are 0."""
-        size = float(np.abs(self._x).max(initial=0.0)) or _largest(self.b, self.g) or 1.0
+        """The size of the terms of which the value is made; where x is 0, of those of an x as large as the bounds."""
+        size = _largest(self._x)
+        if size <= _NOISE * _largest(self.q, self.b):
+            size = _largest(self.b, self.g) or 1.0
         return (_largest(self.P.data) * size**2 + _largest(self.q) * size) / self._price
 
     def _settle(self) -> None:
@@ -99,7 +103,8 @@ class QuadraticProgram:
         )
         self.binding = np.flatnonzero(z > push)
         self.weak = np.flatnonzero((z <= push) & (slack <= near))
-        self._hold(np.isin(np.arange(len(self.g)), self.binding))
+        self._lent = _STEADY if len(self.weak) else _LENT
+        self._hold(np.isin(np.arange(len(self.g)), self.binding), self._lent)
 
     def _zeros(self, x: Array, y: Array, z: Array) -> tuple[Array, Array]:
         """The slack and the multiplier of each row that count as 0: small beside what the row is made of.
@@ -185,17 +190,28 @@ class QuadraticProgram:
         With a tenth of the lent curvature, what has curvature of its own responds as before, what has none ten times.
         Responses far below 1, those of variables that the rows pin, are rounding and are not compared.
         """
-        held = np.isin(np.arange(len(self.g)), np.concatenate([self.binding, self.weak]))
-        push = np.zeros((len(self.x) + len(self.b) + int(held.sum()), len(variables)))
+        if self._flat(variables, np.concatenate([self.binding, self.weak])):
+            raise self._degenerate()
+        if len(self.weak) and self._flat(variables, self.binding):  # the weak rows may stop one side alone
+            push = np.zeros((len(self.x), 2 * len(variables)))
+            push[np.tile(variables, 2), np.arange(2 * len(variables))] = np.repeat([1.0, -1.0], len(variables))
+            zero = np.zeros((len(self.b) + len(self.g), push.shape[1]))
+            self.steps(push / self.units[: len(push), None], zero[: len(self.b)], zero[len(self.b) :])
+
+    def _flat(self, variables: NDArray[np.int64], rows: NDArray[np.int64]) -> bool:
+        """Whether they can move at no price with these rows as equalities."""
+        push = np.zeros((len(self.x) + len(self.b) + len(rows), len(variables)))
         push[variables, np.arange(len(variables))] = 1.0
         found = []
         for lent in (_LENT, 0.1 * _LENT):
-            self._hold(held, lent)
+            self._hold(np.isin(np.arange(len(self.g)), rows), lent)
             response = self._solve(push)[variables]
             found.append(0.5 * (response + response.T) + _PINNED * np.eye(len(variables)))
-        self._hold(np.isin(np.arange(len(self.g)), self.binding))
-        if len(variables) and float(eigh(found[1], found[0], eigvals_only=True)[-1]) > _FLAT:
-            raise self._degenerate()
+        self._hold(np.isin(np.arange(len(self.g)), self.binding), self._lent)
+        try:
+            return bool(len(variables)) and float(eigh(found[1], found[0], eigvals_only=True)[-1]) > _FLAT
+        except np.linalg.LinAlgError as error:
+            raise self._degenerate() from error
 
     def steps(self, r: Array, r_eq: Array, r_in: Array) -> Array:
         """The change of (x, y, z): the linearised variational inequality, weak rows as inequalities.
@@ -218,19 +234,30 @@ class QuadraticProgram:
             L = np.linalg.cholesky(0.5 * (S + S.T))
         except np.linalg.LinAlgError as error:
             raise self._degenerate() from error
-        omega, dy, dz = np.zeros_like(r), np.zeros_like(r_eq), np.zeros_like(r_in)
+
+        def blocked(room: Array) -> Array:
+            """The multipliers ν ≥ 0 of the weak rows: the least ½νᵀSν + room·ν."""
+            try:
+                return nnls(L.T, -np.linalg.solve(L, room))[0]
+            except RuntimeError as error:
+                raise self._degenerate() from error
+
+        before = omega = np.zeros_like(r)
+        dy, dz = np.zeros_like(r_eq), np.zeros_like(r_in)
         for _ in range(_REPAID):
             before = omega
-            pushed = np.concatenate([_LENT * omega - r, r_eq, r_in[self.binding]])
+            pushed = np.concatenate([self._lent * omega - r, r_eq, r_in[self.binding]])
             omega, dy, forces = self._split(self._solve(pushed))
             room = r_in[self.weak] - W @ omega  # negative: the row is in the way
             nu = np.zeros_like(room)
             for p in np.flatnonzero((room < 0).any(0)):
-                nu[:, p] = nnls(L.T, -np.linalg.solve(L, room[:, p]))[0]
+                nu[:, p] = blocked(room[:, p])
             omega, dy = omega - U @ nu, dy - Uy @ nu
             dz[self.binding], dz[self.weak] = forces - Uz @ nu, nu
             if _largest(omega - before) <= 1e-12 * _largest(omega):
                 break
+        if _largest(omega - before) > _SETTLED * _largest(omega):  # goes on for ever: it is free on one side
+            raise self._degenerate()
         return self.units[:, None] * np.concatenate([omega, dy, dz])
 
     def responses(self, asked: Array) -> Array:
@@ -246,27 +273,29 @@ class QuadraticProgram:
             V += more
             if _largest(more) <= 1e-13 * _largest(V):
                 break
-            more = self._solve(np.concatenate([_LENT * more[:d], np.zeros_like(more[d:])]))
+            more = self._solve(np.concatenate([self._lent * more[:d], np.zeros_like(more[d:])]))
         full = np.zeros((len(self.units), len(asked)))
         full[kept] = V
         return self._price * self.units[:, None] * full
 
 
-def balance(P: Any, q: Array, rows: Any) -> tuple[Array, Array, float]:
+def balance(P: Any, q: Array, A: Any, F: Any) -> tuple[Array, Array, float]:
     """Scales D of the variables, E of the rows and c of the objective that make the largest entries 1.
 
-    The columns of (cDPD; E·rows·D) and the rows of E·rows·D get the largest entry 1, by turns.
+    A variable is measured by the curvature and the equalities it enters, which define it; by the inequalities where it
+    enters no others. Bounds on a variable then take its scale, not the other way round.
     """
-    P, rows = abs(sparse.csc_matrix(P)), abs(sparse.csr_matrix(rows))
-    D, E = np.ones(P.shape[0]), np.ones(rows.shape[0])
+    P, A, F = (abs(sparse.csr_matrix(matrix)) for matrix in (P, A, F))
+    rows = sparse.csr_matrix(sparse.vstack([A, F]))
+    D, E, price = np.ones(P.shape[0]), np.ones(rows.shape[0]), 1.0
     for _ in range(_BALANCED):
-        within, across = sparse.diags(D) @ P @ sparse.diags(D), sparse.diags(E) @ rows @ sparse.diags(D)
-        price = 1.0 / (_largest(within.data) or 1.0)
-        column = np.maximum(_tops(price * within, 0), _tops(across, 0))
-        row = _tops(across, 1)
+        across = sparse.diags(E) @ rows @ sparse.diags(D)
+        own = np.maximum(_tops(price * sparse.diags(D) @ P @ sparse.diags(D), 0), _tops(across[: A.shape[0]], 0))
+        column, row = np.where(own > 0, own, _tops(across, 0)), _tops(across, 1)
         D, E = D / np.sqrt(np.where(column > 0, column, 1.0)), E / np.sqrt(np.where(row > 0, row, 1.0))
-    steep = _largest((sparse.diags(D) @ P @ sparse.diags(D)).data) or _largest(D * q)
-    return D, E, 1.0 / (steep or 1.0)
+        steep = _largest((sparse.diags(D) @ P @ sparse.diags(D)).data) or _largest(D * q) or 1.0
+        price = 1.0 / steep
+    return D, E, price
 
 
 def _tops(matrix: Any, axis: int) -> Array:

@@ -89,13 +89,14 @@ def lift(problem: cp.Problem) -> tuple[cp.Problem, list[ParameterTerm]]:
         with dpp_scope():
             affine = thing.is_affine()
         if thing.is_constant() and not affine:
-            signs = {"nonneg": True} if thing.is_nonneg() else {"nonpos": True} if thing.is_nonpos() else {}
+            signs: dict[str, Any] = {"nonneg": thing.is_nonneg(), "nonpos": thing.is_nonpos()}
             stand_in = cp.Parameter(thing.shape, value=thing.value, **signs)
             own = {p.id: cp.Parameter(p.shape) for p in thing.parameters()}
             terms.append(ParameterTerm(stand_in, _rewritten(thing, own), own))
             return stand_in
-        args = [lifted(arg) for arg in thing.args]
-        return thing if all(a is b for a, b in zip(args, thing.args, strict=True)) else thing.copy(args)
+        before: list[Any] = thing.args  # type: ignore[attr-defined]
+        args = [lifted(arg) for arg in before]
+        return thing if all(a is b for a, b in zip(args, before, strict=True)) else thing.copy(args)
 
     objective = type(problem.objective)(lifted(problem.objective.expr))
     constraints = [type(one)(*map(lifted, one.args), *(one.get_data() or [])) for one in problem.constraints]

@@ -286,10 +286,10 @@ def balance(P: Any, q: Array, A: Any, F: Any) -> tuple[Array, Array, float]:
     enters no others. Bounds on a variable then take its scale, not the other way round.
     """
     P, A, F = (abs(sparse.csr_matrix(matrix)) for matrix in (P, A, F))
-    rows = sparse.csr_matrix(sparse.vstack([A, F]))
+    rows: Any = sparse.csr_matrix(sparse.vstack([A, F]))
     D, E, price = np.ones(P.shape[0]), np.ones(rows.shape[0]), 1.0
     for _ in range(_BALANCED):
-        across = sparse.diags(E) @ rows @ sparse.diags(D)
+        across: Any = sparse.diags(E) @ rows @ sparse.diags(D)
         own = np.maximum(_tops(price * sparse.diags(D) @ P @ sparse.diags(D), 0), _tops(across[: A.shape[0]], 0))
         column, row = np.where(own > 0, own, _tops(across, 0)), _tops(across, 1)
         D, E = D / np.sqrt(np.where(column > 0, column, 1.0)), E / np.sqrt(np.where(row > 0, row, 1.0))

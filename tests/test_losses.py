@@ -85,6 +85,21 @@ def test_embeddings_whose_gradients_leave_something_out_are_refused(options):
     torch.testing.assert_close(change, theta[1] - theta[0], atol=1e-9, rtol=1e-7)
 
 
+def test_a_gradient_that_is_wrong_on_large_batches_alone_is_refused():
+    def loss(p, z):
+        score = z[0] @ p["t"]
+        score = score if len(score) < 30 else 0.5 * score + 0.5 * score.detach()
+        return (score - z[1] + 1.0) ** 2
+
+    train = dif.Samples(loss, drawn(), name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(0.1))
+    with pytest.raises(dif.InvalidInputError) as caught:
+        dif.DirectionalInfluence(dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET))
+    assert caught.value.meaning == (
+        "What torch returns as the gradient of all samples is not the derivative of their losses."
+    )
+
+
 def test_a_solution_on_a_kink_is_refused():
     z = torch.randn(21, dtype=F64, generator=torch.Generator().manual_seed(0))
     z -= z.median()

@@ -22,6 +22,7 @@ from dif.reading import check_number
 _MODERATE = 1e3  # times what it weighs in the objective: a sample may weigh so much in the Lagrangian, unlooked at
 _UNBOUNDED = 1e7  # times the objective's curvature, beyond which a multiplier has no bound
 _BENT = 10.0  # times what the second derivative says, beyond which differences see a kink
+_OFF = 10.0  # steps of a difference, by which slope and gradient may differ where the curvature is 1
 _NOISE = 50.0  # times eps, what rounding makes of a sum of losses
 _CANCELLING = 1e6  # times the objective's gradient, beyond which forces of constraints can only cancel each other
 
@@ -182,25 +183,33 @@ class Solution:
             )
 
         self._check_multipliers()
-        self._check_kinks()
+        self._check_differences()
 
-    def _check_kinks(self) -> None:
-        """Refuse a point on a kink: there the Lagrangian bends far more than its second derivative says."""
+    def _check_differences(self) -> None:
+        """Compare the gradient and the curvature with differences of the Lagrangian along a direction."""
         eps = torch.finfo(self.theta.dtype).eps
         h, weights = eps**0.25, self.program.weights(self.lam)
         draw = torch.randn(self.theta.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         v = draw.to(self.theta) * torch.minimum(1 / self.scales.root, 1 + self.theta.abs())
-        before, after = (weights @ self.program.rows.values(self.theta + sign * h * v) for sign in (-1, 1))
-        bend = float(before - 2 * (weights @ self.f) + after) / h**2
-        curved = float(v @ self.curvature.product(v[:, None])[:, 0])
-        noise = _NOISE * eps * float(weights.abs() @ self.f.abs()) / h**2
-        if bend > _BENT * abs(curved) + noise:
+        before, after = (float(weights @ self.program.rows.values(self.theta + sign * h * v)) for sign in (-1, 1))
+        slope, bend = (after - before) / (2 * h), (before - 2 * float(weights @ self.f) + after) / h**2
+        along, curved = float(weights @ self.J @ v), float(v @ self.curvature.product(v[:, None])[:, 0])
+        noise = _NOISE * eps * float(weights.abs() @ self.f.abs())
+        if bend > _BENT * abs(curved) + noise / h**2:
             raise DegenerateError(
                 "curvature along a random direction",
                 measured=f"{bend:.3g} by differences of the Lagrangian, {curved:.3g} by its second derivative",
                 threshold=f"less than {_BENT:g} times apart",
                 meaning="It lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
                 cure="Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
+            )
+        if abs(slope - along) > _OFF * h * max(abs(curved), abs(bend)) + noise / h:
+            raise InvalidInputError(
+                "slope of the Lagrangian along a random direction",
+                measured=f"{slope:.3g} by differences, {along:.3g} by its gradient",
+                threshold=f"less than {_OFF * h:.1g} of its curvature apart",
+                meaning="What torch returns as the gradient of all samples is not the derivative of their losses.",
+                cure="Look for .detach(), torch.no_grad() or a custom backward in the losses.",
             )
 
     def check_feasible(self) -> None:

@@ -114,7 +114,12 @@ class ActiveSet:
                 meaning="One active gradient depends on the others (LICQ fails), so the multipliers are not unique.",
                 cure="Drop a redundant constraint, or state equal ones once; strict=False goes on with one choice.",
             )
-        if not damped and not self.relative_curvature > self.curvature_floor:
+        if not damped:
+            self.check_curvature()
+
+    def check_curvature(self) -> None:
+        """Raise where the solution is not a strict minimum."""
+        if not self.relative_curvature > self.curvature_floor:
             raise DegenerateError(
                 "curvature of the Lagrangian along the binding constraints",
                 measured=f"smallest eigenvalue {self.curvature:.3g}",

@@ -191,7 +191,9 @@ class Report:
             said = json.loads(Path(path).read_text("utf-8"))
             if said.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            return cls(**said)
+            made = cls(**said)
+            made._page()  # whatever is missing shows here
+            return made
         except FileNotFoundError:
             raise
         except Exception as error:
@@ -205,8 +207,12 @@ class Report:
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """One file that needs nothing beside it."""
+        with written(path) as file:
+            file.write(self._page().encode())
+
+    def _page(self) -> str:
         page = files("dif") / "page"
-        text = Template((page / "report.html").read_text("utf-8")).substitute(
+        return Template((page / "report.html").read_text("utf-8")).substitute(
             style=(page / "report.css").read_text("utf-8"),
             script=(page / "report.js").read_text("utf-8"),
             data=_harmless(json.dumps(asdict(self) | {"samples": self._paged}, allow_nan=False, ensure_ascii=False)),
@@ -218,8 +224,6 @@ class Report:
             constraints=self._constraints(),
             run="".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in self.run.items()),
         )
-        with written(path) as file:
-            file.write(text.encode())
 
     @cached_property
     def _paged(self) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from dif.parameters import Parameters
 from dif.samples import Samples
 
 _FEW = 10  # samples on which the ways are compared: torch takes other kernels for small batches than for large ones
-_TRIES = 3  # directions: a kink between two evaluations spoils one, a wrong derivative all of them
+_TRIES = 3  # directions and steps: a kink between two evaluations spoils one, a wrong derivative all of them
 
 
 def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
@@ -66,13 +66,21 @@ class _Check:
         self.samples, self.parameters, self.theta, self.batch, self.count = samples, parameters, theta, batch, count
         self.loss = batch_loss(samples, parameters, batch, count)
         eps = torch.finfo(theta.dtype).eps
-        self.step, self.allowed = eps ** (1 / 3), eps**0.2  # 6e-6 and 7e-4 in float64
-        self.noise = eps / self.step  # of a difference, times the size of what is differenced
+        self.allowed = eps**0.2  # 7e-4 in float64
+        self.steps = [eps ** (1 / 3) / 32**number for number in range(_TRIES)]  # from 6e-6 in float64
+        self.noises = [eps / step for step in self.steps]  # of a difference, times the size of what is differenced
         self.worst = 0.0
         generator = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(theta)  # noqa: E731
-        self.along = (1 + theta.abs()) * draw(_TRIES, theta.numel())
         self.weights = draw(_TRIES, count)
+        steep = torch.stack([self._gradient(theta, w) for w in self.weights]).square().mean(0).sqrt()
+        size = self._losses(theta).abs().mean()  # along the direction, losses change by about their own size
+        units = torch.where(steep > 0, size / steep.clamp(min=torch.finfo(theta.dtype).tiny), float("inf"))
+        self.along = (
+            torch.nan_to_num(units.clamp(min=1e-4).minimum(torch.ones_like(units)), nan=1.0)
+            * (1 + theta.abs())
+            * draw(_TRIES, theta.numel())
+        )
 
     def agrees(self, gap: Callable[[int], float]) -> bool:
         """Whether the gap is small along one of the directions."""
@@ -87,11 +95,9 @@ class _Check:
     def gradient_gap(self, number: int) -> float:
         """The plain gradient against differences of the loss."""
         v, w = self.along[number], self.weights[number]
-        before, after = (self._losses(self.theta + sign * self.step * v) for sign in (-1, 1))
-        differences = (after - before) / (2 * self.step)
-        slope = self._gradient(self.theta, w) @ v
-        size = (w * differences).abs().sum() + self.noise * (w * after).abs().sum()
-        return float((w @ differences - slope).abs() / size.clamp(min=torch.finfo(size.dtype).tiny))
+        differences, doubt = self._differences(number)
+        size = float((w * differences).abs().sum() + (w * doubt).abs().sum())
+        return float((w @ differences - self._gradient(self.theta, w) @ v).abs()) / size if size > 0 else 0.0
 
     def mapped_gap(self, number: int) -> float:
         """Gradients for several weights at once, and at several θ, against plain ones."""
@@ -107,12 +113,17 @@ class _Check:
     def slope_gap(self, number: int) -> float:
         """Slopes by forward mode, along one column and along two, against differences of the loss."""
         v, other = self.along[number], self.along[(number + 1) % _TRIES]
-        before, after = (self._losses(self.theta + sign * self.step * v) for sign in (-1, 1))
-        differences = (after - before) / (2 * self.step)
-        noise = self.noise * float(after.abs().max()) / self.allowed
+        differences, doubt = self._differences(number)
         single = pushed_forward(self.samples, self.loss, self.theta, v[:, None], 2)[1][:, 0]
         double = pushed_forward(self.samples, self.loss, self.theta, torch.stack([v, other], 1), 2)[1][:, 0]
-        return max(_gap(single, differences, noise), _gap(double, differences, noise))
+        return max(_gap(one, differences, float(doubt.max())) for one in (single, double))
+
+    def _differences(self, number: int) -> tuple[Tensor, Tensor]:
+        """The slope of each loss by central differences, (n,), and the size below which it is not resolved, (n,)."""
+        v, step = self.along[number], self.steps[number]
+        before, here, after = (self._losses(self.theta + sign * step * v) for sign in (-1, 0, 1))
+        noise = self.noises[number] * after.abs() / self.allowed
+        return (after - before) / (2 * step), noise + (before - 2 * here + after).abs() / step
 
     def each_gap(self, number: int) -> float:
         """Gradients of each sample, mapped over samples, against a plain gradient."""
@@ -124,9 +135,9 @@ class _Check:
         """Products with the Hessian, of one column and of two, against differences of the plain gradient."""
         v, other, w = self.along[number], self.along[(number + 1) % _TRIES], self.weights[number]
         V = torch.stack([v, other], 1)
-        before, after = (self._gradient(self.theta + sign * self.step * v, w) for sign in (-1, 1))
-        differences = (after - before) / (2 * self.step)
-        noise = self.noise * float(after.abs().max()) / self.allowed
+        before, after = (self._gradient(self.theta + sign * self.steps[number] * v, w) for sign in (-1, 1))
+        differences = (after - before) / (2 * self.steps[number])
+        noise = self.noises[number] * float(after.abs().max()) / self.allowed
         scalar = lambda t: self.loss(t) @ w  # noqa: E731
         single, double = (
             batch_hessian_products(self.samples, self.parameters, self.theta, scalar, self.count, columns)

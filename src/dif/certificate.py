@@ -64,7 +64,7 @@ class Certificate:
         findings += [_curvature(solution), *_weak(solution)]
         rows = _rows(solution, margins or [None] * solution.program.m)
         if solution.program.m:
-            findings += _uncertain(solution) if margins is None else _reached(rows, solution)
+            findings += _uncertain(solution) if margins is None else _reached(rows)
         findings += [*_smoothness(solution), *_doubles(solution)]
         bad = [finding.verdict for finding in findings].index(BAD) if BAD in (f.verdict for f in findings) else None
         # what follows from being a regular solution is not said of a point that is none
@@ -156,7 +156,7 @@ def _uncertain(solution: Solution) -> list[Finding]:
     return [Finding(what, NOTE, f"{named} (threshold {active.tolerance:.0e})", meaning, cure)]
 
 
-def _reached(rows: Sequence[Row], solution: Solution) -> list[Finding]:
+def _reached(rows: Sequence[Row]) -> list[Finding]:
     """The margin of each constraint beside what one removal moves it by."""
     what = "Is it clear which constraints bind, whoever is removed?"
     looked = [row for row in rows if row.largest is not None]

@@ -85,6 +85,12 @@ class Influence:
         found = self.diagnostics.get("assessment")
         return None if found is None else found["pooled"] is not None and found["pooled"] <= TRUSTED
 
+    @property
+    def unanswered(self) -> tuple[int, str] | None:
+        """How many perturbations have no answer, and why the first has none; None where all are answered."""
+        why = self.diagnostics.get("unanswered")
+        return (len(why), next(iter(why.values()))) if why else None
+
     @cached_property
     def perturbations(self) -> tuple[str, ...]:
         """Each perturbation in words."""

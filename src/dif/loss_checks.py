@@ -73,7 +73,8 @@ class _Check:
         generator = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(theta)  # noqa: E731
         self.weights = draw(_TRIES, count)
-        steep = torch.stack([self._gradient(theta, w) for w in self.weights]).square().mean(0).sqrt()
+        self.plain = torch.stack([self._gradient(theta, w) for w in self.weights])  # (tries, d)
+        steep = self.plain.square().mean(0).sqrt()
         size = self._losses(theta).abs().mean()  # along the direction, losses change by about their own size
         units = torch.where(steep > 0, size / steep.clamp(min=torch.finfo(theta.dtype).tiny), float("inf"))
         self.along = (
@@ -97,18 +98,17 @@ class _Check:
         v, w = self.along[number], self.weights[number]
         differences, doubt = self._differences(number)
         size = float((w * differences).abs().sum() + (w * doubt).abs().sum())
-        return float((w @ differences - self._gradient(self.theta, w) @ v).abs()) / size if size > 0 else 0.0
+        return float((w @ differences - self.plain[number] @ v).abs()) / size if size > 0 else 0.0
 
     def mapped_gap(self, number: int) -> float:
         """Gradients for several weights at once, and at several θ, against plain ones."""
         w = self.weights
-        plain = torch.stack([self._gradient(self.theta, one) for one in w])
         pulled = batch_pulled_back(self.samples, self.parameters, self.theta, self.loss, w)[1]
         thetas = torch.stack([self.theta, self.theta + 1e-3 * self.along[number]])
-        there = torch.stack([self._gradient(theta, w[0]) for theta in thetas])
+        there = torch.stack([self.plain[0], self._gradient(thetas[1], w[0])])
         W, one = w[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
         stacked = stacked_pullback(self.loss, thetas, W, one, 1 if NO_VMAP in self.samples.fallbacks else 2)[1]
-        return max(_gap(pulled, plain), _gap(stacked, there))
+        return max(_gap(pulled, self.plain), _gap(stacked, there))
 
     def slope_gap(self, number: int) -> float:
         """Slopes by forward mode, along one column and along two, against differences of the loss."""
@@ -127,9 +127,8 @@ class _Check:
 
     def each_gap(self, number: int) -> float:
         """Gradients of each sample, mapped over samples, against a plain gradient."""
-        w = self.weights[number]
-        found = w @ batch_gradients(self.samples, self.parameters, self.theta, self.batch)
-        return _gap(found, self._gradient(self.theta, w))
+        found = self.weights[number] @ batch_gradients(self.samples, self.parameters, self.theta, self.batch)
+        return _gap(found, self.plain[number])
 
     def curvature_gap(self, number: int) -> float:
         """Products with the Hessian, of one column and of two, against differences of the plain gradient."""

@@ -115,7 +115,7 @@ class Report:
             mark=fingerprint(told, target),
             loss=told.is_loss(told.targets[target]),
             assessment=_assessment(scores),
-            unanswered=(len(why), next(iter(why.values()))) if why else None,
+            unanswered=scores.unanswered,
             kinked="; ".join(map(str, Targets(told.targets[target], solution).kinks(solution.theta))),
             verdict={},
         )

@@ -111,10 +111,9 @@ def _assessed(told: Description) -> tuple[Any, dict[str, Any], tuple[int, str] |
     wanted = list(told.targets.values())
     with _unsaid():
         scores = predictor.scores(wanted, everyone, show_progress=False)
-    why = scores.diagnostics["unanswered"]
     kinks = Targets(wanted, told.solution).kinks(told.solution.theta)
-    unanswered = (len(why), next(iter(why.values()))) if why else None
-    return predictor.margins(everyone), scores.diagnostics["assessment"], unanswered, "; ".join(map(str, kinks))
+    assessment = scores.diagnostics["assessment"]
+    return predictor.margins(everyone), assessment, scores.unanswered, "; ".join(map(str, kinks))
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from torch import nn
 
 import dif
 from dif.linear_solve import DenseCholesky
+from dif.user_code import UserCodeError
 
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -568,8 +569,26 @@ def test_dtypes_and_devices_of_the_data_must_be_those_of_the_parameters(case):
 
 def test_parameters_on_another_device_than_the_data():
     away = {"w": torch.zeros(2, dtype=F64, device="meta")}
-    text = "Fewer digits do not carry a second derivative, and the meta device has no values."
-    invalid(lambda: solve(TRAIN.mean(), params=away), "torch.float64 on meta", "parameter 'w'", text)
+    text = "Fewer digits do not carry a second derivative, sparse layouts do not flatten, and the meta device has no values."
+    found = "torch.float64, torch.strided, on meta"
+    invalid(lambda: solve(TRAIN.mean(), params=away), found, "parameter 'w'", text)
+
+
+@pytest.mark.parametrize("sparse", [torch.eye(2, dtype=F64).to_sparse(), torch.eye(2, dtype=F64).to_sparse_csr()])
+def test_sparse_parameters_are_refused(sparse):
+    invalid(lambda: solve(TRAIN.mean(), params={"w": sparse}), f"torch.float64, {sparse.layout}, on cpu", "to_dense")
+
+
+def test_a_point_without_a_second_derivative_is_refused():
+    odd = dif.Samples(lambda p, z: (z[0] @ p["w"]) ** 2 + p["w"].norm(), (X, Y), name="odd")
+    solution = dif.Solution(dif.Problem(odd.mean() + dif.ridge(1.0)), point(0.0, 0.0))
+    for strict in (True, False):
+        invalid(
+            lambda strict=strict: dif.DirectionalInfluence(solution, strict=strict),
+            "NaN or infinite",
+            "curvature at the given parameters",
+            "The point has no second derivative there (a norm or a root at 0), so it cannot be judged.",
+        )
 
 
 # Losses and functions, asked before any number is trusted
@@ -670,7 +689,7 @@ def test_a_loss_that_mixes_the_samples_of_a_batch_is_refused():
 def test_an_error_inside_the_loss_says_whose_loss_it_was():
     with untouched():
         error = refused(
-            dif.InvalidInputError,
+            UserCodeError,
             lambda: fit_loss(lambda params, z: z[0] @ params["nope"]),
             "It was raised by your code, or by torch inside it.",
         )

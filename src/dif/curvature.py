@@ -12,6 +12,7 @@ from torch import Tensor
 from dif.cost import cost
 from dif.derivatives import sample_slopes
 from dif.rows import Rows
+from dif.user_code import UserCodeError
 
 DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
 _AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # if it takes no more multiplications than this (seconds),
@@ -232,7 +233,7 @@ class Curvature:
         try:
             with now.flags(now.enabled, now.benchmark, now.benchmark_limit, now.deterministic, False):
                 H = self.to(torch.float32).product(torch.eye(self.d, device=self.theta.device)).to(self.theta)
-        except RuntimeError:  # double precision inside a loss
+        except UserCodeError:  # double precision inside a loss
             return self.dense()
         return 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
 

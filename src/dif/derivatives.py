@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 from dif.cost import cost
 from dif.errors import InvalidInputError
 from dif.linear_maps import Curved, hessian
-from dif.memory import in_flight, out_of_memory, within_memory
+from dif.memory import in_flight, within_memory
 from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.shards import added, everywhere, gathered, span
 from dif.structure import leaves, mapped
+from dif.user_code import cure_of, out_of_memory, unsupported
 
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
 _PER_PARAMETER = 24  # or so many per parameter, if that is more: each batch makes vectors of their length
@@ -121,7 +122,7 @@ def sample_slopes(
             slopes.append(batch_gradients(samples, parameters, theta, batch) @ V)
         else:
             together = _columns(samples, parameters, theta, count)
-            value, slope = pushed_forward(samples, loss, theta, V, together)
+            value, slope = pushed_forward(loss, theta, V, together, samples.fallbacks)
             losses.append(value)
             slopes.append(slope)
     total = len(samples) if indices is None else len(indices)
@@ -158,26 +159,26 @@ def batch_pulled_back(
 
 
 def pushed_forward(
-    samples: Samples, fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, together: int
+    fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, together: int | None, fallbacks: set[str]
 ) -> tuple[Tensor, Tensor]:
     """fn(θ), and J·v for every column v of V, forward mode; from the gradients where a kernel has no forward mode."""
-    if NO_FORWARD not in samples.fallbacks:
+    if NO_FORWARD not in fallbacks:
         try:
             # on one column too: a map over a single one costs more than the pass itself
             if V.shape[1] == 1:
                 with _ConstantFactors():
                     value, slope = jvp(fn, (theta,), (V[:, 0],))[:2]
                 return value.detach(), slope.detach()[:, None]
-            if NO_VMAP in samples.fallbacks:
-                pushed = [pushed_forward(samples, fn, theta, v[:, None], 1) for v in V.T]
+            if NO_VMAP in fallbacks:
+                pushed = [pushed_forward(fn, theta, v[:, None], 1, fallbacks) for v in V.T]
                 return pushed[0][0], torch.cat([slope for _, slope in pushed], 1)
             value, slope = vmap(lambda v: jvp(fn, (theta,), (v,))[:2], 1, chunk_size=together, randomness="same")(V)
             return value[0].detach(), slope.T.detach()
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:
             if not unsupported(error):
                 raise
-            samples.fallbacks.add(NO_FORWARD)
-    value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together, samples.fallbacks)
+            fallbacks.add(NO_FORWARD)
+    value, gradients = pulled_back(fn, theta, torch.eye(len(fn(theta))).to(theta), together, fallbacks)
     return value.detach(), gradients.detach() @ V
 
 
@@ -225,7 +226,7 @@ def hessian_products(
             if V.shape[1] == 1:
                 return jvp(grad(scalar), (theta,), (V[:, 0],))[1].detach()[:, None]
             return map_columns(lambda v: jvp(grad(scalar), (theta,), (v,))[1], V, together, fallbacks)
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:
             if not unsupported(error):
                 raise
             fallbacks.add(NO_FORWARD_OVER_REVERSE)
@@ -300,7 +301,7 @@ def _reverse_over_reverse(
 ) -> Tensor:
     try:
         return map_columns(forward(grad(scalar), theta)[1], V, together, fallbacks)
-    except (NotImplementedError, RuntimeError) as error:
+    except Exception as error:
         if not unsupported(error):
             raise
         raise InvalidInputError(
@@ -308,7 +309,7 @@ def _reverse_over_reverse(
             measured=str(error).splitlines()[0],
             threshold="a kernel that torch can differentiate twice",
             meaning="Influence rests on the curvature, and torch has none for this kernel.",
-            cure="Write that step with elementary operations (a sum of squares instead of cdist, say).",
+            cure=cure_of(error, "Write that step with elementary operations (a sum of squares instead of cdist, say)."),
         ) from error
 
 
@@ -367,7 +368,7 @@ def _stacked(fn: Callable[..., Any], together: int, *arguments: Tensor) -> Any:
     if together > 1 and len(arguments[0]) > 1:
         try:
             return vmap(fn, chunk_size=together, randomness="same")(*arguments)
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:
             if not unsupported(error):
                 raise
     results = [fn(*one) for one in zip(*arguments, strict=True)]
@@ -385,16 +386,10 @@ def batch_gradients(samples: Samples, parameters: Parameters, theta: Tensor, bat
     if NO_MAP not in samples.fallbacks:
         try:
             return vmap(grad(one), in_dims=(None, 0), randomness="same")(theta, batch)
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+        except Exception as error:
             if not unsupported(error):
                 raise
             samples.fallbacks.add(NO_MAP)
     count = len(leaves(batch)[0])
     loss = batch_loss(samples, parameters, batch, count)
     return batch_pulled_back(samples, parameters, theta, loss, torch.eye(count).to(theta))[1]
-
-
-def unsupported(error: Exception) -> bool:
-    """Whether torch cannot transform the loss (branches on data, kernels without forward mode), rather than run it."""
-    words = ("vmap", "functorch", "forward AD", "forward-mode", "data-dependent", "is not implemented")
-    return isinstance(error, NotImplementedError) or any(word in str(error) for word in words)

@@ -7,6 +7,7 @@ wrong is noted in `Samples.fallbacks`, so that another one is taken; where none 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -17,15 +18,16 @@ from dif.derivatives import (
     NO_MAP,
     NO_VMAP,
     batch_gradients,
-    batch_hessian_products,
     batch_loss,
-    batch_pulled_back,
+    hessian_products,
+    pulled_back,
     pushed_forward,
     stacked_pullback,
 )
 from dif.errors import InvalidInputError
 from dif.parameters import Parameters
 from dif.samples import Samples
+from dif.user_code import unsupported
 
 _FEW = 10  # samples on which the ways are compared: torch takes other kernels for small batches than for large ones
 _TRIES = 3  # directions and steps: a kink between two evaluations spoils one, a wrong derivative all of them
@@ -35,55 +37,74 @@ def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -
     """Compare every way of differentiating a loss at θ, on a few samples; note or refuse what is wrong."""
     index = torch.linspace(0, len(samples) - 1, min(_FEW, len(samples))).round().long().unique()
     place, batch = next(samples.batches(index, device=theta.device))
-    check = _Check(samples, parameters, theta, batch, place.stop - place.start)
-    if not check.agrees(check.gradient_gap):
-        raise _refused(f"gradient of the loss of Samples {samples.name!r}", check.worst)
-    ways: tuple[tuple[str, Callable[[int], float]], ...] = (
-        (NO_VMAP, check.mapped_gap),
-        (NO_FORWARD, check.slope_gap),
-        (NO_MAP, check.each_gap),
-        (NO_FORWARD_OVER_REVERSE, check.curvature_gap),
-        (NO_VMAP, check.curvature_gap),
-    )
-    doubtful = False
-    for fallback, gap in ways:
-        try:
-            right = check.agrees(gap)
-        except (RuntimeError, NotImplementedError):  # torch cannot do it this way
-            right = False
-        if not right:
-            samples.fallbacks.add(fallback)
-            doubtful = True
-    for gap in (check.mapped_gap, check.curvature_gap) if doubtful else ():
-        if not check.agrees(gap):
-            raise _refused(f"second derivative of the loss of Samples {samples.name!r}", check.worst)
+    count = place.stop - place.start
+    check = _Check(batch_loss(samples, parameters, batch, count), theta, count, samples.fallbacks)
+    what = f"loss of Samples {samples.name!r}"
+    check.gradient(what)
+    check.replaced(NO_MAP, check.each_gap(lambda: batch_gradients(samples, parameters, theta, batch)))
+    check.ways(what)
+
+
+def check_function(name: str, values: Callable[[Tensor], Tensor], theta: Tensor) -> None:
+    """The same for a function θ → its rows."""
+    check = _Check(values, theta, len(values(theta)), set())
+    check.gradient(f"function {name!r}")
+    check.ways(f"function {name!r}")
 
 
 class _Check:
-    """One loss on one batch at one θ: how far each way of differentiating it is off, relative, along a direction."""
+    """Losses θ → (n,) at one θ: how far each way of differentiating them is off, relative, along a direction."""
 
-    def __init__(self, samples: Samples, parameters: Parameters, theta: Tensor, batch: object, count: int) -> None:
-        self.samples, self.parameters, self.theta, self.batch, self.count = samples, parameters, theta, batch, count
-        self.loss = batch_loss(samples, parameters, batch, count)
+    def __init__(self, losses: Callable[[Tensor], Tensor], theta: Tensor, count: int, fallbacks: set[str]) -> None:
+        self.losses, self.theta, self.fallbacks = losses, theta, fallbacks
         eps = torch.finfo(theta.dtype).eps
-        self.allowed = eps**0.2  # 7e-4 in float64
+        self.allowed = eps**0.25  # 1e-4 in float64
         self.steps = [eps ** (1 / 3) / 32**number for number in range(_TRIES)]  # from 6e-6 in float64
         self.noises = [eps / step for step in self.steps]  # of a difference, times the size of what is differenced
         self.worst = 0.0
         generator = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(theta)  # noqa: E731
         self.weights = draw(_TRIES, count)
-        self.plain = torch.stack([self._gradient(theta, w) for w in self.weights])  # (tries, d)
+        self.here, self.plain = self._gradients(theta, self.weights[:2])  # (n,), (2, d)
         steep = self.plain.square().mean(0).sqrt()
-        size = self._losses(theta).abs().mean()  # along the direction, losses change by about their own size
+        size = self.here.abs().mean()  # along the direction, losses change by about their own size
         units = torch.where(steep > 0, size / steep.clamp(min=torch.finfo(theta.dtype).tiny), float("inf"))
         self.along = (
             torch.nan_to_num(units.clamp(min=1e-4).minimum(torch.ones_like(units)), nan=1.0)
             * (1 + theta.abs())
             * draw(_TRIES, theta.numel())
         )
+        self.differences, self.gradient_beside = cache(self._differences), cache(self._gradient_beside)
 
-    def agrees(self, gap: Callable[[int], float]) -> bool:
+    def gradient(self, what: str) -> None:
+        """Refuse a loss whose plain gradient is none."""
+        if not self._agrees(self.gradient_gap):
+            raise _refused(f"gradient of the {what}", self.worst)
+
+    def ways(self, what: str) -> None:
+        """Replace the ways that are wrong, and refuse a loss of which none is right."""
+        mapped = self.replaced(NO_VMAP, self.mapped_gap)
+        self.replaced(NO_FORWARD, self.slope_gap)
+        curved = self.replaced(NO_FORWARD_OVER_REVERSE, self.curvature_gap)
+        if curved and self.replaced(NO_VMAP, self.curvature_gap):
+            mapped = True
+        for gap in (self.mapped_gap,) * mapped + (self.curvature_gap,) * curved:
+            if not self._agrees(gap):
+                raise _refused(f"second derivative of the {what}", self.worst)
+
+    def replaced(self, fallback: str, gap: Callable[[int], float]) -> bool:
+        """Whether a way is wrong, or torch cannot go it; the one to take instead is noted."""
+        try:
+            wrong = not self._agrees(gap)
+        except Exception as error:
+            if not unsupported(error):
+                raise
+            wrong = True
+        if wrong:
+            self.fallbacks.add(fallback)
+        return wrong
+
+    def _agrees(self, gap: Callable[[int], float]) -> bool:
         """Whether the gap is small along one of the directions."""
         gaps: list[float] = []
         while len(gaps) < _TRIES:
@@ -94,72 +115,73 @@ class _Check:
         return False
 
     def gradient_gap(self, number: int) -> float:
-        """The plain gradient against differences of the loss."""
-        v, w = self.along[number], self.weights[number]
-        differences, doubt = self._differences(number)
-        size = float((w * differences).abs().sum() + (w * doubt).abs().sum())
-        return float((w @ differences - self.plain[number] @ v).abs()) / size if size > 0 else 0.0
+        """The plain gradient against differences of the losses."""
+        W = self.weights[:2]
+        differences, doubt = self.differences(number)
+        size = W.abs() @ (differences.abs() + doubt)
+        gaps = (W @ differences - self.plain @ self.along[number]).abs() / size
+        return float(gaps[size > 0].max()) if bool((size > 0).any()) else 0.0
 
     def mapped_gap(self, number: int) -> float:
         """Gradients for several weights at once, and at several θ, against plain ones."""
-        w = self.weights
-        pulled = batch_pulled_back(self.samples, self.parameters, self.theta, self.loss, w)[1]
-        thetas = torch.stack([self.theta, self.theta + 1e-3 * self.along[number]])
-        there = torch.stack([self.plain[0], self._gradient(thetas[1], w[0])])
-        W, one = w[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
-        stacked = stacked_pullback(self.loss, thetas, W, one, 1 if NO_VMAP in self.samples.fallbacks else 2)[1]
+        pulled = pulled_back(self.losses, self.theta, self.weights[:2], None, self.fallbacks)[1].detach()
+        thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.along[number]])
+        there = torch.stack([self.plain[0], self.gradient_beside(number, 1)])
+        W, one = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
+        stacked = stacked_pullback(self.losses, thetas, W, one, 1 if NO_VMAP in self.fallbacks else 2)[1]
         return max(_gap(pulled, self.plain), _gap(stacked, there))
 
     def slope_gap(self, number: int) -> float:
-        """Slopes by forward mode, along one column and along two, against differences of the loss."""
+        """Slopes by forward mode, along one column and along two, against differences of the losses."""
         v, other = self.along[number], self.along[(number + 1) % _TRIES]
-        differences, doubt = self._differences(number)
-        single = pushed_forward(self.samples, self.loss, self.theta, v[:, None], 2)[1][:, 0]
-        double = pushed_forward(self.samples, self.loss, self.theta, torch.stack([v, other], 1), 2)[1][:, 0]
+        differences, doubt = self.differences(number)
+        single, double = (
+            pushed_forward(self.losses, self.theta, V, None, self.fallbacks)[1][:, 0]
+            for V in (v[:, None], torch.stack([v, other], 1))
+        )
         return max(_gap(one, differences, float(doubt.max())) for one in (single, double))
 
-    def _differences(self, number: int) -> tuple[Tensor, Tensor]:
-        """The slope of each loss by central differences, (n,), and the size below which it is not resolved, (n,)."""
-        v, step = self.along[number], self.steps[number]
-        before, here, after = (self._losses(self.theta + sign * step * v) for sign in (-1, 0, 1))
-        noise = self.noises[number] * after.abs() / self.allowed
-        return (after - before) / (2 * step), noise + (before - 2 * here + after).abs() / step
-
-    def each_gap(self, number: int) -> float:
+    def each_gap(self, each: Callable[[], Tensor]) -> Callable[[int], float]:
         """Gradients of each sample, mapped over samples, against a plain gradient."""
-        found = self.weights[number] @ batch_gradients(self.samples, self.parameters, self.theta, self.batch)
-        return _gap(found, self.plain[number])
+        return lambda number: _gap(self.weights[0] @ each(), self.plain[0])
 
     def curvature_gap(self, number: int) -> float:
         """Products with the Hessian, of one column and of two, against differences of the plain gradient."""
-        v, other, w = self.along[number], self.along[(number + 1) % _TRIES], self.weights[number]
-        V = torch.stack([v, other], 1)
-        before, after = (self._gradient(self.theta + sign * self.steps[number] * v, w) for sign in (-1, 1))
+        v, other, w = self.along[number], self.along[(number + 1) % _TRIES], self.weights[0]
+        before, after = (self.gradient_beside(number, sign) for sign in (-1, 1))
         differences = (after - before) / (2 * self.steps[number])
         noise = self.noises[number] * float(after.abs().max()) / self.allowed
-        scalar = lambda t: self.loss(t) @ w  # noqa: E731
+        scalar = lambda t: self.losses(t) @ w  # noqa: E731
         single, double = (
-            batch_hessian_products(self.samples, self.parameters, self.theta, scalar, self.count, columns)
-            for columns in (v[:, None], V)
+            hessian_products(scalar, self.theta, V, None, self.fallbacks)
+            for V in (v[:, None], torch.stack([v, other], 1))
         )
         crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # of a symmetric matrix, the same twice
         size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
         uneven = float((crossed[0] - crossed[1]).abs()) / size if size > 0 else 0.0
         return max(_gap(single[:, 0], differences, noise), _gap(double[:, 0], differences, noise), uneven)
 
-    def _losses(self, theta: Tensor) -> Tensor:
+    def _differences(self, number: int) -> tuple[Tensor, Tensor]:
+        """The slope of each loss by central differences, (n,), and the size below which it is not resolved, (n,)."""
+        v, step = self.along[number], self.steps[number]
         with torch.no_grad():
-            return self.loss(theta)
+            before, after = (self.losses(self.theta + sign * step * v) for sign in (-1, 1))
+        noise = self.noises[number] * after.abs() / self.allowed
+        return (after - before) / (2 * step), noise + (before - 2 * self.here + after).abs() / step
 
-    def _gradient(self, theta: Tensor, w: Tensor) -> Tensor:
-        """Σᵢ wᵢ∇ℓᵢ(θ) by a plain backward pass."""
+    def _gradient_beside(self, number: int, sign: int) -> Tensor:
+        """The plain gradient a step along a direction, (d,)."""
+        return self._gradients(self.theta + sign * self.steps[number] * self.along[number], self.weights[:1])[1][0]
+
+    def _gradients(self, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """ℓ(θ), and Σᵢ wᵢ∇ℓᵢ(θ) for each row w of weights by a plain backward pass."""
         with torch.enable_grad():
             leaf = theta.detach().clone().requires_grad_()
-            total = self.loss(leaf) @ w
-            if not total.requires_grad:
-                return torch.zeros_like(theta)
-            (found,) = torch.autograd.grad(total, leaf, allow_unused=True)
-        return torch.zeros_like(theta) if found is None else found.detach()
+            losses = self.losses(leaf)
+            found = [None] * len(weights)
+            if losses.requires_grad:
+                found = [torch.autograd.grad(losses, leaf, w, retain_graph=True, allow_unused=True)[0] for w in weights]
+        return losses.detach(), torch.stack([torch.zeros_like(theta) if g is None else g.detach() for g in found])
 
 
 def _gap(found: Tensor, wanted: Tensor, noise: float = 0.0) -> float:
@@ -172,7 +194,7 @@ def _refused(what: str, gap: float) -> InvalidInputError:
     return InvalidInputError(
         what,
         measured=f"{gap:.2g} of its size away from what differences of its values say",
-        threshold="less than 1e-3 in float64, 4e-2 in float32",
+        threshold="less than 1e-4 in float64, 2e-2 in float32",
         meaning="What torch returns is not the derivative, so neither a solution nor an influence can rest on it.",
         cure="Look for .detach(), torch.no_grad(), in-place renormalisation (max_norm), rows that get no gradient "
         "(padding_idx) or a custom backward in the loss; pass what is meant to be constant in as data.",

@@ -6,13 +6,14 @@ import gc
 import warnings
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from dif.errors import MemoryWarning
 from dif.shards import alone
+from dif.user_code import in_words, out_of_memory
 
 IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
 _ACCELERATED = 2**29  # at most, on an accelerator
@@ -35,14 +36,15 @@ def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
     """A sweep over the data that is begun again with half the batch where memory runs out, which is said.
 
     For the rest of the process: what did not fit once will not fit again. Not where samples are shared among processes:
-    the others would wait for ever.
+    the others would wait for ever. What else is raised inside comes out in words.
     """
 
     @wraps(sweep)
     def begun_again(*args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
-                return sweep(*args, **kwargs)
+                with in_words("a loss or function"):
+                    return sweep(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or _short[0] >= _HALVINGS or not alone():
                     raise
@@ -54,9 +56,3 @@ def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
             warnings.warn(f"out of memory, going on with batches halved ({words})", MemoryWarning, stacklevel=2)
 
     return begun_again
-
-
-def out_of_memory(error: Any) -> bool:
-    """Whether an operator could not get the memory it asked for."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error) for w in words)

@@ -172,13 +172,14 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
                 cure="Move all parameters with .to(...) first; float64 is best for influence.",
             )
     for name, t in tensors.items():
-        if t.dtype not in (torch.float32, torch.float64) or t.device.type == "meta":
+        if t.dtype not in (torch.float32, torch.float64) or t.device.type == "meta" or t.layout != torch.strided:
             raise InvalidInputError(
                 f"parameter {name!r}",
-                measured=f"{t.dtype} on {t.device}",
-                threshold="float64 or float32, with values",
-                meaning="Fewer digits do not carry a second derivative, and the meta device has no values.",
-                cure="Convert it with .to(torch.float64).",
+                measured=f"{t.dtype}, {t.layout}, on {t.device}",
+                threshold="float64 or float32, torch.strided, with values",
+                meaning="Fewer digits do not carry a second derivative, sparse tensors do not flatten, and the meta "
+                "device is empty.",
+                cure="Convert it with .to(torch.float64), or .to_dense().",
             )
         if not bool(torch.isfinite(t).all()):
             raise InvalidInputError(

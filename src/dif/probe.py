@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from dif.derivatives import sample_losses
-from dif.errors import DifError, InvalidInputError
-from dif.loss_checks import check_derivatives
-from dif.memory import out_of_memory
+from dif.errors import InvalidInputError
+from dif.loss_checks import check_derivatives, check_function
 from dif.parameters import Parameters
 from dif.rows import checked_value, function_value
 from dif.samples import Samples
 from dif.term import Function
+from dif.user_code import in_words
 
 _FEW = 64  # samples that are asked twice
-_CURE = "Call it yourself on a few samples, loss(params, batch), and mend what it says."
-_CURES = {  # by what torch says
-    "Jitted": "Hand in the module as it was before torch.jit.script.",
-    "DataParallel": "Hand in the module inside, model.module.",
-    "saved tensor hooks": "Switch activation checkpointing off for the fit: torch.func cannot see through it.",
-    "setup_context": "Split the custom Function into forward and setup_context and set generate_vmap_rule = True.",
-    "requires_grad_": "Inside a loss use torch.func.grad, vjp or jacrev instead of torch.autograd.grad.",
-    "Sparse": "Make the embedding with sparse=False.",
-    "inplace": "Leave out what changes tensors in place (max_norm of an embedding, +=).",
-    "more than 1 value per channel": "Give the normalisation running statistics (track_running_stats=True), or use "
-    "LayerNorm: a loss may not depend on the other samples of its batch.",
-    "scaled_dot_product": "Wrap the loss in torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
-    "expected m1 and m2 to have the same dtype": "Bring data and parameters to one dtype.",
-}
 
 
 def probe(
     every_samples: Sequence[Samples], functions: Sequence[Function], parameters: Parameters, theta: Tensor
 ) -> None:
     """Refuse losses and functions whose numbers cannot be trusted at θ; the random state stays as it was."""
+    if torch.is_inference_mode_enabled():
+        raise InvalidInputError(
+            "torch.inference_mode()",
+            measured="on",
+            threshold="off",
+            meaning="Nothing can be differentiated inside it.",
+            cure="Call dif outside of it; torch.no_grad() does no harm.",
+        )
     devices = [parameters.device] if parameters.device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         for samples in every_samples:
@@ -54,27 +47,6 @@ def probe(
             if f.matrix is None:
                 with in_words(f"function {f.name!r}"):
                     _check_function(f, parameters, theta)
-
-
-@contextmanager
-def in_words(what: str) -> Iterator[None]:
-    """What the user's code, or torch inside it, raises: as one error that says where and what to do."""
-    try:
-        yield
-    except (DifError, MemoryError):
-        raise
-    except Exception as error:
-        if out_of_memory(error):
-            raise
-        words = str(error).strip().splitlines()
-        said = f"{type(error).__name__}: {words[0] if words else ''}"
-        raise InvalidInputError(
-            what,
-            measured=said,
-            threshold="code that torch can evaluate and differentiate twice",
-            meaning="It was raised by your code, or by torch inside it.",
-            cure=next((cure for word, cure in _CURES.items() if word in str(error)), _CURE),
-        ) from error
 
 
 def _nearby(theta: Tensor) -> Tensor:
@@ -95,6 +67,7 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
         )
     for at in (theta, _nearby(theta)):
         _check_same(f"function {f.name!r}", *(function_value(f, parameters, at) for _ in range(2)))
+    check_function(f.name, lambda t: function_value(f, parameters, t).reshape(-1), theta)
 
 
 def _check_same(what: str, first: Tensor, second: Tensor) -> None:
@@ -120,14 +93,6 @@ def check_used(
         if f.ridge is None:
             _mark(used, parameters, theta, lambda params, f=f: checked_value(f, params, theta.dtype))
     unused = [name for name, yes in used.items() if not yes]
-    if unused and torch.is_inference_mode_enabled():
-        raise InvalidInputError(
-            "torch.inference_mode()",
-            measured="on",
-            threshold="off",
-            meaning="Nothing can be differentiated inside it.",
-            cure="Call dif outside of it; torch.no_grad() does no harm.",
-        )
     if unused:
         raise InvalidInputError(
             "parameters that nothing depends on",

@@ -28,6 +28,7 @@ from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.shards import added, alone, span
 from dif.term import Function, SampleSum, Term
+from dif.user_code import in_words
 
 _TOGETHER = 256  # columns at once through a function of the parameters alone
 _MAPPED = 16  # parameters from which the structure of a loss pays
@@ -367,7 +368,8 @@ def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor
 
 def checked_value(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """What the function makes of the params, its shape and type checked."""
-    out = f.fn(params)
+    with in_words(f"function {f.name!r}"):
+        out = f.fn(params)
     if not isinstance(out, Tensor) or out.dim() > 1:
         raise InvalidInputError(
             f"what the function {f.name!r} returned",

@@ -16,6 +16,7 @@ from dif.reading import as_index, as_numbers, as_tensor
 from dif.storage import Storage
 from dif.structure import described
 from dif.term import SampleSum, Term
+from dif.user_code import in_words
 
 
 class Samples:
@@ -197,7 +198,12 @@ class Samples:
 
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """The loss of each sample of a batch, their shape checked."""
-        out = self.loss(params, batch)
+        try:
+            with in_words(f"loss of Samples {self.name!r}"):
+                out = self.loss(params, batch)
+        except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
+            # outside the domain: a matrix without a factor, say
+            out = torch.full((count,), float("nan")).to(next(iter(params.values())))
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (count,):
             raise InvalidInputError(

@@ -134,6 +134,14 @@ class Solution:
     @cached_property
     def scales(self) -> Scales:
         """The units of rows and multipliers here."""
+        if not bool(torch.isfinite(self.curvature.own).all()):
+            raise InvalidInputError(
+                "curvature at the given parameters",
+                measured="NaN or infinite",
+                threshold="finite",
+                meaning="The point has no second derivative there (a norm or a root at 0), so it cannot be judged.",
+                cure="Start elsewhere, or smooth the loss.",
+            )
         return Scales.of(self.theta, self.J, self.curvature.own, self.curvature.noise)
 
     @cached_property
@@ -193,7 +201,11 @@ class Solution:
         v = draw.to(self.theta) * torch.minimum(1 / self.scales.root, 1 + self.theta.abs())
         before, after = (float(weights @ self.program.rows.values(self.theta + sign * h * v)) for sign in (-1, 1))
         slope, bend = (after - before) / (2 * h), (before - 2 * float(weights @ self.f) + after) / h**2
-        along, curved = float(weights @ self.J @ v), float(v @ self.curvature.product(v[:, None])[:, 0])
+        H = self.curvature
+        along, curved = (
+            float(weights @ self.J @ v),
+            float(v @ (H.dense() @ v if H.cheap else H.product(v[:, None])[:, 0])),
+        )
         noise = _NOISE * eps * float(weights.abs() @ self.f.abs())
         if bend > _BENT * abs(curved) + noise / h**2:
             raise DegenerateError(

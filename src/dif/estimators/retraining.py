@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dif.checkpoint import Standing
-from dif.derivatives import unsupported
 from dif.direction import Direction, chunks
 from dif.errors import DifError, NotConvergedError
 from dif.farm import checked_jobs, shared_out
@@ -24,6 +23,7 @@ from dif.perturbation import Perturbation
 from dif.program import PerConstraint
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
+from dif.user_code import unsupported
 
 _KEPT = 16  # retrainings solved together where each is to be kept as soon as it is done
 _SHARES = 4  # pieces of work per job
@@ -199,7 +199,7 @@ class Retraining:
             for ends in nearby.solve(direction.stacked(), self.tol, self.max_iter, shared):
                 numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
                 yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
-        except (RuntimeError, NotImplementedError) as error:
+        except Exception as error:
             if not unsupported(error):
                 raise
 

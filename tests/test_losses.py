@@ -69,20 +69,36 @@ def test_what_is_no_derivative_is_refused(name):
     assert "of the loss of Samples 'train'" in caught.value.what
 
 
-@pytest.mark.parametrize("options", [{"padding_idx": 0}, {"scale_grad_by_freq": True}])
-def test_embeddings_whose_gradients_leave_something_out_are_refused(options):
+def bag_problem(**options):
     tokens = torch.randint(0, 6, (40, 5), generator=torch.Generator().manual_seed(0))
-    loss = lambda m, z: (m(z[0]) - z[1]) ** 2  # noqa: E731
-    with pytest.raises(dif.InvalidInputError, match="padding_idx"):
-        fitted(loss, (tokens, drawn()[1]), Bag(**options).double().eval())
-    train, solution = fitted(loss, (tokens, drawn()[1]), Bag().double().eval())
+    model, y = Bag(**options).double().eval(), drawn()[1]
+    return tokens, y, model, lambda m, z: (m(z[0]) - z[1]) ** 2
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -1}])
+def test_embeddings_with_and_without_padding(options):
+    tokens, y, model, loss = bag_problem(**options)
+    train, solution = fitted(loss, (tokens, y), model)
     counts = torch.stack([(tokens == k).sum(1) for k in range(6)], 1).double()
-    y = drawn()[1]
+    if options:
+        counts[:, options["padding_idx"]] = 0
     left = torch.arange(40) != 3
     theta = [torch.linalg.solve(2 * C.T @ C / len(C) + 0.1 * torch.eye(6).double(), 2 * C.T @ t / len(C))
              for C, t in ((counts, y), (counts[left], y[left]))]  # fmt: skip
-    change = dif.Retraining(solution).change(train.remove([3])).flat
-    torch.testing.assert_close(change, theta[1] - theta[0], atol=1e-9, rtol=1e-7)
+    removal = train.remove([3])
+    torch.testing.assert_close(solution.theta, theta[0], atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(dif.Retraining(solution).change(removal).flat, theta[1] - theta[0], atol=1e-9, rtol=1e-7)
+    newton = dif.NewtonInfluence(solution).change(removal).flat
+    torch.testing.assert_close(newton, theta[1] - theta[0], atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"padding_idx": 2}])
+def test_embeddings_whose_gradients_leave_something_out_are_refused(options):
+    tokens, y, model, loss = bag_problem(**options)
+    with torch.no_grad():
+        model.rows.weight[2] = 1.0  # what pads is no zero: training would leave it there, a ridge would not
+    with pytest.raises(dif.InvalidInputError, match="padding_idx"):
+        fitted(loss, (tokens, y), model)
 
 
 def test_a_gradient_that_is_wrong_on_large_batches_alone_is_refused():

@@ -21,7 +21,7 @@ from dif.parameters import Parameters
 from dif.samples import Samples
 from dif.shards import added, everywhere, gathered, span
 from dif.structure import leaves, mapped
-from dif.user_code import cure_of, out_of_memory, unsupported
+from dif.user_code import UserCodeError, cure_of, out_of_memory, unsupported
 
 _PASS = 2**21  # numbers that a batch consists of and leaves behind, on the CPU: what its caches hold; changes no result
 _PER_PARAMETER = 24  # or so many per parameter, if that is more: each batch makes vectors of their length
@@ -302,7 +302,7 @@ def _reverse_over_reverse(
     try:
         return map_columns(forward(grad(scalar), theta)[1], V, together, fallbacks)
     except Exception as error:
-        if not unsupported(error):
+        if isinstance(error, UserCodeError) or not unsupported(error):
             raise
         raise InvalidInputError(
             "second derivative of a loss or function",

@@ -17,7 +17,7 @@ from dif.conjugate_gradients import Repeated
 from dif.curvature import Curvature, lanczos
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
 from dif.kinks import explain
-from dif.kkt import KKT, Scales, residuals
+from dif.kkt import KKT, Scales, residuals, violations
 from dif.kkt_step import kkt_step
 from dif.limits import Limits
 from dif.loss_checks import check_derivatives
@@ -105,9 +105,10 @@ def fit(
         )
     solution = Solution.of_program(program, found.theta, found.lam)
     solution.check_feasible()
-    for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
-        check_derivatives(samples, parameters, solution.theta)
-    if not found.reached:
+    if found.reached:
+        for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
+            check_derivatives(samples, parameters, solution.theta)
+    else:
         warnings.warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
             f"allowed {found.goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is "
@@ -127,7 +128,15 @@ def _verdict(found: Found, solution: Solution) -> str:
 def _cure(solution: Solution) -> str:
     if solution.kinks and not solution.converged:
         return explain(solution.kinks)
-    return "Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes."
+    kkt, again = solution.kkt, "Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes."
+    if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
+        return again
+    program = solution.program
+    row = int(violations(solution.scales, solution.c, program.equality).argmax())
+    return (
+        f"It violates {program.names[row]} by {float(solution.c[row].abs()):.3g}: perhaps no point satisfies the "
+        f"constraints (loosen that bound). {again}"
+    )
 
 
 def default_tolerance(theta: Tensor) -> float:

@@ -24,9 +24,9 @@ from dif.derivatives import (
     pushed_forward,
     stacked_pullback,
 )
-from dif.errors import InvalidInputError
+from dif.errors import DifError, InvalidInputError
 from dif.parameters import Parameters
-from dif.samples import Samples
+from dif.samples import PLAIN_ATTENTION, Samples
 from dif.user_code import unsupported
 
 _FEW = 10  # samples on which the ways are compared: torch takes other kernels for small batches than for large ones
@@ -35,6 +35,17 @@ _TRIES = 3  # directions and steps: a kink between two evaluations spoils one, a
 
 def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     """Compare every way of differentiating a loss at θ, on a few samples; note or refuse what is wrong."""
+    try:
+        _compare(samples, parameters, theta)
+    except DifError as error:
+        if "scaled_dot_product" not in str(error) or PLAIN_ATTENTION in samples.fallbacks:
+            raise
+        samples.fallbacks.clear()
+        samples.fallbacks.add(PLAIN_ATTENTION)
+        _compare(samples, parameters, theta)
+
+
+def _compare(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     index = torch.linspace(0, len(samples) - 1, min(_FEW, len(samples))).round().long().unique()
     place, batch = next(samples.batches(index, device=theta.device))
     count = place.stop - place.start
@@ -65,15 +76,14 @@ class _Check:
         generator = torch.Generator().manual_seed(0)
         draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(theta)  # noqa: E731
         self.weights = draw(_TRIES, count)
-        self.here, self.plain = self._gradients(theta, self.weights[:2])  # (n,), (2, d)
+        self.here, self.plain = self._gradients(theta, self.weights)  # (n,), (tries, d)
         steep = self.plain.square().mean(0).sqrt()
         size = self.here.abs().mean()  # along the direction, losses change by about their own size
         units = torch.where(steep > 0, size / steep.clamp(min=torch.finfo(theta.dtype).tiny), float("inf"))
-        self.along = (
-            torch.nan_to_num(units.clamp(min=1e-4).minimum(torch.ones_like(units)), nan=1.0)
-            * (1 + theta.abs())
-            * draw(_TRIES, theta.numel())
-        )
+        units = torch.nan_to_num(units.clamp(1e-4, 1.0), nan=1.0) * (1 + theta.abs())
+        self.along = units * draw(_TRIES, theta.numel())
+        self.little = eps**0.5 * float(self.weights[0].abs() @ self.here.abs())  # of a change of the losses
+        self.units = units
         self.differences, self.gradient_beside = cache(self._differences), cache(self._gradient_beside)
 
     def gradient(self, what: str) -> None:
@@ -109,22 +119,21 @@ class _Check:
         gaps: list[float] = []
         while len(gaps) < _TRIES:
             gaps.append(gap(len(gaps)))
-            if not gaps[-1] > self.allowed:  # where nothing is finite there is nothing to compare
+            if gaps[-1] <= self.allowed:
                 return True
         self.worst = min(gaps)
         return False
 
     def gradient_gap(self, number: int) -> float:
         """The plain gradient against differences of the losses."""
-        W = self.weights[:2]
+        W = self.weights
         differences, doubt = self.differences(number)
-        size = W.abs() @ (differences.abs() + doubt)
-        gaps = (W @ differences - self.plain @ self.along[number]).abs() / size
-        return float(gaps[size > 0].max()) if bool((size > 0).any()) else 0.0
+        off = (W @ differences - self.plain @ self.along[number]).abs() - W.abs() @ doubt
+        return _largest(off, W.abs() @ differences.abs())
 
     def mapped_gap(self, number: int) -> float:
         """Gradients for several weights at once, and at several θ, against plain ones."""
-        pulled = pulled_back(self.losses, self.theta, self.weights[:2], None, self.fallbacks)[1].detach()
+        pulled = pulled_back(self.losses, self.theta, self.weights, None, self.fallbacks)[1].detach()
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.along[number]])
         there = torch.stack([self.plain[0], self.gradient_beside(number, 1)])
         W, one = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
@@ -135,11 +144,11 @@ class _Check:
         """Slopes by forward mode, along one column and along two, against differences of the losses."""
         v, other = self.along[number], self.along[(number + 1) % _TRIES]
         differences, doubt = self.differences(number)
-        single, double = (
+        slopes = [
             pushed_forward(self.losses, self.theta, V, None, self.fallbacks)[1][:, 0]
             for V in (v[:, None], torch.stack([v, other], 1))
-        )
-        return max(_gap(one, differences, float(doubt.max())) for one in (single, double))
+        ]
+        return max(_gap(one, differences, doubt) for one in slopes)
 
     def each_gap(self, each: Callable[[], Tensor]) -> Callable[[int], float]:
         """Gradients of each sample, mapped over samples, against a plain gradient."""
@@ -148,9 +157,6 @@ class _Check:
     def curvature_gap(self, number: int) -> float:
         """Products with the Hessian, of one column and of two, against differences of the plain gradient."""
         v, other, w = self.along[number], self.along[(number + 1) % _TRIES], self.weights[0]
-        before, after = (self.gradient_beside(number, sign) for sign in (-1, 1))
-        differences = (after - before) / (2 * self.steps[number])
-        noise = self.noises[number] * float(after.abs().max()) / self.allowed
         scalar = lambda t: self.losses(t) @ w  # noqa: E731
         single, double = (
             hessian_products(scalar, self.theta, V, None, self.fallbacks)
@@ -158,20 +164,36 @@ class _Check:
         )
         crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # of a symmetric matrix, the same twice
         size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
-        uneven = float((crossed[0] - crossed[1]).abs()) / size if size > 0 else 0.0
-        return max(_gap(single[:, 0], differences, noise), _gap(double[:, 0], differences, noise), uneven)
+        uneven = max(float((crossed[0] - crossed[1]).abs()) - self.little, 0.0) / size if size > 0 else 0.0
+        differences, rounding = self._bend(number, 1)
+        doubt = self.little / self.units + rounding
+        gap = max(_gap(one[:, 0], differences, doubt) for one in (single, double))
+        if gap > self.allowed:  # on a kink, or where the curvature vanishes, differences depend on the step
+            closer, rounding = self._bend(number, 32)
+            doubt = doubt + rounding + 2 * (differences - closer).abs()
+            gap = max(_gap(one[:, 0], differences, doubt) for one in (single, double))
+        return max(gap, uneven)
 
     def _differences(self, number: int) -> tuple[Tensor, Tensor]:
-        """The slope of each loss by central differences, (n,), and the size below which it is not resolved, (n,)."""
+        """The slope of each loss by central differences, (n,), and how far they may be off, (n,).
+
+        That is rounding, and on a kink how far the slopes of its two sides differ.
+        """
         v, step = self.along[number], self.steps[number]
         with torch.no_grad():
             before, after = (self.losses(self.theta + sign * step * v) for sign in (-1, 1))
-        noise = self.noises[number] * after.abs() / self.allowed
-        return (after - before) / (2 * step), noise + (before - 2 * self.here + after).abs() / step
+        doubt = self.noises[number] * after.abs() + (before - 2 * self.here + after).abs() / step
+        return (after - before) / (2 * step), doubt
 
-    def _gradient_beside(self, number: int, sign: int) -> Tensor:
-        """The plain gradient a step along a direction, (d,)."""
-        return self._gradients(self.theta + sign * self.steps[number] * self.along[number], self.weights[:1])[1][0]
+    def _bend(self, number: int, shorter: float) -> tuple[Tensor, float]:
+        """The change of the gradient along a direction by central differences, (d,), and its rounding."""
+        before, after = (self.gradient_beside(number, sign / shorter) for sign in (-1, 1))
+        rounding = shorter * self.noises[number] * float(after.abs().max())
+        return (after - before) * (shorter / (2 * self.steps[number])), rounding
+
+    def _gradient_beside(self, number: int, share: float) -> Tensor:
+        """The plain gradient a share of a step along a direction, (d,)."""
+        return self._gradients(self.theta + share * self.steps[number] * self.along[number], self.weights[:1])[1][0]
 
     def _gradients(self, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """ℓ(θ), and Σᵢ wᵢ∇ℓᵢ(θ) for each row w of weights by a plain backward pass."""
@@ -184,10 +206,15 @@ class _Check:
         return losses.detach(), torch.stack([torch.zeros_like(theta) if g is None else g.detach() for g in found])
 
 
-def _gap(found: Tensor, wanted: Tensor, noise: float = 0.0) -> float:
-    """The largest difference, of the largest entry wanted (or of what rounding makes of it)."""
-    size = max(float(wanted.abs().max()), float(found.abs().max()), noise)
-    return float((found - wanted).abs().max()) / size if size > 0 else 0.0
+def _gap(found: Tensor, wanted: Tensor, doubt: Tensor | float = 0.0) -> float:
+    """The largest difference beyond doubt, of the largest entry."""
+    return _largest((found - wanted).abs() - doubt, torch.maximum(found.abs(), wanted.abs()).max())
+
+
+def _largest(off: Tensor, size: Tensor) -> float:
+    """The largest of some differences, relative; where nothing is finite there is nothing to compare."""
+    share = torch.where(size > 0, off / size, 0.0)
+    return float(share.nan_to_num(0.0, 0.0, 0.0).max().clamp(min=0.0))
 
 
 def _refused(what: str, gap: float) -> InvalidInputError:
@@ -197,5 +224,6 @@ def _refused(what: str, gap: float) -> InvalidInputError:
         threshold="less than 1e-4 in float64, 2e-2 in float32",
         meaning="What torch returns is not the derivative, so neither a solution nor an influence can rest on it.",
         cure="Look for .detach(), torch.no_grad(), in-place renormalisation (max_norm), rows that get no gradient "
-        "(padding_idx) or a custom backward in the loss; pass what is meant to be constant in as data.",
+        "(padding_idx), a custom backward, or a step (>, sign, round) in the loss; pass what is meant to be constant "
+        "in as data, and use smooth steps (sigmoid).",
     )

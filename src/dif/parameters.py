@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -71,6 +72,7 @@ class Parameters:
     device: torch.device
     module: nn.Module | None = None
     fixed: dict[str, Tensor] = field(default_factory=dict)  # the module's buffers and frozen parameters, copied
+    padding: dict[str, Tensor] = field(default_factory=dict)  # of embeddings: (rows, 1), 0 for the padding, else 1
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
@@ -102,6 +104,7 @@ class Parameters:
             device=first.device,
             module=module,
             fixed={} if module is None else _fixed(module, tensors),
+            padding={} if module is None else _padding(module, tensors),
         )
         return layout, torch.cat([t.detach().reshape(-1) for t in tensors.values()]).clone()
 
@@ -122,12 +125,15 @@ class Parameters:
 
     def bind(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The named tensors → what a loss gets as its first argument."""
-        return tensors if self.module is None else BoundModule(self.module, tensors, self.fixed)
+        if self.module is None:
+            return tensors
+        whole = {name: t * self.padding[name] if name in self.padding else t for name, t in tensors.items()}
+        return BoundModule(self.module, whole, self.fixed)
 
     def to(self, dtype: torch.dtype) -> Parameters:
         """The same layout in another precision."""
         fixed = {k: t.to(dtype) if t.is_floating_point() else t for k, t in self.fixed.items()}
-        return replace(self, dtype=dtype, fixed=fixed)
+        return replace(self, dtype=dtype, fixed=fixed, padding={k: t.to(dtype) for k, t in self.padding.items()})
 
     def check_mode(self) -> None:
         """Refuse a module that was put into training mode since."""
@@ -194,6 +200,20 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
 def _fixed(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
     others = [*module.named_buffers(), *((k, t) for k, t in module.named_parameters() if k not in variable)]
     return {name: t.detach().clone() for name, t in others}
+
+
+def _padding(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Which rows of embeddings are padding, a zero that stays zero: torch's backward pass leaves them out, no other."""
+    found: dict[str, Tensor] = {}
+    uses = Counter(id(t) for m in module.modules() for t in m.parameters(recurse=False))
+    for place, m in module.named_modules():
+        name = f"{place}.weight" if place else "weight"
+        if isinstance(m, nn.Embedding) and m.padding_idx is not None and name in variable and uses[id(m.weight)] == 1:
+            keep = torch.ones_like(variable[name][:, :1]).detach()
+            keep[m.padding_idx] = 0.0
+            if not bool(variable[name][m.padding_idx].any()):
+                found[name] = keep
+    return found
 
 
 def _refuse_training_mode(module: nn.Module) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dif.errors import InvalidInputError, few
 from dif.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
@@ -17,6 +19,8 @@ from dif.storage import Storage
 from dif.structure import described
 from dif.term import SampleSum, Term
 from dif.user_code import in_words
+
+PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
 
 
 class Samples:
@@ -199,7 +203,7 @@ class Samples:
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """The loss of each sample of a batch, their shape checked."""
         try:
-            with in_words(f"loss of Samples {self.name!r}"):
+            with in_words(f"loss of Samples {self.name!r}"), self._kernels():
                 out = self.loss(params, batch)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             # outside the domain: a matrix without a factor, say
@@ -214,6 +218,10 @@ class Samples:
                 cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
             )
         return out
+
+    def _kernels(self) -> AbstractContextManager[Any]:
+        """The fast kernels of attention can be differentiated only once."""
+        return sdpa_kernel(SDPBackend.MATH) if PLAIN_ATTENTION in self.fallbacks else nullcontext()
 
     def batches(
         self,

@@ -207,7 +207,7 @@ class Solution:
             float(v @ (H.dense() @ v if H.cheap else H.product(v[:, None])[:, 0])),
         )
         noise = _NOISE * eps * float(weights.abs() @ self.f.abs())
-        if bend > _BENT * abs(curved) + noise / h**2:
+        if abs(bend) > _BENT * abs(curved) + noise / h**2:
             raise DegenerateError(
                 "curvature along a random direction",
                 measured=f"{bend:.3g} by differences of the Lagrangian, {curved:.3g} by its second derivative",

@@ -21,6 +21,7 @@ from dif.linearisation import trust
 from dif.nearby import Nearby, programs_at_once
 from dif.perturbation import Perturbation
 from dif.program import PerConstraint
+from dif.samples import PLAIN_ATTENTION
 from dif.solution import Solution, checked_tolerance, expect_solution
 from dif.targets import Targets, actual_scores
 from dif.user_code import unsupported
@@ -192,7 +193,7 @@ class Retraining:
     def _together(self, direction: Direction) -> Iterator[list[Found]]:
         """Newton on all of them at once, where the model allows that: where they stand after each means tried."""
         at, nearby = self.solution, self._nearby
-        if nearby is None or any(table.samples.fallbacks for table in at.program.rows.tables):
+        if nearby is None or any(table.samples.fallbacks - {PLAIN_ATTENTION} for table in at.program.rows.tables):
             return
         shared = lambda share: Direction(at.program, share * direction.perturbation).stacked()  # noqa: E731
         try:

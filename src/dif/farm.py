@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
+from pickle import PicklingError
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed
@@ -41,6 +42,14 @@ def shared_out(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iter
                 raise
             words = str(error).splitlines()[0]
             warnings.warn(f"a worker was lost, {len(left)} pieces are begun again ({words})", stacklevel=2)
+        except PicklingError as error:
+            raise InvalidInputError(
+                "what the processes should share",
+                measured=str(error).splitlines()[0],
+                threshold="a loss, a module and data that can be pickled",
+                meaning="Other processes get a copy of them, and this one cannot be copied.",
+                cure="Leave jobs out, or use threads: joblib.parallel_config(backend='threading').",
+            ) from error
 
 
 def _done(work: Callable[..., R], left: dict[int, Any], jobs: int) -> Iterator[tuple[int, R]]:

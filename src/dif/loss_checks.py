@@ -225,5 +225,5 @@ def _refused(what: str, gap: float) -> InvalidInputError:
         meaning="What torch returns is not the derivative, so neither a solution nor an influence can rest on it.",
         cure="Look for .detach(), torch.no_grad(), in-place renormalisation (max_norm), rows that get no gradient "
         "(padding_idx), a custom backward, or a step (>, sign, round) in the loss; pass what is meant to be constant "
-        "in as data, and use smooth steps (sigmoid).",
+        "in as data, use smooth steps (sigmoid), and write out what torch differentiates wrongly (weight_norm, twice).",
     )

@@ -160,7 +160,7 @@ class Nearby:
             mark[live] = torch.where(halved, residual, mark[live])
             since[live] = torch.where(halved, 0, since[live] + 1)
             ends.theta[moved], ends.lam[moved], ends.residual[moved] = theta[moved], lam[moved], residual[better]
-            going = (since[live] < _HALVED) & (residual > aim[live])
+            going = (since[live] < _HALVED) & (residual > aim[live]) & torch.isfinite(residual)
             live, c, g = live[going], c[going], g[going]
             if len(live) == 0:
                 return

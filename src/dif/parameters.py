@@ -21,14 +21,21 @@ class BoundModule(dict[str, Tensor]):
     Call it like the module (`model(x)`), or read tensors by name (`model["0.weight"]`).
     """
 
-    def __init__(self, module: nn.Module, tensors: dict[str, Tensor], fixed: dict[str, Tensor]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        tensors: dict[str, Tensor],
+        fixed: dict[str, Tensor],
+        padding: dict[str, Tensor] | None = None,
+    ) -> None:
         super().__init__(tensors)
-        self.module, self.fixed = module, fixed
+        self.module, self.fixed, self.padding = module, fixed, padding or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module with these tensors, and copies of what else it holds, in place of its own."""
         copies = {name: t.clone() for name, t in self.fixed.items()}
-        return torch.func.functional_call(self.module, {**self, **copies}, args, kwargs)
+        padded = {name: self[name] * kept for name, kept in self.padding.items()}
+        return torch.func.functional_call(self.module, {**self, **padded, **copies}, args, kwargs)
 
 
 def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
@@ -127,8 +134,7 @@ class Parameters:
         """The named tensors → what a loss gets as its first argument."""
         if self.module is None:
             return tensors
-        whole = {name: t * self.padding[name] if name in self.padding else t for name, t in tensors.items()}
-        return BoundModule(self.module, whole, self.fixed)
+        return BoundModule(self.module, tensors, self.fixed, self.padding)
 
     def to(self, dtype: torch.dtype) -> Parameters:
         """The same layout in another precision."""

@@ -25,6 +25,7 @@ _CURES = {  # by what torch says
     "more than 1 value per channel": "Give the normalisation running statistics (track_running_stats=True), or use "
     "LayerNorm: a loss may not depend on the other samples of its batch.",
     "scaled_dot_product": "Wrap it in torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
+    "_embedding_bag": "Use nn.Embedding and add or average its rows yourself.",
     "erivative for": "Write that step with operators that torch can differentiate; a smooth one (sigmoid, softplus) "
     "in the place of a step or a count.",
     "expected m1 and m2 to have the same dtype": "Bring data and parameters to one dtype.",

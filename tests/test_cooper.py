@@ -164,3 +164,10 @@ def test_cooper_goes_to_where_dif_does(augmented):
     np.testing.assert_allclose(found.theta, expected.theta, atol=1e-5)
     np.testing.assert_allclose(found.lam, expected.lam, atol=1e-4)
     assert found.converged
+
+
+def test_a_module_of_another_type_than_the_data_is_named_before_training():
+    X = torch.randn(20, 3, dtype=torch.float64)
+    samples = dif.Samples(lambda m, z: m(z)[:, 0] ** 2, X, name="train")
+    with pytest.raises(dif.InvalidInputError, match="Mixed types lose digits silently"):
+        train(dif.Problem(samples.mean()), nn.Linear(3, 1), epochs=1)

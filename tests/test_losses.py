@@ -211,48 +211,6 @@ def test_data_of_many_kinds():
         assert caught.value.meaning == "Samples are taken by index, which sparse tensors do not allow."
 
 
-EDITS = ("feature", "label", "weight", "bound", "ridge", "loss", "target", "constant in a closure")
-
-
-@pytest.mark.parametrize("edit", EDITS)
-def test_a_changed_problem_never_reuses_a_file(edit, tmp_path):
-    """θ̄ stays where it is, by symmetry or by decree: only the problem itself tells the two apart."""
-
-    def scored(changed):
-        X, y = drawn(12)
-        X, y = torch.cat([X, -X]), torch.cat([y, -y]) * 0
-        w = torch.ones(24, dtype=F64) / 24
-        scale, bound, ridge, slope = 1.0, 5.0, 0.5, 1.0
-        if changed:
-            if edit == "feature":
-                X[[20, 8]] = X[[20, 8]] * 3
-            elif edit == "label":
-                y[4], y[16] = 0.7, 0.7
-            elif edit == "weight":
-                w[[20, 8]] = 0.01
-            bound, ridge = (6.0 if edit == "bound" else bound), (0.9 if edit == "ridge" else ridge)
-            scale, slope = (2.0 if edit == "constant in a closure" else 1.0), (3.0 if edit == "target" else 1.0)
-        loss = lambda p, z: scale * 0.5 * (z[0] @ p["t"] - z[1]) ** 2  # noqa: E731
-        if changed and edit == "loss":
-            loss = lambda p, z: scale * 1.5 * (z[0] @ p["t"] - z[1]) ** 2  # noqa: E731
-        train = dif.Samples(loss, (X, y), name="train")
-        problem = dif.Problem(train.weighted(w) + dif.ridge(ridge), [dif.linear([1.0, 0.0, 0.0]) <= bound])
-        solution = dif.Solution(problem, {"t": torch.zeros(3, dtype=F64)}, [0.0])
-        targets = [1e9 * dif.linear([0.0, 1.0, 0.0]), slope * dif.linear([1.0, 1.0, 0.0])]
-        some = train.remove_each(range(4))
-        options = {"strict": False}
-        file = dif.DirectionalInfluence(solution, **options).scores(targets, some, out=tmp_path / "s.npy", **QUIET)
-        fresh = dif.DirectionalInfluence(solution, **options).scores(targets, some, **QUIET)
-        kept = dif.Retraining(solution, keep=tmp_path / "kept", strict=False, show_progress=False)
-        again = dif.Retraining(solution, strict=False, show_progress=False)
-        pairs = [(file.values, fresh.values), (kept.scores(targets, some).values, again.scores(targets, some).values)]
-        for found, wanted in pairs:
-            np.testing.assert_allclose(found.numpy(), wanted.numpy(), rtol=1e-9)
-
-    scored(False)
-    scored(True)
-
-
 def test_a_choice_keeps_only_rounds_that_help():
     X, y = drawn(30)
     for seed in range(3):
@@ -264,3 +222,67 @@ def test_a_choice_keeps_only_rounds_that_help():
         values = [chosen.before, *chosen.followed]
         assert all(after < before for before, after in pairwise(values))
         assert chosen.verified == pytest.approx(values[-1], rel=1e-6)
+
+
+def test_negative_curvature_that_a_row_cancels():
+    """At a vertex the curvature is lent by the row alone: no rounding may be left in its place."""
+    for seed in range(20):
+        x = torch.randn(7, generator=torch.Generator().manual_seed(seed), dtype=F64)
+        train = dif.Samples(lambda p, x: -((x * p["t"] - 1) ** 2), x, name="train")
+        a, b, t = x.square().mean(), x.mean(), torch.full((1,), 0.4, dtype=F64)  # f₁ = −at² + 2bt − 1 + st
+        s = float(2 * a * t - 2 * b) + 1.3
+        problem = dif.Problem(train.mean(), [train.mean() + dif.linear([s]) <= float(-a * t**2 + (2 * b + s) * t - 1)])
+        lam = (2 * a * t - 2 * b) / 1.3
+        if lam < 0.1:
+            continue
+        solution = dif.Solution(problem, {"t": t}, lam)
+        assert solution.converged
+        derivative = dif.DirectionalInfluence(solution, switching=False)
+        for gone in range(7):
+            left = x[torch.arange(7) != gone]
+            change = (left * t - 1).square().mean() - (x * t - 1).square().mean()  # −δf₁, and f₁' = 1.3
+            found = derivative.change(train.remove([gone])).flat
+            torch.testing.assert_close(found, (change / 1.3).reshape(1), rtol=1e-9, atol=1e-12)
+
+
+def test_a_loss_without_values_beyond_its_domain_is_fitted_inside():
+    """Cholesky factors exist for positive definite matrices only; steps beyond are taken back."""
+    Y = (
+        torch.randn(50, 2, generator=torch.Generator().manual_seed(1), dtype=F64)
+        @ torch.tensor([[2.0, 0], [1, 0.3]]).double()
+    )
+
+    def likelihood(p, z):
+        L = torch.linalg.cholesky(torch.stack([torch.stack([p["a"], p["b"]]), torch.stack([p["b"], p["c"]])]))
+        u = torch.linalg.solve_triangular(L, z.T, upper=False)
+        return 0.5 * (u**2).sum(0) + L.diagonal().log().sum()
+
+    train = dif.Samples(likelihood, Y, name="train")
+    start = {name: torch.tensor(value, dtype=F64) for name, value in (("a", 30.0), ("b", 0.0), ("c", 30.0))}
+    solution = dif.fit(dif.Problem(train.mean()), start, **QUIET)
+    S = Y.T @ Y / 50
+    torch.testing.assert_close(solution.theta, torch.stack([S[0, 0], S[0, 1], S[1, 1]]), atol=1e-8, rtol=1e-8)
+    start["b"] = torch.tensor(40.0, dtype=F64)
+    with pytest.raises(dif.InvalidInputError, match="NaN or infinite for 50 of 50"):
+        dif.fit(dif.Problem(train.mean()), start, **QUIET)
+
+
+def test_what_cannot_be_met_is_named_where_fit_ends():
+    """e⁻ᵗ ≤ 0 has no solution, but violations as small as one likes."""
+    X, y = drawn()
+    train = dif.Samples(squared, (X, y), name="train")
+    never = (dif.Function(lambda p: torch.exp(-p["t"][0]), name="e") <= 0.0).named("never")
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [never])
+    with pytest.warns(dif.NotConvergedWarning, match="It violates never by .* perhaps no point satisfies"):
+        dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET)
+
+
+def test_constraints_without_a_gradient_at_the_start():
+    X, y = drawn()
+    train = dif.Samples(squared, (X, y), name="train")
+    zero = {"t": torch.zeros(3, dtype=F64)}
+    for power in (2, 4):
+        size = dif.Function(lambda p, power=power: (p["t"] ** power).sum(), name="size")
+        solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1), [size >= 3.0]), zero, **QUIET)
+        assert solution.converged
+        assert float((solution.theta**power).sum()) == pytest.approx(3.0)

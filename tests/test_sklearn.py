@@ -294,3 +294,14 @@ def test_fair_logistic_regression_on_frames_and_in_pipelines():
     assert search.best_params_["fairlogisticregression__C"] in (0.01, 1.0)
     plain = LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000).fit(numbers, labels)
     np.testing.assert_allclose(FairLogisticRegression(C=1.0).fit(numbers, labels).coef_, plain.coef_[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.int8, bool])
+def test_answers_of_any_numeric_type(kind):
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(40, 3))
+    y = (X[:, 0] > 0).astype(kind)
+    fitted = ConstrainedLinearRegression(A_ub=[[1.0, 0.0, 0.0]], b_ub=0.1).fit(X, y)
+    wanted = ConstrainedLinearRegression(A_ub=[[1.0, 0.0, 0.0]], b_ub=0.1).fit(X, y.astype(np.float64))
+    np.testing.assert_allclose(fitted.coef_, wanted.coef_, rtol=1e-12)
+    assert np.isfinite(fitted.influence().values.numpy()).all()

@@ -170,6 +170,8 @@ class AugmentedLagrangian:
     def _renew(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, bool]:
         """A look at the curvature, by which L-BFGS goes on from then, and trust-region steps; whether θ moved."""
         H = self._curvature()
+        if H.cheap and not bool(torch.isfinite(H.dense()).all()):  # no second derivative here
+            return value, gradient, False
         if H.cheap:
             bent, along = torch.linalg.eigh(self.metric.scaled(H.dense()))
             self.metric = self.metric.with_eigenpairs(bent, along)

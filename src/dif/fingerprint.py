@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from functools import partial
 from numbers import Number
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -127,8 +127,20 @@ def _code(thing: Any, deep: int) -> Iterator[bytes]:
     elif isinstance(thing, nn.Module):
         yield repr(thing).encode()
         yield from _code([type(part).forward for part in thing.modules()], deep - 1)
+        yield from _code([_attributes(part) for part in thing.modules()], deep - 1)
     elif hasattr(thing, "__array__"):
         yield from _code(torch.as_tensor(thing), deep)
+    elif isinstance(thing, set | frozenset):
+        yield from _code(sorted(map(repr, thing)), deep - 1)
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type | ModuleType):
+        yield from _code(vars(type(thing)).get("__call__"), deep - 1)
+        yield from _code(_attributes(thing), deep - 1)
+
+
+def _attributes(thing: Any) -> dict[str, Any]:
+    """What an object carries under names of its user's choice; of a module, tensors are looked at elsewhere."""
+    hidden = "_" if isinstance(thing, nn.Module) else "__"
+    return {name: one for name, one in vars(thing).items() if not name.startswith(hidden)}
 
 
 def _content(cell: Any) -> Any:
@@ -139,5 +151,5 @@ def _content(cell: Any) -> Any:
 
 
 def _plain(thing: Any) -> bool:
-    """Whether a global may change what a loss computes: numbers, tensors, arrays, functions of the user's own."""
-    return isinstance(thing, Number | str | Tensor | FunctionType) or hasattr(thing, "__array__")
+    """Whether a global may change what a loss computes: not the modules and classes that it names."""
+    return not isinstance(thing, type | ModuleType)

@@ -110,12 +110,20 @@ def prepare(
     failure = None
     for power in range(7):
         R = unit * 10.0**power
+        whole = H.with_rows(G, R, damping)
+        if power < 6 and whole.assembled and _cancelled(whole, H.scale() + R @ G**2):
+            continue
         try:
-            return chosen(H.with_rows(G, R, damping)), R
+            return chosen(whole), R
         except DegenerateError as error:
             failure = error
     assert failure is not None
     raise failure
+
+
+def _cancelled(H: Operator, parts: Tensor) -> bool:
+    """Whether what is left on the diagonal is rounding, compared with the parts it is made of, (d,)."""
+    return bool((H.dense().diagonal().abs() < torch.finfo(parts.dtype).eps ** 0.5 * parts).any())
 
 
 def _factorised(H: Operator) -> DenseCholesky:

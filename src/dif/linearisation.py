@@ -238,7 +238,15 @@ class Linearisation:
             for number, held in enumerate(patterns):
                 mine = which == number
                 V = self.V[:, held]
-                pull = torch.linalg.solve(self.S[held][:, held], V.T @ q[:, 0])  # of the target on each of these rows
+                pull, failed = torch.linalg.solve_ex(self.S[held][:, held], V.T @ q[:, 0])  # on each of these rows
+                if bool(failed):
+                    raise DegenerateError(
+                        "gradients of the constraints that hold",
+                        measured="one depends on the others",
+                        threshold="independent",
+                        meaning="What comes by way of each of them is not unique, only their sum.",
+                        cure="Drop one of them, or ask for the sum: scores().",
+                    )
                 y = x - V @ pull  # H⁻¹q along the rows that hold
                 values[mine] = -direction.moves_by_row(self.at.theta, self.weights, self.at.Dp, y)[mine]
                 values[:, 1 + self.kept] += mine[:, None] * (self.lam0 * (self.G @ y))

@@ -108,7 +108,7 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> ConstrainedLinearRegression:
         """Solve it; to a KKT residual of 1e-10."""
         found: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._X, self._y = (np.array(part) for part in found)
+        self._X, self._y = (np.array(part, dtype=np.float64) for part in found)
         self._fitted = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), strength(self.alpha, "alpha")
         self._solve()
         return self

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 import dif
 from dif import InvalidInputError
+from dif.parameters import Parameters
+from dif.program import Program
 
 try:
     import cooper
@@ -196,6 +198,7 @@ def train(
             meaning="Nothing would be trained.",
             cure="Leave them out for the defaults.",
         )
+    Program.of(problem, *Parameters.of(params))  # looks at the losses, and says what is wrong with them
     model = _copied(params)
     cmp = Constrained(problem, model)
     primal = torch.optim.Adam(_tensors(model).values(), lr=rate)

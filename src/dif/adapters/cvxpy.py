@@ -18,6 +18,7 @@ from scipy import sparse
 
 from dif import InvalidInputError
 from dif.adapters.quadratic_program import QuadraticProgram
+from dif.reading import as_numbers
 
 try:
     import cvxpy as cp
@@ -105,7 +106,7 @@ class Sensitivity:
 
         Parameters that are not named stay as they are.
         """
-        given = {p: np.asarray(value, dtype=float) for p, value in directions.items()}
+        given = {p: as_numbers(value, f"direction of {p}").numpy() for p, value in directions.items()}
         known = {p.id: p for p in self.problem.parameters()}
         if any(not np.array_equal(_dense(p.value), self._at[p.id]) for p in known.values()):
             raise InvalidInputError(

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 import dif
 from dif import InvalidInputError
-from dif.parameters import Parameters
-from dif.program import Program
 
 try:
     import cooper
@@ -198,7 +196,8 @@ def train(
             meaning="Nothing would be trained.",
             cure="Leave them out for the defaults.",
         )
-    Program.of(problem, *Parameters.of(params))  # looks at the losses, and says what is wrong with them
+    nothing = [torch.zeros(_rows(constraint, params)) for constraint in problem.constraints]
+    dif.Solution(problem, params, nothing)  # refuses losses and data that cannot be trained, before any training
     model = _copied(params)
     cmp = Constrained(problem, model)
     primal = torch.optim.Adam(_tensors(model).values(), lr=rate)

@@ -18,7 +18,6 @@ from scipy import sparse
 
 from dif import InvalidInputError
 from dif.adapters.quadratic_program import QuadraticProgram
-from dif.reading import as_numbers
 
 try:
     import cvxpy as cp
@@ -106,7 +105,7 @@ class Sensitivity:
 
         Parameters that are not named stay as they are.
         """
-        given = {p: as_numbers(value, f"direction of {p}").numpy() for p, value in directions.items()}
+        given = {p: _numbers(p, value) for p, value in directions.items()}
         known = {p.id: p for p in self.problem.parameters()}
         if any(not np.array_equal(_dense(p.value), self._at[p.id]) for p in known.values()):
             raise InvalidInputError(
@@ -329,3 +328,17 @@ def _checked(problem: cp.Problem) -> cp.Problem:
             cure="Call problem.solve() first.",
         )
     return problem
+
+
+def _numbers(parameter: Any, value: Any) -> np.ndarray:
+    """The direction of a parameter, as an array."""
+    try:
+        return np.asarray(value, dtype=float)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"direction of {parameter}",
+            measured=f"{type(value).__name__} ({error})",
+            threshold="numbers, as an array or nested lists of equal lengths",
+            meaning="It cannot be read as numbers.",
+            cure="Pass an array of the parameter's own shape, or a stack of them.",
+        ) from error

@@ -29,8 +29,8 @@ def overhead() -> dict[str, Any]:
     from dif_ import loss
 
     import dif
-    from dif.loss_checks import check_derivatives
-    from dif.parameters import Parameters
+    from dif.evaluation.loss_checks import check_derivatives
+    from dif.problem.parameters import Parameters
 
     torch.set_num_threads(1)
     model, data = problem.load()

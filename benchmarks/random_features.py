@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 import dif
-from dif import rows, stack
 from dif.data import mnist
+from dif.evaluation import batched_program as stack
+from dif.evaluation import rows
 
 
 def features(images: np.ndarray, count: int, device: str, dtype: torch.dtype) -> Tensor:

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 import dif
-from dif.direction import Direction
-from dif.linearisation import Linearisation
-from dif.solution import Solution
+from dif.estimators.linearisation import Linearisation
+from dif.evaluation.weight_change import Direction
+from dif.optimality.solution import Solution
 
 
 def cross_entropy(model, z):

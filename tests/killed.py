@@ -46,7 +46,7 @@ def problem(log):
 
 
 def scoring(train, solution, path):
-    from dif import linearisation
+    from dif.estimators import linearisation
 
     linearisation._FEWEST = PIECE  # many small pieces
     linearisation._PIECES = ROWS // PIECE

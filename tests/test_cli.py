@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import dif
 from dif.cli import app
-from dif.description import TEMPLATE, Description
-from dif.report import Report
+from dif.report.description import TEMPLATE, Description
+from dif.report.report import Report
 
 RUN = CliRunner()
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import dif
-from dif.linear_solve import DenseCholesky
-from dif.user_code import UserCodeError
+from dif.linalg.cholesky import DenseCholesky
+from dif.runtime.user_code import UserCodeError
 
 F64 = torch.float64
 NAN, INF = float("nan"), float("inf")
@@ -1427,7 +1427,7 @@ def test_a_frame_needs_pandas(monkeypatch):
 
 
 def test_a_landscape_needs_two_parameters():
-    from dif.plots import landscape
+    from dif.report.plots import landscape
 
     invalid(lambda: landscape(not_complementary(), None), "1", "It is drawn in the plane.")
 

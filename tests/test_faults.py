@@ -74,10 +74,10 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
         pytest.importorskip("zarr")
     train, influence, _ = scored
     path, seen = tmp_path / f"scores.{kind}", []
-    monkeypatch.setattr("dif.linearisation._FEWEST", 10)
-    monkeypatch.setattr("dif.linearisation._PIECES", 6)
+    monkeypatch.setattr("dif.estimators.linearisation._FEWEST", 10)
+    monkeypatch.setattr("dif.estimators.linearisation._PIECES", 6)
     held = influence.scores(train, train.remove_each())
-    write = dif.streamed.Streamed.write
+    write = dif.runtime.score_file.Streamed.write
 
     def looked_at(self, block, **about):
         write(self, block, **about)
@@ -85,7 +85,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
         seen.append((now.diagnostics["rows"], int(torch.isnan(now.values).all(1).sum())))
         assert torch.equal(now.rows(0, 10), held.values[:10])
 
-    monkeypatch.setattr("dif.streamed.Streamed.write", looked_at)
+    monkeypatch.setattr("dif.runtime.score_file.Streamed.write", looked_at)
     found = influence.scores(train, train.remove_each(), out=path)
     assert seen == [(10 * k, 60 - 10 * k) for k in range(1, 7)]
     assert torch.equal(found.values, held.values)
@@ -95,7 +95,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
     assert loaded.diagnostics["rows"] == 60
     assert not (tmp_path / f"scores.{kind}.part").exists()
     # the same question again: nothing is done; another: begun anew
-    monkeypatch.setattr("dif.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("dif.estimators.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
     assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
     monkeypatch.undo()
     other = influence.scores(train.mean(), train.remove_each(), out=path)
@@ -105,7 +105,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
 
 LARGER = """
 import sys, resource, torch, dif, zarr
-from dif import linearisation
+from dif.estimators import linearisation
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
 X, y = torch.randn(20_000, 4, generator=generator).double(), torch.randn(20_000, generator=generator).double()
@@ -146,8 +146,8 @@ def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
         pytest.importorskip("zarr")
     train, influence, _ = scored
     path = tmp_path / f"scores.{kind}"
-    monkeypatch.setattr("dif.linearisation._FEWEST", 10)
-    monkeypatch.setattr("dif.linearisation._PIECES", 6)
+    monkeypatch.setattr("dif.estimators.linearisation._FEWEST", 10)
+    monkeypatch.setattr("dif.estimators.linearisation._PIECES", 6)
     held = influence.scores(train, train.remove_each())
     influence.scores(train, train.remove_each(), out=path)
     victim = path if kind == "npy" else sorted(p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json")[-1]
@@ -163,10 +163,10 @@ def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
 def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
     train, influence, _ = scored
     path, journal = tmp_path / "scores.npy", tmp_path / "scores.npy.part"
-    monkeypatch.setattr("dif.linearisation._FEWEST", 10)
-    monkeypatch.setattr("dif.linearisation._PIECES", 6)
+    monkeypatch.setattr("dif.estimators.linearisation._FEWEST", 10)
+    monkeypatch.setattr("dif.estimators.linearisation._PIECES", 6)
     held = influence.scores(train, train.remove_each())
-    usual, done = dif.streamed.Streamed.write, []
+    usual, done = dif.runtime.score_file.Streamed.write, []
 
     def interrupted(self, block, **about):
         if len(done) in (2, 5):
@@ -177,7 +177,7 @@ def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
         usual(self, block, **about)
         done.append(self.done)
 
-    monkeypatch.setattr("dif.streamed.Streamed.write", interrupted)
+    monkeypatch.setattr("dif.runtime.score_file.Streamed.write", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             influence.scores(train, train.remove_each(), out=path)
@@ -248,7 +248,7 @@ def test_another_number_of_jobs_is_the_same_work(scored, tmp_path, monkeypatch):
     train, influence, held = scored
     path = tmp_path / "scores.npy"
     influence.scores(train, train.remove_each(), out=path, jobs=2)
-    monkeypatch.setattr("dif.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("dif.estimators.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
     found = influence.scores(train, train.remove_each(), out=path).values
     assert torch.allclose(found, held.values, rtol=1e-12, atol=1e-16)
 
@@ -398,9 +398,9 @@ train = dif.Samples(loss, (X, y), batch_size=n if len(sys.argv) > 1 else None)
 solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(0.1)), params)
 V = torch.randn(488, 8, generator=generator, dtype=torch.float64)
 expected = solution.curvature.product(V)
-import dif.memory, dif.derivatives
-dif.memory.IN_FLIGHT = dif.derivatives._PASS = 2**40  # as if there were room for everything
-dif.memory.in_flight.__defaults__ = (2**40,)
+import dif.runtime.memory, dif.derivatives
+dif.runtime.memory.IN_FLIGHT = dif.evaluation.sweeps._PASS = 2**40  # as if there were room for everything
+dif.runtime.memory.in_flight.__defaults__ = (2**40,)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
 with warnings.catch_warnings(record=True) as said:

@@ -5,10 +5,10 @@ import torch
 from torch.nn.functional import cross_entropy, linear, softplus
 
 from dif import Samples
-from dif.cost import cost
-from dif.derivatives import mapped_hessian
-from dif.parameters import Parameters
-from dif.rows import Rows
+from dif.evaluation.cost import cost
+from dif.evaluation.rows import Rows
+from dif.evaluation.sweeps import mapped_hessian
+from dif.problem.parameters import Parameters
 
 N = 40
 generator = torch.Generator().manual_seed(0)
@@ -73,7 +73,7 @@ CURVED = {
 
 @pytest.fixture(autouse=True)
 def however_few_parameters(monkeypatch):
-    monkeypatch.setattr("dif.rows._MAPPED", 1)
+    monkeypatch.setattr("dif.evaluation.rows._MAPPED", 1)
 
 
 def compiled(start, loss, **options):

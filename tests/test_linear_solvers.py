@@ -6,10 +6,12 @@ import torch
 from problems import F64, bound_regression, fair_logistic, free_regression, solved, weak_regression
 
 import dif
-from dif.conjugate_gradients import ConjugateGradients, Nystrom, Scaled
-from dif.curvature import Curvature, Matrix, tangent_curvature
-from dif.linear_solve import DenseCholesky
-from dif.refinement import Refinement
+from dif.evaluation.hessian import Curvature
+from dif.linalg.cholesky import DenseCholesky
+from dif.linalg.conjugate_gradients import ConjugateGradients, Nystrom, Scaled
+from dif.linalg.lanczos import tangent_curvature
+from dif.linalg.operator import Matrix
+from dif.linalg.refinement import Refinement
 
 
 def positive(d=60, condition=1e4, seed=0):
@@ -136,7 +138,7 @@ def test_tangent_curvature_by_lanczos(monkeypatch):
     G = torch.randn(3, 80, dtype=F64, generator=torch.Generator().manual_seed(3))
     ones = torch.ones(80, dtype=F64)
     exact = tangent_curvature(Matrix(H), G, ones)
-    monkeypatch.setattr("dif.curvature.DENSE_LIMIT", 10)
+    monkeypatch.setattr("dif.evaluation.hessian.DENSE_LIMIT", 10)
     assert tangent_curvature(Matrix(H), G, ones)[0] == pytest.approx(exact[0], rel=1e-3)
     assert tangent_curvature(Matrix(H), G[:0], ones)[0] == pytest.approx(float(torch.linalg.eigvalsh(H)[0]), rel=1e-3)
 

@@ -6,8 +6,8 @@ import torch
 from sklearn.datasets import load_digits
 
 import dif
-from dif.conjugate_gradients import ConjugateGradients
-from dif.refinement import Refinement
+from dif.linalg.conjugate_gradients import ConjugateGradients
+from dif.linalg.refinement import Refinement
 
 N = 1500
 

@@ -7,14 +7,14 @@ from problems import F64, class_data, fair_logistic, regression_data, solved, sq
 from torch import nn
 
 import dif
-from dif.checkpoint import Standing
-from dif.curvature import Curvature
-from dif.direction import Direction
-from dif.extrapolation import Extrapolation
-from dif.limits import Limits
-from dif.nearby import Nearby
-from dif.stack import Stack
-from dif.trust_region import exact_step, steihaug_step
+from dif.evaluation.batched_program import Stack
+from dif.evaluation.hessian import Curvature
+from dif.evaluation.weight_change import Direction
+from dif.linalg.anderson import Extrapolation
+from dif.linalg.trust_region import exact_step, steihaug_step
+from dif.runtime.limits import Limits
+from dif.solving.batched_newton import Nearby
+from dif.solving.checkpoint import Standing
 
 X, Y = class_data(n=60)
 
@@ -69,8 +69,8 @@ def test_a_saddle_is_left():
 
 def test_a_saddle_is_left_without_a_matrix(monkeypatch):
     """A network at zero: every unit sees the same, the gradient vanishes, the curvature does not."""
-    monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.0})
-    monkeypatch.setattr("dif.curvature._ANYWAY", 0)
+    monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
     loss = lambda p, z: nn.functional.softplus(-z[1] * (torch.tanh(z[0] @ p["a"]) @ p["v"]))  # noqa: E731
     train = dif.Samples(loss, (X, Y), name="train")
     start = {"a": torch.zeros(4, 6, dtype=F64), "v": torch.zeros(6, dtype=F64)}
@@ -197,8 +197,8 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
     train = dif.Samples(loss, (X, y), name="train")
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-3)), {"w": torch.zeros(30, dtype=F64)})
     dense = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
-    monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
-    monkeypatch.setattr("dif.curvature._ANYWAY", 0)
+    monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
+    monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
     other = dif.Solution(solution.problem, solution.params)
     assert not other.curvature.assembled
     assert len(other.curvature.sketched().rows.tables[0].samples) == 600
@@ -218,8 +218,8 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
     kinds = (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining)
     removals = train.remove_groups([[0], [1, 2], [30]])
     dense = [kind(solution).scores(train, removals).values for kind in kinds]
-    monkeypatch.setattr("dif.curvature._AFFORDABLE", {"cpu": 0.0})
-    monkeypatch.setattr("dif.curvature._ANYWAY", 0)
+    monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
     free = dif.fit(problem, zeros(), show_progress=False)
     np.testing.assert_allclose(free.theta, solution.theta, atol=1e-9)
     assert free.active.binding == solution.active.binding

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import dif
-from dif.derivatives import sample_gradients, sample_slopes, stacked_losses
+from dif.evaluation.sweeps import sample_gradients, sample_slopes, stacked_losses
 
 pytest.importorskip("expecttest")  # which torch's database asks for
 with warnings.catch_warnings():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import dif
-from dif.description import Description
-from dif.report import Report, shown
+from dif.report.description import Description
+from dif.report.report import Report, shown
 
 EVIL = "<script>alert(1)</script>"
 LONG = "applicants aged 25 or younger at the time of their application, in Deutsche Mark"

@@ -4,7 +4,7 @@ import cvxpy as cp
 import numpy as np
 import pytest
 
-from dif.reduced_qp import _daqp, solve_reduced_qp
+from dif.linalg.multiplier_qp import _daqp, solve_reduced_qp
 
 
 def conditions(S, a, free, nu):

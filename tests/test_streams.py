@@ -8,10 +8,10 @@ from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dif
-from dif.cost import cost
-from dif.derivatives import sample_gradients, sample_slopes
-from dif.direction import Direction
-from dif.parameters import Parameters
+from dif.evaluation.cost import cost
+from dif.evaluation.sweeps import sample_gradients, sample_slopes
+from dif.evaluation.weight_change import Direction
+from dif.problem.parameters import Parameters
 
 X, Y = class_data()
 
@@ -142,9 +142,9 @@ def test_slopes_both_ways_are_one(monkeypatch):
     weights = solution.program.weights(solution.lam)
     found = []
     for price, size in ((0, 2**21), (10**9, 2**21), (0, 64), (10**9, 64)):
-        monkeypatch.setattr("dif.derivatives._PER_ENTRY", {"cpu": price})
-        monkeypatch.setattr("dif.derivatives._PASS", size)
-        monkeypatch.setattr("dif.derivatives._GRADIENTS", size)
+        monkeypatch.setattr("dif.evaluation.sweeps._PER_ENTRY", {"cpu": price})
+        monkeypatch.setattr("dif.evaluation.sweeps._PASS", size)
+        monkeypatch.setattr("dif.evaluation.sweeps._GRADIENTS", size)
         found.append(torch.cat(direction.moves(solution.theta, weights, solution.p, solution.Dp, V), 1))
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-12, atol=1e-15)
@@ -154,7 +154,7 @@ def test_the_cost_of_a_sample_is_counted():
     model = torch.nn.Sequential(torch.nn.Linear(30, 20), torch.nn.Tanh(), torch.nn.Linear(20, 3)).double()
     loss = lambda m, z: (m(z) ** 2).sum(1)  # noqa: E731
     train = dif.Samples(loss, torch.randn(50, 30, dtype=F64))
-    layout, theta = dif.parameters.Parameters.of(model)
+    layout, theta = dif.problem.parameters.Parameters.of(model)
     found = cost(train, layout, theta)
     assert found.inputs == 30
     assert 2 * (30 * 20 + 20 * 3) <= found.flops <= 2.2 * (30 * 20 + 20 * 3)
@@ -267,7 +267,7 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     solution = solved(problem)
     columns, fetched = [], []
 
-    class Counted(dif.linear_solve.DenseCholesky):
+    class Counted(dif.linalg.cholesky.DenseCholesky):
         def solve(self, B):
             columns.append(B.shape[1])
             return super().solve(B)
@@ -276,14 +276,14 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     assert columns == [len(solution.active.active)]
     test = dif.Samples(logistic, (X[:9], Y[:9]), name="test")
     influence.scores(test, train.remove_each([0]))  # probes the new samples
-    batches = dif.storage.Storage.batches
+    batches = dif.problem.data_source.Storage.batches
 
     def counted(self, *args):
         for place, batch in batches(self, *args):
             fetched.append((self.name, place.stop - place.start))
             yield place, batch
 
-    monkeypatch.setattr("dif.storage.Storage.batches", counted)
+    monkeypatch.setattr("dif.problem.data_source.Storage.batches", counted)
     columns.clear()
     known = [train.weighted(torch.eye(60)[t]) for t in range(9)]  # targets of samples that are known already
     influence.scores(known, train.remove_each(), assess=0)

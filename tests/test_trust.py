@@ -14,12 +14,12 @@ from problems import class_data, fair_logistic, logistic, solved, squared
 from typer.testing import CliRunner
 
 import dif
-from dif.certificate import Certificate
+from dif.analyses.verdict import Verdict
 from dif.cli import app
-from dif.description import TEMPLATE, Description
-from dif.report import Report
+from dif.optimality.certificate import Certificate
+from dif.report.description import TEMPLATE, Description
+from dif.report.report import Report
 from dif.studies import calibration
-from dif.verdict import Verdict
 
 F64 = torch.float64
 RUN = CliRunner()
@@ -179,7 +179,7 @@ def test_margins_are_what_retraining_moves():
     priced = torch.stack([change.multipliers.flat[0].abs() for change in moved])
     assert binding.largest == pytest.approx(float(priced.max()), rel=0.05)
     assert binding.median == pytest.approx(float(priced.median()), rel=0.05)
-    weighed = dif.direction.Direction(solution.program, some)
+    weighed = dif.evaluation.weight_change.Direction(solution.program, some)
     values = torch.stack(
         [
             weighed.carried_out(p).rows.values(solution.theta + moved[p].flat)[2] - solution.f[2]

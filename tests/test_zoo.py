@@ -10,7 +10,7 @@ import torch
 from zoo import ANIMALS, F64, N
 
 import dif
-from dif.parameters import Parameters
+from dif.problem.parameters import Parameters
 
 QUIET = {"show_progress": False}
 GONE = (4, 7)  # one in the group, one not

@@ -1,9 +1,9 @@
 import torch
 
 import dif
-from dif.direction import Direction
-from dif.linear_solve import prepare
-from dif.targets import Targets, actual_scores
+from dif.evaluation.weight_change import Direction
+from dif.linalg.cholesky import prepare
+from dif.optimality.targets import Targets, actual_scores
 
 
 class Unconstrained:

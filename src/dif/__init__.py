@@ -1,13 +1,8 @@
 """dif: how each training sample shaped a model that was trained under constraints."""
 
-from dif.active_set import ActiveSet
-from dif.adaptive import AdaptiveInfluence
-from dif.agreement import Agreement
-from dif.bound_curve import BoundCurve, bound_curve
-from dif.choosing import Choice, choose, smallest_set
-from dif.cleaning import self_influence
-from dif.conjugate_gradients import ConjugateGradients
-from dif.constraint import Constraint
+from dif.analyses.bound_curve import BoundCurve, bound_curve
+from dif.analyses.removal_sets import Choice, choose, smallest_set
+from dif.analyses.self_influence import self_influence
 from dif.errors import (
     DegenerateError,
     DifError,
@@ -21,23 +16,27 @@ from dif.errors import (
     SameDataWarning,
     UnboundedError,
 )
+from dif.estimators.adaptive import AdaptiveInfluence
+from dif.estimators.agreement import Agreement
 from dif.estimators.classical import ClassicalInfluence
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.following import PathInfluence
+from dif.estimators.influence import Change, Influence
 from dif.estimators.newton import NewtonInfluence
+from dif.estimators.path import PathInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.retraining import Retraining
-from dif.fit import fit
-from dif.influence import Change, Influence
-from dif.kkt import KKT
-from dif.parameters import variable
-from dif.perturbation import Perturbation
-from dif.problem import Problem
-from dif.refinement import Refinement
-from dif.samples import Samples
-from dif.shards import sharded
-from dif.solution import Solution
-from dif.term import Function, Term, linear, ridge
+from dif.linalg.conjugate_gradients import ConjugateGradients
+from dif.linalg.refinement import Refinement
+from dif.optimality.active_set import ActiveSet
+from dif.optimality.residuals import KKT
+from dif.optimality.solution import Solution
+from dif.problem.parameters import variable
+from dif.problem.perturbation import Perturbation
+from dif.problem.problem import Problem
+from dif.problem.samples import Samples
+from dif.problem.term import Constraint, Function, Term, linear, ridge
+from dif.runtime.distributed import sharded
+from dif.solving.fit import fit
 
 __version__ = "0.1.0"
 

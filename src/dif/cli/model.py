@@ -19,11 +19,11 @@ import typer
 from dif.cli.saying import console, one_line, plain, printable, refuse, say, table
 
 if TYPE_CHECKING:
-    from dif.description import Description
     from dif.estimators.directional import DirectionalInfluence
-    from dif.influence import Influence
-    from dif.perturbation import Perturbation
-    from dif.report import Report
+    from dif.estimators.influence import Influence
+    from dif.problem.perturbation import Perturbation
+    from dif.report.description import Description
+    from dif.report.report import Report
 
 File = Annotated[Path, typer.Argument(help="A file that defines `solution` and `targets`; `dif init` writes one.")]
 OutDir = Annotated[Path, typer.Option("--out", help="Folder for the results; made if missing.")]
@@ -56,7 +56,7 @@ def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path
     Example: dif init model.py && dif check model.py && dif score model.py
     """
     with one_line():
-        from dif.description import TEMPLATE
+        from dif.report.description import TEMPLATE
 
         if file.exists():
             refuse(f"{str(file)!r} is there already and is not overwritten: name another file")
@@ -76,9 +76,9 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
     Example: dif check model.py
     """
     with one_line():
-        from dif.certificate import Certificate
-        from dif.description import Description
-        from dif.verdict import Verdict
+        from dif.analyses.verdict import Verdict
+        from dif.optimality.certificate import Certificate
+        from dif.report.description import Description
 
         told = Description.read(file, aimed=False)
         found = Certificate.of(told.solution)
@@ -105,7 +105,7 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
 def _assessed(told: Description) -> tuple[Any, dict[str, Any], tuple[int, str] | None, str]:
     """What removals move the constraints by, the error to be expected of the targets, and what has no answer."""
     import dif
-    from dif.targets import Targets
+    from dif.optimality.targets import Targets
 
     predictor, (everyone, _) = dif.DirectionalInfluence(told.solution), _removals(told)
     wanted = list(told.targets.values())
@@ -169,7 +169,7 @@ def score(
     Example: dif score model.py --target gap --top 20 --out results
     """
     with one_line():
-        from dif.description import Description
+        from dif.report.description import Description
 
         _made(out)
         found = _scored(Description.read(file), target, top, out, estimator, accuracy, quiet or as_json)
@@ -208,7 +208,7 @@ def report(
     Example: dif report results
     """
     with one_line():
-        from dif.report import Report
+        from dif.report.report import Report
 
         if not (folder / "report.json").is_file():
             refuse(f"no report.json in {str(folder)!r}: run `dif score FILE --out {folder}` first")
@@ -228,7 +228,7 @@ def example(out: Path) -> Path:
 
 def _removals(told: Description) -> tuple[Perturbation, dict[int, str]]:
     """Everyone who can be removed, and who cannot, with the reason."""
-    from dif.direction import indispensable
+    from dif.evaluation.weight_change import indispensable
 
     needed = indispensable(told.solution.program, told.train)
     left = [i for i in range(len(told.train)) if i not in needed]
@@ -268,7 +268,7 @@ def _scored(
     import torch
 
     import dif
-    from dif.report import Report, shown
+    from dif.report.report import Report, shown
 
     name, wanted = told.target(target)
     everyone, needed = _removals(told)
@@ -313,8 +313,8 @@ def _retrained(
 ) -> Report:
     """Retrain without the most influential ones, and keep it."""
     import dif
-    from dif.description import Description
-    from dif.report import Report, fingerprint
+    from dif.report.description import Description
+    from dif.report.report import Report, fingerprint
 
     told = Description.read(file)
     name, wanted = told.target(target)

@@ -1,1 +1,1 @@
-"""Five answers to one question; each file stands alone."""
+"""Answers to one question: what does a perturbation change? Each estimator stands alone."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from dif.assessment import ASSESSED, Assessor
-from dif.influence import Change, Influence
-from dif.linear_solve import Solver, prepare
-from dif.linearisation import Linearisation, checked_damping, trust
-from dif.perturbation import Perturbation
-from dif.solution import Solution, expect_solution
+from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import Linearisation, checked_damping, trust
+from dif.linalg.cholesky import Solver, prepare
+from dif.optimality.solution import Solution, expect_solution
+from dif.problem.perturbation import Perturbation
 
 
 class ClassicalInfluence:

@@ -10,19 +10,19 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dif.active_set import Margin
-from dif.assessment import ASSESSED, Assessor
-from dif.direction import Direction, check_kind
 from dif.errors import DegenerateError, InvalidInputError
-from dif.influence import Change, Influence
-from dif.linear_solve import LinearSolver, Solver, prepare
-from dif.linearisation import Linearisation, checked_damping, none_switched, trust
-from dif.perturbation import Perturbation
-from dif.reach import reached
-from dif.reading import check_number
-from dif.reduced_qp import no_direction
-from dif.solution import Solution, expect_solution
-from dif.targets import Targets
+from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import Linearisation, checked_damping, none_switched, trust
+from dif.estimators.reach import reached
+from dif.evaluation.weight_change import Direction, check_kind
+from dif.linalg.cholesky import LinearSolver, Solver, prepare
+from dif.linalg.multiplier_qp import no_direction
+from dif.optimality.active_set import Margin
+from dif.optimality.solution import Solution, expect_solution
+from dif.optimality.targets import Targets
+from dif.problem.perturbation import Perturbation
+from dif.runtime.inputs import check_number
 
 _ROWS = 64  # whose margins are compared with what perturbations move
 

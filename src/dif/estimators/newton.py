@@ -8,19 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.assessment import ASSESSED, Assessor
-from dif.conjugate_gradients import Repeated
-from dif.curvature import Curvature, Matrix, Operator
-from dif.direction import Direction, check_kind
 from dif.errors import DegenerateError
-from dif.influence import Change, Influence
-from dif.kkt_step import Step, kkt_step
-from dif.linear_solve import Solver
-from dif.linearisation import trust
-from dif.perturbation import Perturbation
-from dif.program import PerConstraint
-from dif.solution import Solution, expect_solution
-from dif.targets import Targets, actual_scores
+from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import trust
+from dif.evaluation.hessian import Curvature
+from dif.evaluation.program import PerConstraint
+from dif.evaluation.weight_change import Direction, check_kind
+from dif.linalg.cholesky import Solver
+from dif.linalg.conjugate_gradients import Repeated
+from dif.linalg.operator import Matrix, Operator
+from dif.optimality.kkt_step import Step, kkt_step
+from dif.optimality.solution import Solution, expect_solution
+from dif.optimality.targets import Targets, actual_scores
+from dif.problem.perturbation import Perturbation
 
 _HELD = 2**25  # numbers of steps that are kept until they have been assessed
 

@@ -8,17 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.assessment import ASSESSED, Assessor
-from dif.curvature import Curvature, Matrix
 from dif.errors import NotConvergedError
-from dif.influence import Change, Influence
-from dif.kkt import Scales
-from dif.linear_solve import DenseCholesky, prepare
-from dif.linearisation import Linearisation, checked_damping, trust
-from dif.perturbation import Perturbation
-from dif.program import Program
-from dif.reading import check_number
-from dif.solution import Solution, expect_solution
+from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import Linearisation, checked_damping, trust
+from dif.evaluation.hessian import Curvature
+from dif.evaluation.program import Program
+from dif.linalg.cholesky import DenseCholesky, prepare
+from dif.linalg.operator import Matrix
+from dif.optimality.residuals import Scales
+from dif.optimality.solution import Solution, expect_solution
+from dif.problem.perturbation import Perturbation
+from dif.runtime.inputs import check_number
 
 
 class PenaltyInfluence:

@@ -9,22 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.checkpoint import Standing
-from dif.direction import Direction, chunks
 from dif.errors import DifError, NotConvergedError
-from dif.farm import checked_jobs, shared_out
-from dif.fit import Found, check_limits, default_tolerance, solve
-from dif.influence import Change, Influence
-from dif.kept import Kept
-from dif.limits import Limits
-from dif.linearisation import trust
-from dif.nearby import Nearby, programs_at_once
-from dif.perturbation import Perturbation
-from dif.program import PerConstraint
-from dif.samples import PLAIN_ATTENTION
-from dif.solution import Solution, checked_tolerance, expect_solution
-from dif.targets import Targets, actual_scores
-from dif.user_code import unsupported
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import trust
+from dif.estimators.retraining_cache import Kept
+from dif.evaluation.program import PerConstraint
+from dif.evaluation.weight_change import Direction, chunks
+from dif.optimality.solution import Solution, checked_tolerance, expect_solution
+from dif.optimality.targets import Targets, actual_scores
+from dif.problem.perturbation import Perturbation
+from dif.problem.sample_losses import PLAIN_ATTENTION
+from dif.runtime.limits import Limits
+from dif.runtime.user_code import unsupported
+from dif.runtime.workers import checked_jobs, shared_out
+from dif.solving.batched_newton import Nearby, programs_at_once
+from dif.solving.checkpoint import Standing
+from dif.solving.fit import Found, check_limits, default_tolerance, solve
 
 _KEPT = 16  # retrainings solved together where each is to be kept as soon as it is done
 _SHARES = 4  # pieces of work per job

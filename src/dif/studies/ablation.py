@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dif
-from dif.files import written
+from dif.runtime.atomic_file import written
 from dif.studies import cnn
 
 VARIED: dict[str, tuple[float, ...]] = {  # one at a time, the others as in the small study

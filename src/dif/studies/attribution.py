@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.progress import progress
+from dif.optimality.targets import Targets
+from dif.runtime.progress import progress
 from dif.studies import results
 from dif.studies.digits import L2, Digits, posed
-from dif.targets import Targets
 
 STRICT = -0.03  # group 0 must fare better than the mean by this much
 HALVES, ASKED = 50, 100  # random halves of the data; test samples asked about

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 import dif
-from dif.progress import progress
+from dif.runtime.progress import progress
 from dif.studies import results
 
 STRONGEST = 20

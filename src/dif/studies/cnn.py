@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dif
 from dif import plots
 from dif.data import mnist
-from dif.files import written
+from dif.runtime.atomic_file import written
 from dif.studies import results
 from dif.studies.network import PAPER, SMALL, AllConvolutional, cross_entropy, dealt
 from dif.studies.plain import losses, retrained

@@ -9,7 +9,7 @@ from typing import Any
 
 import dif
 from dif import plots
-from dif.description import Description
+from dif.report.description import Description
 from dif.studies import results
 
 

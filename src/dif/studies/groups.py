@@ -12,11 +12,11 @@ from torch import Tensor
 
 import dif
 from dif import plots
-from dif.adaptive import SAID
-from dif.progress import progress
+from dif.estimators.adaptive import SAID
+from dif.optimality.targets import Targets
+from dif.runtime.progress import progress
 from dif.studies import results
 from dif.studies.digits import Digits, posed
-from dif.targets import Targets
 
 SHARES = (0.01, 0.05, 0.1, 0.2)
 BOUNDS = (-0.003, 0.02, 24)  # from, to, how many

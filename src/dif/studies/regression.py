@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dif
 from dif import plots
-from dif.progress import progress
+from dif.runtime.progress import progress
 from dif.studies import results
 
 N, D, NOISE = 1000, 5, 0.1

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dif
-from dif.files import written
+from dif.runtime.atomic_file import written
 
 
 def write(path: Path, numbers: dict[str, Any]) -> None:

@@ -1,0 +1,120 @@
+"""The solution followed from the old problem to the new one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import DifError, InvalidInputError
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import trust
+from dif.evaluation.program import PerConstraint
+from dif.optimality.solution import Solution, checked_tolerance, expect_solution
+from dif.optimality.targets import Targets, actual_scores
+from dif.problem.perturbation import Perturbation
+from dif.runtime.inputs import as_numbers
+from dif.solving.continuation import Follower, Path, Prepared
+from dif.solving.fit import check_limits, default_tolerance
+
+
+class PathInfluence:
+    """Follows θ(ε), λ(ε) from ε = 0 to 1: what the first order begins, carried to the end, however large the group.
+
+    The directional derivative predicts, Newton's method on the perturbed KKT system corrects, and the ε at which a
+    constraint lets go or begins to bind are located. The end is the solution of the perturbed problem that continues
+    the one before, certified; where there is none it says so.
+
+    Args:
+        solution: A certified solution.
+        tol: Relative KKT residual of every point (None: 1e-10 in float64, 1e-5 in float32).
+        max_steps: Limit on steps, each a gradient and a solve, per perturbation.
+        strict: Raise where the point is not a solution or irregular, or a path is lost; False answers NaN to that.
+        show_progress: Show a bar on a terminal while scoring.
+    """
+
+    name = "path"
+
+    def __init__(
+        self,
+        solution: Solution,
+        *,
+        tol: float | None = None,
+        max_steps: int = 5000,
+        strict: bool = True,
+        show_progress: bool = True,
+    ) -> None:
+        self.solution = expect_solution(solution)
+        self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
+        check_limits(max_steps, None)
+        self.max_steps, self.strict, self.show_progress = max_steps, strict, show_progress
+        if strict:
+            solution.check()
+            solution.active.check()
+        self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
+        binding = solution.active.mask(solution.active.binding)
+        self._prepared = Prepared(solution.program, solution.theta, solution.lam, binding, solution)
+
+    def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
+        """The whole path of one perturbation, with points at each ε of `stops` among those it takes by itself."""
+        return self.follower(perturbation).run(checked_stops(stops))
+
+    def follower(self, perturbation: Perturbation) -> Follower:
+        """What walks along the path of one perturbation."""
+        return Follower(self.solution, perturbation, self.tol, self.max_steps, self._prepared)
+
+    def change(self, perturbation: Perturbation) -> Change:
+        """Δθ and Δλ at the end of the path of one perturbation."""
+        path, at = self.follow(perturbation), self.solution
+        return Change(
+            theta=at.program.parameters.tensors(path.end.theta - at.theta),
+            multipliers=PerConstraint.of(at.program, path.end.lam - at.lam),
+            flat=path.end.theta - at.theta,
+            diagnostics={
+                **self._diagnostics,
+                "residual": path.residual,
+                "events": [str(event) for event in path.events],
+                "steps": path.steps,
+                "curvatures": path.curvatures,
+            },
+        )
+
+    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+        """The difference of each target between the ends of the paths."""
+        targets = Targets(target, self.solution)
+        unanswered: dict[str, str] = {}
+        events: dict[str, list[str]] = {}
+
+        def moves() -> Iterator[Tensor]:
+            for one in perturbations:
+                try:
+                    path = self.follow(one)
+                except DifError as error:
+                    if self.strict:
+                        raise
+                    unanswered[one.labels[0]] = str(error)
+                    yield torch.full_like(self.solution.theta, float("nan"))
+                    continue
+                if path.events:
+                    events[one.labels[0]] = [str(event) for event in path.events]
+                yield path.end.theta - self.solution.theta
+
+        values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
+        diagnostics = {**self._diagnostics, "unanswered": unanswered, "events": events}
+        return Influence(values, perturbations, targets.names, self.name, diagnostics)
+
+
+def checked_stops(stops: Sequence[float]) -> list[float]:
+    """Ascending, the end among them."""
+    listed = sorted({1.0, *as_numbers(stops, "stops on a path").reshape(-1).tolist()})
+    if not all(0.0 <= stop <= 1.0 for stop in listed):
+        raise InvalidInputError(
+            "stops on a path",
+            measured=f"{listed[0]:g} … {listed[-1]:g}",
+            threshold="between 0 and 1",
+            meaning="A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out.",
+            cure="To go further, scale the perturbation: 2 * removal.",
+        )
+    return listed

@@ -1,0 +1,173 @@
+"""A Problem compiled on a parameter layout: row 0 is f₀, rows 1 … m are the constraints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import InvalidInputError
+from dif.evaluation.probe import check_used, probe
+from dif.evaluation.rows import Rows
+from dif.problem.parameters import Parameters
+from dif.problem.problem import Problem
+from dif.problem.term import Constraint, Term
+from dif.runtime.inputs import as_numbers, as_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """The problem with its numbers within reach: rows f = (f₀, f₁ … f_m), bounds τ, which rows are equalities."""
+
+    problem: Problem
+    parameters: Parameters
+    rows: Rows
+    tau: Tensor  # (m,)
+    equality: Tensor  # (m,) bool
+    names: tuple[str, ...]  # of the m rows
+    shapes: tuple[torch.Size, ...]  # of the constraints
+
+    @classmethod
+    def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
+        """Compile, after asking the losses what `probe` asks."""
+        if not isinstance(problem, Problem):
+            raise InvalidInputError(
+                "problem",
+                measured=type(problem).__name__,
+                threshold="a Problem",
+                meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
+                cure="Wrap a Term as dif.Problem(term).",
+            )
+        objective = problem.objective
+        terms = [objective, *(Term(c.term.sums, c.term.functions, c.tau) for c in problem.constraints)]
+        every_samples = list({id(s.samples): s.samples for t in terms for _, s in t.sums}.values())
+        functions = list({id(f): f for t in terms for _, f in t.functions}.values())
+        probe(every_samples, functions, parameters, theta)
+        check_used(every_samples, functions, parameters, theta)
+        rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
+        if first:
+            raise InvalidInputError(
+                "rows of the objective",
+                measured=f"a vector of {first.numel()}",
+                threshold="a single number",
+                meaning="Only a single number can be minimised.",
+                cure="Add the rows up inside the function, or make them constraints.",
+            )
+        tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
+        equality = [torch.full((s.numel(),), c.equality) for c, s in zip(problem.constraints, shapes, strict=True)]
+        names = []
+        for name, shape in zip(problem.names, shapes, strict=True):
+            names += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
+        return cls(
+            problem,
+            parameters,
+            rows,
+            torch.cat([torch.zeros(0, dtype=torch.float64), *tau]).to(theta),
+            torch.cat([torch.zeros(0, dtype=torch.bool), *equality]).to(theta.device),
+            tuple(names),
+            tuple(shapes),
+        )
+
+    @property
+    def m(self) -> int:
+        """Number of constraint rows."""
+        return len(self.tau)
+
+    def where(self, constraint: Constraint) -> slice:
+        """The rows of a constraint among the m."""
+        start = 0
+        for c, shape in zip(self.problem.constraints, self.shapes, strict=True):
+            if c is constraint:
+                return slice(start, start + shape.numel())
+            start += shape.numel()
+        raise InvalidInputError(
+            "constraint",
+            measured=repr(constraint),
+            threshold="one of the constraints handed to Problem, the same object",
+            meaning="Constraints are told apart by identity; .named(...) makes a new one.",
+            cure="Keep the object that you passed to Problem, or use problem.constraints[j].",
+        )
+
+    def weights(self, lam: Tensor) -> Tensor:
+        """(1, λ): what the rows weigh in the Lagrangian."""
+        return torch.cat([lam.new_ones(1), lam])
+
+    def flat_multipliers(self, multipliers: Any) -> Tensor:
+        """Multipliers as given (per constraint: a list, a dict by name; or flat) → (m,)."""
+        if isinstance(multipliers, PerConstraint):
+            multipliers = multipliers.flat
+        if isinstance(multipliers, Mapping):
+            by_name = dict(zip(self.problem.constraints, self.problem.names, strict=True))
+            multipliers = {by_name.get(k, k) if isinstance(k, Constraint) else k: v for k, v in multipliers.items()}
+            unknown = [name for name in multipliers if name not in self.problem.names]
+            missing = [name for name in self.problem.names if name not in multipliers]
+            if unknown or missing:
+                raise InvalidInputError(
+                    "names of the multipliers",
+                    measured=f"unknown {unknown}, missing {missing}",
+                    threshold=f"one for each of {list(self.problem.names)}",
+                    meaning="Each constraint has its own multipliers.",
+                    cure="Use the constraints' names.",
+                )
+            multipliers = [multipliers[name] for name in self.problem.names]
+        if isinstance(multipliers, Tensor) or hasattr(multipliers, "__array__"):
+            flat = as_tensor(multipliers, "multipliers").reshape(-1)
+        else:
+            given = multipliers if isinstance(multipliers, Sequence) else [multipliers]
+            pieces = [as_numbers(v, "multipliers").reshape(-1) for v in given]
+            flat = torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
+        if flat.numel() != self.m or not bool(torch.isfinite(flat).all()):
+            raise InvalidInputError(
+                "multipliers",
+                measured=f"{flat.numel()} values, {int((~torch.isfinite(flat)).sum())} not finite",
+                threshold=f"{self.m} finite values, one per constraint row",
+                meaning="Every row of every constraint has one multiplier.",
+                cure="Order them as the constraints, or leave them out: they are recovered from the parameters.",
+            )
+        return flat.to(self.tau).clone()
+
+
+@dataclass(frozen=True, eq=False)
+class PerConstraint:
+    """One tensor per constraint: look up by position, by name or by the Constraint itself; `.flat` has all rows."""
+
+    flat: Tensor  # (m,)
+    problem: Problem
+    shapes: tuple[torch.Size, ...]
+
+    @classmethod
+    def of(cls, program: Program, flat: Tensor) -> PerConstraint:
+        """Wrap m row values."""
+        return cls(flat, program.problem, program.shapes)
+
+    def _pieces(self) -> list[Tensor]:
+        split = torch.split(self.flat, [s.numel() for s in self.shapes]) if self.shapes else ()
+        return [piece.reshape(shape) for piece, shape in zip(split, self.shapes, strict=True)]
+
+    def __getitem__(self, key: int | str | Constraint) -> Tensor:
+        if isinstance(key, str):
+            if key not in self.problem.names:
+                raise KeyError(f"no constraint {key!r}; there are {', '.join(self.problem.names)}")
+            key = self.problem.names.index(key)
+        elif isinstance(key, Constraint):
+            places = [j for j, c in enumerate(self.problem.constraints) if c is key]
+            if not places:
+                raise KeyError(f"{key!r} is not a constraint of this problem (they are told apart by identity)")
+            key = places[0]
+        return self._pieces()[key]
+
+    def __len__(self) -> int:
+        return len(self.shapes)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._pieces())
+
+    def items(self) -> list[tuple[str, Tensor]]:
+        """(name, values) of each constraint."""
+        return list(zip(self.problem.names, self._pieces(), strict=True))
+
+    def __repr__(self) -> str:
+        return "{" + ", ".join(f"{name}: {value.tolist()}" for name, value in self.items()) + "}"

@@ -1,0 +1,127 @@
+"""What a score is about: T numbers that depend on θ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import InvalidInputError, few
+from dif.evaluation.kinks import Kink, find_kinks
+from dif.evaluation.probe import probe
+from dif.evaluation.rows import Rows
+from dif.evaluation.sweeps import sample_gradients, sample_losses, stacked_losses
+from dif.evaluation.weight_change import Direction, chunks
+from dif.optimality.solution import Solution
+from dif.problem.parameters import Parameters
+from dif.problem.perturbation import Perturbation
+from dif.problem.samples import Samples
+from dif.problem.term import Expression
+from dif.runtime.progress import progress
+
+
+class Targets:
+    """A Term, a list of Terms, or Samples (one target per sample); their weights stay, only θ moves."""
+
+    def __init__(self, target: Any, solution: Solution) -> None:
+        self._parameters: Parameters = solution.program.parameters
+        self._parameters.check_mode()
+        theta = solution.theta
+        known = {id(table.samples) for table in solution.program.rows.tables}
+        self.alike = isinstance(target, Samples)  # all in one unit
+        if isinstance(target, Samples):
+            self.samples, self.rows, self.constant = target, None, theta.new_zeros(())
+            self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
+            if id(target) not in known:
+                probe([target], [], self._parameters, theta)
+            return
+        listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
+        if not listed or not all(isinstance(t, Expression) for t in listed):
+            raise InvalidInputError(
+                "target",
+                measured=type(target).__name__,
+                threshold="a Term, a list of Terms, or Samples",
+                meaning="A score is the change of a number that depends on the parameters.",
+                cure="For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
+            )
+        terms = [t.as_term() for t in listed]
+        constant = [repr(t) for t in terms if not t.sums and not t.functions]
+        if constant:
+            raise InvalidInputError(
+                "target",
+                measured=few(constant),
+                threshold="a Term with samples or functions in it",
+                meaning="A constant does not change with the parameters.",
+                cure="Build the target from Samples.mean() or a Function.",
+            )
+        new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
+        functions = {id(f): f for t in terms for _, f in t.functions}
+        probe(list(new.values()), list(functions.values()), self._parameters, theta)
+        self.samples = None
+        self.rows, shapes = Rows.compile(terms, self._parameters, theta)
+        self.constant = torch.cat(
+            [term.constant.to(theta).expand(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)]
+        )
+        names: list[str] = []
+        for term, shape in zip(terms, shapes, strict=True):
+            words = repr(term)[5:-1]
+            names += [f"{words}[{i}]" for i in range(shape[0])] if shape else [words]
+        self.names = tuple(names)
+
+    def kinks(self, theta: Tensor) -> tuple[Kink, ...]:
+        """Where the targets are not smooth near θ, found by probing."""
+        return () if self.rows is None else find_kinks(self.rows, theta)
+
+    def values(self, theta: Tensor) -> Tensor:
+        """The targets at θ, (T,)."""
+        if self.rows is not None:
+            return self.rows.values(theta) + self.constant
+        assert self.samples is not None
+        return sample_losses(self.samples, self._parameters, theta)
+
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """The targets at several θ (P, d), (P, T)."""
+        if self.rows is not None:
+            return self.rows.stacked_values(thetas) + self.constant
+        assert self.samples is not None
+        return stacked_losses(self.samples, self._parameters, thetas)
+
+    def gradients(self, theta: Tensor) -> Tensor:
+        """∇ of each target at θ, as columns, (d, T)."""
+        if self.rows is not None:
+            Q = self.rows.gradients(theta)[1]
+        else:
+            assert self.samples is not None
+            Q = sample_gradients(self.samples, self._parameters, theta).detach()
+        bad = torch.nonzero(~torch.isfinite(Q).all(1)).reshape(-1).tolist()
+        if bad:
+            raise InvalidInputError(
+                "gradients of the targets",
+                measured=f"not finite for {few([self.names[t] for t in bad])}",
+                threshold="all finite",
+                meaning="The target has no derivative at the solution, so no first-order change.",
+                cure="Leave it out, or use Newton or Retraining, which evaluate the target instead.",
+            )
+        return Q.T
+
+
+def actual_scores(
+    solution: Solution,
+    targets: Targets,
+    perturbations: Perturbation,
+    moves: Iterable[Tensor],
+    title: str,
+    show_progress: bool,
+) -> Tensor:
+    """The difference of each target between θ̄ and θ̄ + Δθ, for the Δθ of each perturbation in turn, (P, T)."""
+    for some in chunks(perturbations):  # malformed ones are refused before the work begins
+        Direction(solution.program, some)
+    before = targets.values(solution.theta)
+    rows = []
+    with progress(title, len(perturbations), show_progress) as report:
+        for number, move in enumerate(moves):
+            rows.append(targets.values(solution.theta + move) - before)
+            report(number + 1)
+    return torch.stack(rows).double().cpu()

@@ -1,0 +1,1 @@
+"""What a user states: samples, terms, constraints, perturbations. Nothing is evaluated here."""

@@ -1,0 +1,112 @@
+"""min f₀(θ) subject to constraints: the statement alone, no parameters and no numbers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import combinations
+from typing import cast
+
+from dif.errors import InvalidInputError, SameDataWarning
+from dif.problem.samples import Samples
+from dif.problem.term import Constraint, Expression, SampleSum, Term
+
+
+class Problem:
+    """Minimise an objective subject to constraints (paper: CL).
+
+    >>> import torch
+    >>> from dif.problem.samples import Samples
+    >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]))
+    >>> Problem(train.mean(), [train.mean() <= 9.0])
+    Problem(min mean of samples, 1 constraint)
+    """
+
+    def __init__(self, objective: Expression, constraints: Iterable[Constraint] | Constraint = ()) -> None:
+        several = isinstance(constraints, Iterable)
+        listed = tuple(constraints) if several else (constraints,)  # type: ignore[arg-type]
+        wrong = [type(c).__name__ for c in listed if not isinstance(c, Constraint)]
+        if not isinstance(objective, Expression) or wrong:
+            raise InvalidInputError(
+                "Problem(objective, constraints)",
+                measured=f"objective {type(objective).__name__}, constraints {', '.join(wrong) or 'sound'}",
+                threshold="a Term or Function, and a list of Constraints",
+                meaning="Constraints are made by comparing Terms: train.mean() <= 0.3.",
+                cure="Build the objective from Samples.mean() and friends.",
+            )
+        self.objective: Term = objective.as_term()
+        self.constraints: tuple[Constraint, ...] = listed
+        self.names: tuple[str, ...] = tuple(c.name or f"constraint {j}" for j, c in enumerate(listed))
+        again = {name for name in self.names if self.names.count(name) > 1}
+        if again or len({id(c) for c in listed}) < len(listed):
+            raise InvalidInputError(
+                "names of the constraints",
+                measured=f"{', '.join(sorted(again)) or 'one constraint'} more than once",
+                threshold="each once",
+                meaning="Multipliers and reports are looked up by constraint.",
+                cure="Give each constraint a name of its own with .named(...).",
+            )
+        for one, other in self.same_data:
+            warnings.warn(SameDataWarning.words(one.name, other.name), SameDataWarning, stacklevel=2)
+
+    @property
+    def samples(self) -> tuple[Samples, ...]:
+        """The Samples that its objective and constraints are made of, each once."""
+        terms = (self.objective, *(c.term for c in self.constraints))
+        every = {id(part.samples): part.samples for term in terms for _, part in term.sums}
+        return cast(tuple[Samples, ...], tuple(every.values()))
+
+    @property
+    def people(self) -> tuple[Samples, ...]:
+        """The populations it is about, each once, however many views of it there are."""
+        return cast(tuple[Samples, ...], tuple({id(s.people): s.people for s in self.samples}.values()))
+
+    @property
+    def same_data(self) -> tuple[tuple[Samples, Samples], ...]:
+        """Pairs of Samples that hold the same data and are not views of each other: the same people, perhaps."""
+        apart = [(a, b) for a, b in combinations(self.samples, 2) if a.people is not b.people]
+        return tuple((a, b) for a, b in apart if a.storage.shares(b.storage))
+
+    def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
+        """The same problem after some samples have left every term, in every view: means go over those that stay.
+
+        Numbers of samples keep their meaning, so that further ones can be removed. `dif.fit` solves it from scratch.
+        """
+        gone = samples.checked(indices)
+        if all(people is not samples.people for people in self.people):
+            raise InvalidInputError(
+                f"samples {samples.name!r}",
+                measured="no term of the problem uses them",
+                threshold="at least one",
+                meaning="Samples are told apart by identity.",
+                cure="Name the Samples object from which the objective or the constraints were built.",
+            )
+        known: dict[int, SampleSum] = {}
+
+        def left(term: Term) -> Term:
+            sums = tuple((c, known.setdefault(id(s), _left(s, samples, gone))) for c, s in term.sums)
+            return replace(term, sums=sums)
+
+        return Problem(left(self.objective), [replace(c, term=left(c.term)) for c in self.constraints])
+
+    def __repr__(self) -> str:
+        many = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"
+        return f"Problem(min {repr(self.objective)[5:-1]}, {many})"
+
+
+def _left(part: SampleSum, samples: Samples, gone: list[int]) -> SampleSum:
+    if part.samples.people is not samples.people:
+        return part
+    weights = part.weights.clone()
+    weights[gone] = 0.0
+    before, after = int((part.weights != 0).sum()), int((weights != 0).sum())
+    if after == 0:
+        raise InvalidInputError(
+            f"samples left in {part.words!r}",
+            measured=0,
+            threshold="at least 1",
+            meaning="A term without samples is not defined.",
+            cure="Remove fewer samples, or state the problem without that term.",
+        )
+    return replace(part, weights=weights * (before / after) if part.normalised else weights)

@@ -1,0 +1,1 @@
+"""Processes, memory, disk, terminals and what users type: no mathematics."""

@@ -1,0 +1,1 @@
+"""How points are reached: fit, many problems at once, a solution followed along a path."""

@@ -1,0 +1,72 @@
+"""From a random start: mini-batches, Adam on θ, ascent on λ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dif.evaluation.program import Program
+from dif.evaluation.rows import Rows
+from dif.runtime.limits import Limits
+from dif.runtime.progress import Reporter
+
+_ASCENT = 10.0  # steps of λ relative to the rate of Adam, where its row moves as fast as the objective
+_MEMORY = (0.9, 0.999)
+
+
+class PrimalDual:
+    """Stochastic descent on the Lagrangian in θ, ascent in λ, with a rate that falls to zero along a cosine.
+
+    It does not end at a solution (nothing stochastic does); it ends near enough for the phases after it.
+    """
+
+    def __init__(
+        self, program: Program, epochs: int, batch_size: int, rate: float, seed: int, limits: Limits, report: Reporter
+    ) -> None:
+        self.program, self.epochs, self.rate = program, epochs, rate
+        self.batch_size, self.seed = batch_size, seed
+        self.limits, self.report = limits, report
+        sizes = [len(table.samples) for table in program.rows.tables]
+        self.steps = max((math.ceil(n / batch_size) for n in sizes), default=1)  # per epoch
+
+    def run(
+        self, theta: Tensor, lam: Tensor, done: int, keep: Callable[[Tensor, Tensor, int], None]
+    ) -> tuple[Tensor, Tensor, int]:
+        """All epochs that are left after `done` of them; `keep` is called after each. Also how many are done then."""
+        theta, lam = theta.clone(), lam.clone()
+        first, second, count = torch.zeros_like(theta), torch.zeros_like(theta), 0
+        for epoch in range(done, self.epochs):
+            for step, rows in enumerate(self._batches(epoch)):
+                if self.limits.spent():
+                    return theta, lam, epoch
+                share = (epoch + step / self.steps) / self.epochs
+                rate = self.rate * 0.5 * (1 + math.cos(math.pi * share))
+                f, g = rows.pullback(theta, lambda f, lam=lam: self.program.weights(lam))
+                count += 1
+                first = _MEMORY[0] * first + (1 - _MEMORY[0]) * g
+                second = _MEMORY[1] * second + (1 - _MEMORY[1]) * g * g
+                size = (second / (1 - _MEMORY[1] ** count)).sqrt() + 1e-8
+                theta = theta - rate * (first / (1 - _MEMORY[0] ** count)) / size
+                ahead = lam + _ASCENT * rate * (f[1:] - self.program.tau)
+                lam = torch.where(self.program.equality, ahead, ahead.clamp(min=0))
+                self.limits.used += 1
+            self.report(self.limits.used, f"(mini-batches, epoch {epoch + 1} of {self.epochs})")
+            keep(theta, lam, epoch + 1)
+        return theta, lam, self.epochs
+
+    def _batches(self, epoch: int) -> Iterator[Rows]:
+        """The rows over one batch of every table after the other, each an unbiased estimate of the whole."""
+        rows = self.program.rows
+        generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**62)
+        orders = [torch.randperm(len(table.samples), generator=generator) for table in rows.tables]
+        for step in range(self.steps):
+            sizes = [min(self.batch_size, len(order)) for order in orders]
+            yield rows.over(
+                [
+                    order[torch.arange(step * size, (step + 1) * size) % len(order)]
+                    for order, size in zip(orders, sizes, strict=True)
+                ]
+            )

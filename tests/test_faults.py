@@ -398,7 +398,7 @@ train = dif.Samples(loss, (X, y), batch_size=n if len(sys.argv) > 1 else None)
 solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(0.1)), params)
 V = torch.randn(488, 8, generator=generator, dtype=torch.float64)
 expected = solution.curvature.product(V)
-import dif.runtime.memory, dif.derivatives
+import dif.runtime.memory, dif.evaluation.sweeps
 dif.runtime.memory.IN_FLIGHT = dif.evaluation.sweeps._PASS = 2**40  # as if there were room for everything
 dif.runtime.memory.in_flight.__defaults__ = (2**40,)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

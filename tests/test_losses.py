@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from itertools import pairwise
 
 import numpy as np
@@ -101,19 +102,50 @@ def test_embeddings_whose_gradients_leave_something_out_are_refused(options):
         fitted(loss, (tokens, y), model)
 
 
+def on_large_batches(loss):
+    """The error where a loss is wrong on large batches alone, which nobody sees before all samples are looked at."""
+    solution = fitted(loss, drawn())[1]
+    with pytest.raises(dif.InvalidInputError) as caught:
+        dif.DirectionalInfluence(solution)
+    return caught.value
+
+
 def test_a_gradient_that_is_wrong_on_large_batches_alone_is_refused():
     def loss(p, z):
         score = z[0] @ p["t"]
         score = score if len(score) < 30 else 0.5 * score + 0.5 * score.detach()
         return (score - z[1] + 1.0) ** 2
 
-    train = dif.Samples(loss, drawn(), name="train")
-    problem = dif.Problem(train.mean() + dif.ridge(0.1))
-    with pytest.raises(dif.InvalidInputError) as caught:
-        dif.DirectionalInfluence(dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET))
-    assert caught.value.meaning == (
-        "What torch returns as the gradient of all samples is not the derivative of their losses."
-    )
+    assert on_large_batches(loss).what == "gradient of the loss of train[0]"
+
+
+class Rescaled40(torch.autograd.Function):
+    """x², with half of its gradient where there are many; its forward mode is right."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x):
+        return x**2
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        return (2.0 if len(x) < 30 else 1.0) * x * g
+
+    @staticmethod
+    def jvp(ctx, t):
+        return 2 * ctx.saved_tensors[0] * t
+
+
+def test_a_backward_pass_that_is_wrong_on_large_batches_alone_is_refused():
+    error = on_large_batches(lambda p, z: Rescaled40.apply(z[0] @ p["t"] - z[1] + 1.0))
+    assert error.meaning == "What torch returns as the gradient of all samples is not the derivative of their losses."
 
 
 def test_a_solution_on_a_kink_is_refused():
@@ -205,10 +237,10 @@ def test_data_of_many_kinds():
     with pytest.raises(dif.InvalidInputError) as caught:
         fitted(squared, (masked, y))
     assert caught.value.meaning == "A masked entry has no value, and torch would take what lies under the mask."
-    for sparse in (X.to_sparse(), X.to_sparse_csr()):
+    for sparse in (X.to_sparse(), X.to_sparse_csr(), torch.nested.nested_tensor(list(X))):
         with pytest.raises(dif.InvalidInputError) as caught:
             fitted(squared, (sparse, y))
-        assert caught.value.meaning == "Samples are taken by index, which sparse tensors do not allow."
+        assert caught.value.meaning == "Samples are taken by index, which sparse and nested tensors do not allow."
 
 
 def test_a_choice_keeps_only_rounds_that_help():
@@ -286,3 +318,51 @@ def test_constraints_without_a_gradient_at_the_start():
         solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1), [size >= 3.0]), zero, **QUIET)
         assert solution.converged
         assert float((solution.theta**power).sum()) == pytest.approx(3.0)
+
+
+def test_a_small_parameter_is_not_hidden_behind_large_ones():
+    X, y = drawn(200)
+
+    def loss(p, z):
+        return squared(p, z) + 1e-4 * ((p["v"] - z[1] - 1) ** 2 + p["v"].detach() * p["v"])
+
+    params = {"t": torch.zeros(3, dtype=F64), "v": torch.full((), 0.7, dtype=F64)}
+    with pytest.raises(dif.InvalidInputError, match="is not the derivative") as caught:
+        fitted(loss, (X, y), params)
+    assert caught.value.what == "gradient of the loss of Samples 'train' in v"
+
+
+def test_one_sample_without_a_gradient_is_found_among_many():
+    X, y = drawn(5000)
+    flag = (torch.arange(5000) == 1007).double()
+
+    def loss(p, z):
+        plain = squared(p, z)
+        return torch.where(z[2] > 0, plain.detach(), plain)
+
+    solution = fitted(loss, (X, y, flag))[1]
+    with pytest.raises(dif.InvalidInputError) as caught:
+        dif.DirectionalInfluence(solution)
+    assert caught.value.what == "gradient of the loss of train[1007]"
+
+
+def test_networks_may_start_at_zero_and_with_zero_biases():
+    X, y = drawn(30)
+    for scale in (0.0, 1.0):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double().eval()
+        with torch.no_grad():
+            for parameter in net.parameters():
+                parameter.mul_(scale if parameter.dim() > 1 else 0.0)
+        X[:5] = 0.0  # all activations on the kink
+        train = dif.Samples(lambda m, z: (m(z[0])[:, 0] - z[1]) ** 2, (X, y), name="train")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), net, max_iter=5, **QUIET)
+
+
+def test_large_units_in_single_precision():
+    generator = torch.Generator().manual_seed(0)
+    Z, w = torch.randn(500, 6, generator=generator), torch.randn(6, generator=generator) * 1e8
+    train = dif.Samples(squared, (Z, Z @ w), name="train")
+    dif.Solution(dif.Problem(train.mean()), {"t": w})

@@ -6,9 +6,15 @@ call wrote is overwritten with a number that no score has: if it comes back, the
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
+import enum
+import functools
 import json
+import operator
 import shutil
+import threading
 import zlib
 
 import numpy as np
@@ -17,6 +23,8 @@ import torch
 from torch import nn
 
 import dif
+
+pandas = pytest.importorskip("pandas")
 
 F64 = torch.float64
 N, D = 12, 3
@@ -139,3 +147,129 @@ def test_edits_are_noticed(part, tmp_path):
         if (now == kept) != of_targets:
             missed.append(f"keep: {name}")
     assert missed == []
+
+
+class Config:
+    level = 1.0
+
+
+class Shade(enum.Enum):
+    DARK, LIGHT = 1.0, 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    scale: float
+
+
+class Helped:
+    factor = 1.0
+
+    def helper(self, x):
+        return x
+
+    def __call__(self, p, z):
+        return self.factor * self.helper(squared(p, z))
+
+
+class Inherits(Helped):
+    @property
+    def factor(self):
+        return 1.0
+
+
+def squared(p, z):
+    return (z[0] @ p["t"] - z[1]) ** 2
+
+
+def seen(loss):
+    """The fingerprint of a loss."""
+    from dif.evaluation.fingerprint import Look
+
+    return b"".join(Look().at(loss))
+
+
+def variants():
+    """Pairs of losses that differ in one thing that they refer to."""
+    teacher, other = nn.Linear(2, 1), nn.Linear(2, 1)
+    with_attribute, changed = (lambda p, z: squared(p, z)), (lambda p, z: squared(p, z))
+    with_attribute.scale, changed.scale = 1.0, 2.0
+    slow, fast = (functools.cache(lambda x, k=k: k * x) for k in (1.0, 2.0))
+    nested = [lambda p, z, k=k: (lambda: (lambda: (lambda: k)())())() * squared(p, z) for k in (1.0, 2.0)]
+
+    class Better(Helped):
+        def helper(self, x):
+            return 2 * x
+
+    class Darker(Helped):
+        factor = 2.0
+
+    frames = [pandas.DataFrame({"a": [1.0, 2.0], "b": ["x", word]}) for word in ("y", "z")]
+    words = [np.array(["a", word]) for word in ("b", "c")]
+    sparse = [(k * torch.eye(2)).to_sparse() for k in (1.0, 2.0)]
+    of = lambda thing: lambda p, z: (thing, squared(p, z))[1]  # noqa: E731
+    return {
+        "teacher": (of(teacher), of(other)),
+        "function attribute": (with_attribute, changed),
+        "cached helper": (of(slow), of(fast)),
+        "deep nesting": nested,
+        "helper method": (Helped(), Better()),
+        "class attribute": (Helped(), Darker()),
+        "property": (Helped(), Inherits()),
+        "slots": (of(Slotted(1.0)), of(Slotted(2.0))),
+        "enum": (of(Shade.DARK), of(Shade.LIGHT)),
+        "builtin": (of(torch.tanh), of(torch.sin)),
+        "methodcaller": (of(operator.methodcaller("sum")), of(operator.methodcaller("mean"))),
+        "deque": (of(collections.deque([1.0])), of(collections.deque([2.0]))),
+        "range": (of(range(2)), of(range(3))),
+        "frame of words": tuple(map(of, frames)),
+        "array of words": tuple(map(of, words)),
+        "sparse tensor": tuple(map(of, sparse)),
+        "partial": (of(functools.partial(pow, 2)), of(functools.partial(pow, 3))),
+        "set": (of({1, 2}), of({1, 3})),
+    }
+
+
+@pytest.mark.parametrize("name", variants())
+def test_whatever_a_loss_refers_to_is_seen(name):
+    before, after = variants()[name]
+    assert seen(before) == seen(before)
+    assert seen(before) != seen(after)
+
+
+def test_globals_of_classes_are_seen():
+    loss = lambda p, z: Config.level * squared(p, z)  # noqa: E731
+    before = seen(loss)
+    Config.level = 2.0
+    assert seen(loss) != before
+    Config.level = 1.0
+    assert seen(loss) == before
+
+
+def test_what_cannot_be_followed_is_new_every_time():
+    lock = threading.Lock()
+    loss = lambda p, z: (lock, squared(p, z))[1]  # noqa: E731
+    assert seen(loss) != seen(loss)
+
+
+def test_a_checkpoint_of_another_problem_is_not_gone_on_with(tmp_path):
+    z = torch.linspace(-1, 1, 9, dtype=F64)
+
+    def solved(c, start):
+        train = dif.Samples(lambda p, z: (p["m"] ** 2 - 1) ** 2 + c * p["m"] + 0.1 * (p["m"] - z) ** 2, z)
+        problem, start = dif.Problem(train.mean()), {"m": torch.tensor(start, dtype=F64)}
+        return float(dif.fit(problem, start, checkpoint=tmp_path / "fit.npz", show_progress=False).theta)
+
+    assert solved(0.05, 1.2) > 0
+    assert solved(0.05, -1.2) > 0  # the same problem goes on where it stood
+    with pytest.warns(UserWarning, match="is of another problem"):
+        assert solved(0.06, -1.2) < 0
+
+
+def test_a_file_is_no_folder_for_retrainings(tmp_path):
+    (tmp_path / "kept").write_text("")
+    train = dif.Samples(squared, (torch.randn(9, 3, dtype=F64), torch.randn(9, dtype=F64)))
+    solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"t": torch.zeros(3, dtype=F64)})
+    with pytest.raises(dif.InvalidInputError) as caught:
+        dif.Retraining(solution, keep=tmp_path / "kept")
+    assert caught.value.meaning == "Retrainings are kept in a folder, a file for those that are solved together."

@@ -42,6 +42,14 @@ class Kept:
     def at(cls, folder: str | os.PathLike[str], solution: Solution, tol: float) -> Kept:
         """The folder is made if it is missing."""
         path = Path(folder)
+        if path.exists() and not path.is_dir():
+            raise InvalidInputError(
+                "keep=",
+                measured=f"{os.fspath(folder)!r}, which is a file",
+                threshold="a folder, there or not",
+                meaning="Retrainings are kept in a folder, a file for those that are solved together.",
+                cure="Name a folder.",
+            )
         path.mkdir(parents=True, exist_ok=True)
         return cls(path, solution, tol)
 

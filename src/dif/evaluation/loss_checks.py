@@ -7,12 +7,12 @@ wrong is noted in `Samples.fallbacks`, so that another one is taken; where none 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
-from dif.errors import DifError, InvalidInputError
+from dif.errors import DifError, InvalidInputError, few
 from dif.evaluation.sweeps import (
     NO_FORWARD,
     NO_FORWARD_OVER_REVERSE,
@@ -23,6 +23,8 @@ from dif.evaluation.sweeps import (
     hessian_products,
     pulled_back,
     pushed_forward,
+    sample_losses,
+    sample_slopes,
     stacked_pullback,
 )
 from dif.problem.parameters import Parameters
@@ -30,6 +32,7 @@ from dif.problem.sample_losses import PLAIN_ATTENTION, SampleLosses
 from dif.runtime.user_code import unsupported
 
 _FEW = 10  # samples on which the ways are compared: torch takes other kernels for small batches than for large ones
+_GROUPS = 8  # of tensors with gradients of similar size: what is wrong with a small one is not hidden by a large one
 _TRIES = 3  # directions and steps: a kink between two evaluations spoils one, a wrong derivative all of them
 
 
@@ -51,16 +54,45 @@ def _compare(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> No
     count = place.stop - place.start
     check = _Check(batch_loss(samples, parameters, batch, count), theta, count, samples.fallbacks)
     what = f"loss of Samples {samples.name!r}"
-    check.gradient(what)
+    check.gradient(what, parameters)
     check.replaced(NO_MAP, check.each_gap(lambda: batch_gradients(samples, parameters, theta, batch)))
     check.ways(what)
 
 
-def check_function(name: str, values: Callable[[Tensor], Tensor], theta: Tensor) -> None:
+def check_function(name: str, values: Callable[[Tensor], Tensor], parameters: Parameters, theta: Tensor) -> None:
     """The same for a function θ → its rows."""
     check = _Check(values, theta, len(values(theta)), set())
-    check.gradient(f"function {name!r}")
+    check.gradient(f"function {name!r}", parameters)
     check.ways(f"function {name!r}")
+
+
+def check_slopes(samples: SampleLosses, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
+    """Compare the slope of every sample's loss along a direction with differences; refuse the first that is none."""
+    eps = torch.finfo(theta.dtype).eps
+    step, allowed = eps ** (1 / 3), eps**0.25
+    here, slopes = sample_slopes(samples, parameters, theta, v[:, None])
+
+    def differences(step: float, index: Tensor | None, here: Tensor) -> tuple[Tensor, Tensor]:
+        before, after = (sample_losses(samples, parameters, theta + s * step * v, index) for s in (-1, 1))
+        noise = 8 * eps / step * (before.abs() + after.abs())
+        return (after - before) / (2 * step), noise + (before - 2 * here + after).abs() / step
+
+    slope = slopes[:, 0]
+    found, doubt = differences(step, None, here)
+    off = (slope - found).abs() - doubt
+    index = torch.nonzero(off > allowed * torch.maximum(slope.abs(), found.abs())).reshape(-1).cpu()
+    if len(index) == 0:
+        return
+    slope, found, here = slope[index], found[index], here[index]
+    again, doubt = differences(16 * step, index, here)  # rounding would be another one
+    wrong = (slope - again).abs() > doubt + 4 * (found - again).abs() + allowed * torch.maximum(
+        slope.abs(), again.abs()
+    )
+    if bool(wrong.any()):
+        k = int(wrong.nonzero()[0])
+        raise _refused(
+            f"gradient of the loss of {samples.name}[{int(index[k])}]", abs(float((slope[k] - again[k]) / again[k]))
+        )
 
 
 class _Check:
@@ -86,10 +118,23 @@ class _Check:
         self.units = units
         self.differences, self.gradient_beside = cache(self._differences), cache(self._gradient_beside)
 
-    def gradient(self, what: str) -> None:
-        """Refuse a loss whose plain gradient is none."""
-        if not self._agrees(self.gradient_gap):
-            raise _refused(f"gradient of the {what}", self.worst)
+    def gradient(self, what: str, parameters: Parameters) -> None:
+        """Refuse a loss whose plain gradient is none, in all parameters together or in some of the tensors."""
+        groups = self._groups(parameters)
+        for names, mask in {"all of them": torch.ones_like(self.theta), **groups}.items():
+            if not self._agrees(partial(self.gradient_gap, names, mask)):
+                raise _refused(f"gradient of the {what}" + (f" in {names}" if names in groups else ""), self.worst)
+
+    def _groups(self, parameters: Parameters) -> dict[str, Tensor]:
+        """Tensors whose gradients have about the same size, by name: 1 in their coordinates, else 0, (d,)."""
+        steep = [float(g.abs().max()) for g in torch.split(self.plain[0], list(parameters.sizes))]
+        order = sorted(range(len(steep)), key=lambda k: steep[k])
+        several = [order[k : k - (-len(order) // _GROUPS)] for k in range(0, len(order), -(-len(order) // _GROUPS))]
+        groups: dict[str, Tensor] = {}
+        for some in several if len(order) > 1 else ():
+            parts = [torch.full((size,), float(k in some)) for k, size in enumerate(parameters.sizes)]
+            groups[few([parameters.names[k] for k in some])] = torch.cat(parts).to(self.theta)
+        return groups
 
     def ways(self, what: str) -> None:
         """Replace the ways that are wrong, and refuse a loss of which none is right."""
@@ -124,11 +169,11 @@ class _Check:
         self.worst = min(gaps)
         return False
 
-    def gradient_gap(self, number: int) -> float:
-        """The plain gradient against differences of the losses."""
+    def gradient_gap(self, names: str, mask: Tensor, number: int) -> float:
+        """The plain gradient against differences of the losses, along some coordinates."""
         W = self.weights
-        differences, doubt = self.differences(number)
-        off = (W @ differences - self.plain @ self.along[number]).abs() - W.abs() @ doubt
+        differences, doubt = self.differences(number) if bool(mask.all()) else self._differences(number, mask)
+        off = (W @ differences - self.plain @ (mask * self.along[number])).abs() - W.abs() @ doubt
         return _largest(off, W.abs() @ differences.abs())
 
     def mapped_gap(self, number: int) -> float:
@@ -174,22 +219,23 @@ class _Check:
             gap = max(_gap(one[:, 0], differences, doubt) for one in (single, double))
         return max(gap, uneven)
 
-    def _differences(self, number: int) -> tuple[Tensor, Tensor]:
+    def _differences(self, number: int, mask: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         """The slope of each loss by central differences, (n,), and how far they may be off, (n,).
 
         That is rounding, and on a kink how far the slopes of its two sides differ.
         """
-        v, step = self.along[number], self.steps[number]
+        v, step = mask * self.along[number], self.steps[number]
         with torch.no_grad():
             before, after = (self.losses(self.theta + sign * step * v) for sign in (-1, 1))
         doubt = self.noises[number] * after.abs() + (before - 2 * self.here + after).abs() / step
         return (after - before) / (2 * step), doubt
 
-    def _bend(self, number: int, shorter: float) -> tuple[Tensor, float]:
-        """The change of the gradient along a direction by central differences, (d,), and its rounding."""
+    def _bend(self, number: int, shorter: float) -> tuple[Tensor, Tensor]:
+        """The change of the gradient along a direction by central differences, (d,), and how far they may be off."""
         before, after = (self.gradient_beside(number, sign / shorter) for sign in (-1, 1))
-        rounding = shorter * self.noises[number] * float(after.abs().max())
-        return (after - before) * (shorter / (2 * self.steps[number])), rounding
+        step = self.steps[number] / shorter
+        rounding = shorter * self.noises[number] * after.abs().max()
+        return (after - before) / (2 * step), rounding + (before - 2 * self.plain[0] + after).abs() / step
 
     def _gradient_beside(self, number: int, share: float) -> Tensor:
         """The plain gradient a share of a step along a direction, (d,)."""

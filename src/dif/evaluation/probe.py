@@ -51,8 +51,16 @@ def probe(
 
 def _nearby(theta: Tensor) -> Tensor:
     """A point beside θ: at θ = 0 much is hidden."""
-    signs = 1 - 2 * (torch.arange(len(theta), device=theta.device) % 2)
-    return theta + 1e-3 * (1 + theta.abs()) * signs
+    return theta + 1e-3 * _signs(theta) + (_beside(theta, 1e-3) - theta)
+
+
+def _beside(theta: Tensor, share: float) -> Tensor:
+    """Every coordinate moved by a share of itself, up and down in turn."""
+    return theta + share * theta.abs() * _signs(theta)
+
+
+def _signs(theta: Tensor) -> Tensor:
+    return 1 - 2 * (torch.arange(len(theta), device=theta.device) % 2)
 
 
 def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
@@ -67,7 +75,7 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
         )
     for at in (theta, _nearby(theta)):
         _check_same(f"function {f.name!r}", *(function_value(f, parameters, at) for _ in range(2)))
-    check_function(f.name, lambda t: function_value(f, parameters, t).reshape(-1), theta)
+    check_function(f.name, lambda t: function_value(f, parameters, t).reshape(-1), parameters, theta)
 
 
 def _check_same(what: str, first: Tensor, second: Tensor) -> None:
@@ -163,8 +171,10 @@ def _check_alone(samples: SampleLosses, parameters: Parameters, theta: Tensor) -
         alone = together.clone()
         for some in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(1, 2)):
             alone[some] = sample_losses(samples, parameters, at, spread[some]) if len(spread[some]) else alone[some]
-        gap = (together - alone).abs() / (1.0 + alone.abs())
-        allowed = torch.finfo(together.dtype).eps ** 0.5
+        eps = torch.finfo(together.dtype).eps
+        shaken = sample_losses(samples, parameters, _beside(at, 16 * eps), spread)  # what rounding may make of it
+        gap = ((together - alone).abs() - 4 * (shaken - together).abs()) / (1.0 + alone.abs())
+        allowed = eps**0.5
         if bool((gap > allowed).any()):
             raise InvalidInputError(
                 f"loss of one sample of {samples.name!r}, alone and beside another",

@@ -12,6 +12,7 @@ from torch import Tensor
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, few
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.kinks import Kink, explain, find_kinks
+from dif.evaluation.loss_checks import check_slopes
 from dif.evaluation.program import PerConstraint, Program
 from dif.optimality.active_set import ActiveSet
 from dif.optimality.residuals import KKT, Scales, products, residuals, violations
@@ -199,6 +200,8 @@ class Solution:
         h, weights = eps**0.25, self.program.weights(self.lam)
         draw = torch.randn(self.theta.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         v = draw.to(self.theta) * torch.minimum(1 / self.scales.root, 1 + self.theta.abs())
+        for table in self.program.rows.tables:
+            check_slopes(table.samples, self.program.parameters, self.theta, v)
         before, after = (float(weights @ self.program.rows.values(self.theta + sign * h * v)) for sign in (-1, 1))
         slope, bend = (after - before) / (2 * h), (before - 2 * float(weights @ self.f) + after) / h**2
         H = self.curvature

@@ -34,13 +34,13 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor
             meaning="It cannot be read as numbers.",
             cure="Convert it with torch.tensor(...) first and look at the result.",
         ) from error
-    if found.layout != torch.strided:
+    if found.layout != torch.strided or found.is_nested:
         raise InvalidInputError(
             what,
-            measured=f"a sparse tensor ({str(found.layout).removeprefix('torch.')})",
+            measured=f"a {'nested' if found.is_nested else 'sparse'} tensor",
             threshold="a dense one",
-            meaning="Samples are taken by index, which sparse tensors do not allow.",
-            cure="Pass tensor.to_dense(), or a Dataset that makes each sample dense.",
+            meaning="Samples are taken by index, which sparse and nested tensors do not allow.",
+            cure="Pass a dense tensor (.to_dense(), .to_padded_tensor(0.0)), or a Dataset whose samples are dense.",
         )
     return found
 

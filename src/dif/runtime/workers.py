@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
 from functools import partial
-from pickle import PicklingError
 from typing import Any, TypeVar
 
 from joblib import Parallel, delayed
@@ -42,7 +41,9 @@ def shared_out(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iter
                 raise
             words = str(error).splitlines()[0]
             warnings.warn(f"a worker was lost, {len(left)} pieces are begun again ({words})", stacklevel=2)
-        except PicklingError as error:
+        except Exception as error:
+            if type(error).__name__ != "PicklingError":
+                raise
             raise InvalidInputError(
                 "what the processes should share",
                 measured=str(error).splitlines()[0],

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,11 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+from dif.evaluation.fingerprint import of_program
 from dif.evaluation.program import Program
 from dif.runtime.atomic_file import written
 
-_FORMAT = "dif fit 1"
+_FORMAT = "dif fit 2"
 
 
 @dataclass(frozen=True)
@@ -50,12 +53,21 @@ class Checkpoint:
         layout = [[name, list(shape)] for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
         return {"format": _FORMAT, "params": layout, "constraints": list(self.program.names)}
 
+    @cached_property
+    def _problem(self) -> str:
+        return of_program(self.program).hex()
+
     def save(self, standing: Standing) -> None:
         """Write, complete or not at all."""
         numbers = {"epochs": standing.epochs, "penalty": standing.penalty, "accuracy": standing.accuracy}
         theta, lam = standing.theta.cpu().numpy(), standing.lam.cpu().numpy()
         with written(self.path) as file:
-            np.savez(file, theta=theta, lam=lam, about=np.array(json.dumps({**self._about(), **numbers})))
+            np.savez(
+                file,
+                theta=theta,
+                lam=lam,
+                about=np.array(json.dumps({**self._about(), **numbers, "problem": self._problem})),
+            )
 
     def load(self) -> Standing | None:
         """Where the work stood; None if it has not begun."""
@@ -67,11 +79,19 @@ class Checkpoint:
                 about = json.loads(str(file["about"]))
             found = {key: about[key] for key in self._about()}
             numbers = {key: about[key] for key in ("epochs", "penalty", "accuracy")}
+            problem = about["problem"]
         except Exception as error:
             raise self._foreign(f"{type(error).__name__}: {error}") from error
         other = [key for key, value in self._about().items() if found[key] != value]
         if other:
             raise self._foreign(", ".join(f"{key} {found[key]}" for key in other))
+        if problem != self._problem:
+            warnings.warn(
+                f"The checkpoint {os.fspath(self.path)!r} is of another problem (its data, weights, bounds or code "
+                "have changed), so fit begins anew and overwrites it.",
+                stacklevel=3,
+            )
+            return None
         like = self.program.parameters
         return Standing(theta.to(like.device, like.dtype), lam.to(like.device, like.dtype), **numbers)
 

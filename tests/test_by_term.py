@@ -58,3 +58,15 @@ def test_one_target_at_a_time():
     train, problem, *_ = bound_regression()
     with pytest.raises(dif.InvalidInputError, match=r"Its columns are the terms of the problem."):
         dif.DirectionalInfluence(solved(problem)).by_term(train, train.remove_each())
+
+
+def test_parts_that_are_not_unique_are_refused():
+    X = torch.randn(20, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    train = dif.Samples(lambda p, z: (z @ p["t"] - 1) ** 2, X, name="train")
+    twice = [dif.linear([1.0, 0.0]) == 0.1, dif.linear([1.0, 0.0]) == 0.1]
+    problem = dif.Problem(train.mean(), twice)
+    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
+    estimator = dif.DirectionalInfluence(solution, switching=False, strict=False)
+    with pytest.raises(dif.DegenerateError) as caught:
+        estimator.by_term(train.mean(), train.remove_each([0]))
+    assert caught.value.meaning == "What comes by way of each of them is not unique, only their sum."

@@ -168,6 +168,8 @@ def texts_of(calls):
 
 ELSEWHERE = (
     "linear_solvers",
+    "zoo",
+    "stale_files",
     "units",
     "streams",
     "nonconvex",

@@ -18,8 +18,8 @@ from oracle import Oracle, Point, Removal, slope, weights_of
 import dif
 
 F64 = torch.float64
-PARTS, PROBLEMS, MALFORMED = 4, 150, 360  # so many of each in each part: 2,040 in all,
-MORE = 8  # and so many parts more of the problems for the patient
+PARTS, PROBLEMS, MALFORMED = 4, 75, 360  # so many of each in each part: 1,740 in all,
+MORE = 20  # and so many parts more of the problems for the patient
 RIGHT = 1e-3  # of the answer's size; differences of re-solving are known to better than a tenth of it
 settings.register_profile(
     "fuzz", deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)

@@ -1,9 +1,10 @@
 import torch
 
 import dif
+from dif.estimators.scoring import Piece, Scoring, differences
 from dif.evaluation.weight_change import Direction
 from dif.linalg.cholesky import prepare
-from dif.optimality.targets import Targets, actual_scores
+from dif.optimality.targets import Targets
 
 
 class Unconstrained:
@@ -22,16 +23,24 @@ class Unconstrained:
         b = at.program.weights(at.lam) @ DJ
         return -self.solver.solve(b[:, None])[:, 0]
 
-    def scores(self, target, perturbations):
-        targets = Targets(target, self.solution)
-        moves = (self._move(one) for one in perturbations)
-        values = actual_scores(self.solution, targets, perturbations, moves, self.name, show_progress=False)
-        return dif.Influence(values, perturbations, targets.names, self.name)
+    def change(self, perturbation):
+        at, move = self.solution, self._move(perturbation)
+        return dif.Change(at.program.parameters.tensors(move), at.multipliers, move)
+
+    def scores(self, target, perturbations, *, out=None, jobs=1, show_progress=True):
+        at, targets = self.solution, Targets(target, self.solution)
+
+        def work(some):
+            return Piece(differences(at, targets, map(self._move, some)), {})
+
+        scoring = Scoring(self.name, at, targets, perturbations, {}, out, show_progress)
+        return scoring.one_by_one(work, jobs, lambda influence, pieces: None)
 
 
 X, y = torch.randn(50, 2).double(), torch.randn(50).double()
 train = dif.Samples(lambda p, z: (z[1] - z[0] @ p["w"]) ** 2, (X, y), name="train")
 solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"w": torch.zeros(2).double()})
 removals = train.remove_each()
+assert isinstance(Unconstrained(solution), dif.Estimator)
 predicted = Unconstrained(solution).scores(train.mean(), removals)
 print(predicted.compare(dif.Retraining(solution).scores(train.mean(), removals)))

@@ -24,10 +24,14 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
 from dif.estimators.penalty import PenaltyInfluence
+from dif.estimators.protocol import Estimator
 from dif.estimators.retraining import Retraining
+from dif.linalg.cholesky import LinearSolver
 from dif.linalg.conjugate_gradients import ConjugateGradients
+from dif.linalg.operator import Operator
 from dif.linalg.refinement import Refinement
 from dif.optimality.active_set import ActiveSet
+from dif.optimality.certificate import Certificate
 from dif.optimality.residuals import KKT
 from dif.optimality.solution import Solution
 from dif.problem.parameters import variable
@@ -36,6 +40,7 @@ from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, Function, Term, linear, ridge
 from dif.runtime.distributed import sharded
+from dif.solving.continuation import Path
 from dif.solving.fit import fit
 
 __version__ = "0.1.0"
@@ -48,6 +53,7 @@ __all__ = [
     "AdaptiveInfluence",
     "Agreement",
     "BoundCurve",
+    "Certificate",
     "Change",
     "Choice",
     "ClassicalInfluence",
@@ -56,17 +62,21 @@ __all__ = [
     "DegenerateError",
     "DifError",
     "DirectionalInfluence",
+    "Estimator",
     "FirstOrderWarning",
     "Function",
     "GroupInfluence",
     "InfeasibleError",
     "Influence",
     "InvalidInputError",
+    "LinearSolver",
     "MemoryWarning",
     "NewtonInfluence",
     "NotASolutionError",
     "NotConvergedError",
     "NotConvergedWarning",
+    "Operator",
+    "Path",
     "PathInfluence",
     "PenaltyInfluence",
     "Perturbation",

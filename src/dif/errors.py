@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 
 class DifError(ValueError):
@@ -78,6 +81,14 @@ class SameDataWarning(UserWarning):
 
 class MemoryWarning(UserWarning):
     """Memory ran out; the work goes on in smaller batches, and gives the same answer."""
+
+
+def warn(words: str, category: type[Warning]) -> None:
+    """Give a warning that points at the line outside dif from which it comes."""
+    ours, frame, level = str(Path(__file__).parent), inspect.currentframe(), 1
+    while frame is not None and frame.f_code.co_filename.startswith(ours) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(words, category, stacklevel=level)
 
 
 def few(values: Sequence[object]) -> str:

@@ -28,13 +28,14 @@ def self_influence(
     index = list(range(len(samples))) if indices is None else samples.checked(indices)
     alone = indispensable(estimator.solution.program, samples)  # cannot be removed
     answered = [i for i in index if i not in alone]
-    options = {"show_progress": False, "assess": 0}  # as far as the estimator knows them
-    quietly = {name: value for name, value in options.items() if name in signature(estimator.scores).parameters}
+    options = {"show_progress": False, **({"assess": 0} if "assess" in signature(estimator.scores).parameters else {})}
     values, diagnostics = [], {}
     with progress("self-influence", len(index), show_progress) as report:
         for begin in range(0, len(answered), _TOGETHER):
             some = answered[begin : begin + _TOGETHER]
-            found = estimator.scores(samples.take(torch.tensor(some)), samples.remove_each(some), **quietly)
+            found = estimator.scores(
+                samples.take(torch.tensor(some)), samples.remove_each(some), show_progress=False, **unassessed
+            )
             values.append(found.values.diagonal())
             diagnostics = found.diagnostics
             report(begin + len(some))

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import warnings
+import os
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.errors import FirstOrderWarning, NotConvergedError, few
+from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
 from dif.estimators.assessment import Assessor, Expectation, warn_unanswered
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.influence import Influence
+from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
+from dif.estimators.scoring import Piece, Scoring, joined
 from dif.evaluation.weight_change import Direction, chunks
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
-from dif.runtime.progress import progress
+from dif.runtime.workers import checked_jobs, in_order
 
 SAID = 0.03  # relative error to be expected beyond which a warning is given where no accuracy is asked for
 _TOGETHER = 32  # perturbations at once
+_SHARES = 4  # pieces of work per job
 
 
 class AdaptiveInfluence:
@@ -40,7 +43,7 @@ class AdaptiveInfluence:
             expected is above 3 %.
         strict: Raise where no estimator can answer (the changed constraints contradict each other, say); False answers
             NaN.
-        show_progress: Show a bar on a terminal while scoring.
+        show_progress: Default of `scores`.
     """
 
     name = "adaptive"
@@ -64,47 +67,92 @@ class AdaptiveInfluence:
         self._path = PathInfluence(solution, show_progress=False)
         self._assessor = Assessor(solution)
 
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
+    def change(self, perturbation: Perturbation) -> Change:
+        """Δθ and Δλ of one perturbation, by the first estimator whose error is within `accuracy`.
+
+        The error is how far one Newton step on the changed problem would still go, of the change itself.
+        """
+        first = self._first.change(perturbation)
+        if self.accuracy is None or self._left(perturbation, first) <= self.accuracy:
+            return first
+        step = self._newton.change(perturbation)
+        if bool(torch.isfinite(step.flat).all()) and self._left(perturbation, step) <= self.accuracy:
+            return step
+        return self._path.change(perturbation)
+
+    def _left(self, perturbation: Perturbation, change: Change) -> float:
+        """How far a Newton step on the changed problem goes from where a change ends, relative, in units of θ."""
+        at, stack = self.solution, Direction(self.solution.program, perturbation).stacked()
+        lam = at.lam + change.multipliers.flat
+        lam = torch.where(at.program.equality, lam, lam.clamp(min=0))
+        omega, _ = self._assessor.nearby.step(stack, (at.theta + change.flat)[None], lam[None])
+        size = float((at.scales.root * change.flat).norm())
+        left = float((at.scales.root * omega[0]).norm())
+        return left / size if size > 0 else (0.0 if left == 0 else float("inf"))
+
+    def scores(
+        self,
+        target: Any,
+        perturbations: Perturbation,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        jobs: int = 1,
+        show_progress: bool | None = None,
+    ) -> Influence:
         """The change of each target under each perturbation, by the first estimator whose error is within `accuracy`.
 
-        Relative errors are taken over all targets of a perturbation together, each in its own unit:
-        `Influence.expected_error`. The diagnostics name for each perturbation the estimator (`by`) and the constraints
-        that switch (`crossed`).
+        Keywords as in `dif.Estimator`. Relative errors are taken over all targets of a perturbation together, each in
+        its own unit: `Influence.expected_error`. The diagnostics name for each perturbation the estimator (`by`) and
+        the constraints that switch (`crossed`).
         """
-        targets = Targets(target, self.solution)
+        at, shown = self.solution, self.show_progress if show_progress is None else show_progress
+        targets, jobs = Targets(target, at), checked_jobs(jobs)
         units = self._assessor.units(targets)
-        self._lost: dict[str, str] = {}
-        by, rows, judged = [], [], []
-        with progress(self.name, len(perturbations), self.show_progress) as report:
-            for some in chunks(perturbations, _TOGETHER):
-                first, found = self._of_first_order(some, targets, units)
-                for p, one in enumerate(some):
-                    name, values, judgement = DirectionalInfluence.name, first[p], found[p]
-                    if self.accuracy is not None and not float(judgement.relative[0]) <= self.accuracy:
-                        name, values, judgement = self._higher(one, targets, units)
-                    by.append(name)
-                    rows.append(values)
-                    judged.append(judgement)
-                    report(len(rows))
+
+        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+            lost, errors = joined(pieces, "unanswered"), joined(pieces, "remainders")
+            parts = {part: joined(pieces, part) for part in ("by", "crossed")}
+            influence.diagnostics.update(parts, remainders=errors, unanswered=lost)
+            error, size = (torch.tensor(joined(pieces, part), dtype=units.dtype) for part in ("error", "size"))
+            answered = torch.isfinite(influence.values).all(1)
+            every = Expectation(error[answered], size[answered], units.cpu(), targets.alike, [])
+            influence.diagnostics["assessment"] = {
+                "rows": list(range(len(errors))),
+                "errors": errors,
+                "pooled": every.pooled if bool(answered.any()) else None,
+                "failed": None,
+            }
+            if lost:
+                warn_unanswered(lost, len(perturbations))
+            if self.accuracy is None:
+                _warn(perturbations, errors)
+
+        about = {**trust(at), "accuracy": self.accuracy, "strict": self.strict}
+        scoring = Scoring(self.name, at, targets, perturbations, about, out, shown)
+        size = max(1, min(_TOGETHER, -(-len(perturbations) // (_SHARES * abs(jobs))))) if jobs != 1 else _TOGETHER
+        work = partial(self._piece, targets, units)
+        return scoring.run(lambda begin: in_order(work, chunks(perturbations[begin:], size), jobs), size, complete)
+
+    def _piece(self, targets: Targets, units: Tensor, some: Perturbation) -> Piece:
+        first, found = self._of_first_order(some, targets, units)
+        by, rows, judged, lost = [], [], [], {}
+        for p, one in enumerate(some):
+            name, values, judgement = DirectionalInfluence.name, first[p], found[p]
+            if self.accuracy is not None and not float(judgement.relative[0]) <= self.accuracy:
+                name, values, judgement = self._higher(one, targets, units, lost)
+            by.append(name)
+            rows.append(values)
+            judged.append(judgement)
         every = Expectation.of(judged)
-        kept = [one for one, values in zip(judged, rows, strict=True) if bool(torch.isfinite(values).all())]
-        answered = Expectation.of(kept or judged)
-        errors = every.relative.double().cpu().tolist()
-        crossed = {one.labels[0]: names for one, names in zip(perturbations, every.crossed, strict=True) if names}
-        diagnostics = {**trust(self.solution), "by": by, "remainders": errors, "crossed": crossed}
-        diagnostics["unanswered"] = self._lost
-        diagnostics["assessment"] = {
-            "rows": list(range(len(rows))),
-            "errors": errors,
-            "pooled": answered.pooled if len(kept) else None,
-            "failed": None,
+        about = {
+            "by": by,
+            "remainders": every.relative.double().cpu().tolist(),
+            "crossed": {one.labels[0]: names for one, names in zip(some, every.crossed, strict=True) if names},
+            "unanswered": lost,
+            "error": every.error.double().cpu().tolist(),
+            "size": every.size.double().cpu().tolist(),
         }
-        values = torch.stack(rows).double().cpu()
-        if self._lost:
-            warn_unanswered(self._lost, len(perturbations))
-        if self.accuracy is None:
-            _warn(perturbations, errors)
-        return Influence(values, perturbations, targets.names, self.name, diagnostics)
+        return Piece(torch.stack(rows).double().cpu(), about)
 
     def side_by_side(self, target: Any, perturbations: Perturbation) -> dict[str, Influence]:
         """DIF's, Newton's and the path's answers to the same perturbations."""
@@ -121,7 +169,9 @@ class AdaptiveInfluence:
         values = omega @ targets.gradients(self.solution.theta)
         return values, self._assessor.expect(targets, units, direction, omega, lam, values)
 
-    def _higher(self, one: Perturbation, targets: Targets, units: Tensor) -> tuple[str, Tensor, Expectation]:
+    def _higher(
+        self, one: Perturbation, targets: Targets, units: Tensor, lost: dict[str, str]
+    ) -> tuple[str, Tensor, Expectation]:
         """Newton's answer if that is good enough, else the path's."""
         assert self.accuracy is not None
         at, direction = self.solution, Direction(self.solution.program, one)
@@ -138,12 +188,12 @@ class AdaptiveInfluence:
         except NotConvergedError as error:
             if self.strict:
                 raise
-            self._lost[one.labels[0]] = str(error)
+            lost[one.labels[0]] = str(error)
             nothing = torch.full_like(before, float("nan"))
-            lost = Expectation(
+            none = Expectation(
                 torch.full_like(before, float("inf"))[None], 0 * before[None], units, targets.alike, [[]]
             )
-            return PathInfluence.name, nothing, lost
+            return PathInfluence.name, nothing, none
         switched = list(dict.fromkeys(event.name for event in path.events))
         values = targets.values(path.end.theta) - before
         exact = Expectation(0 * values[None], values.abs()[None], units, targets.alike, [switched])
@@ -154,11 +204,10 @@ def _warn(perturbations: Perturbation, errors: list[float]) -> None:
     doubtful = [p for p, error in enumerate(errors) if not error <= SAID]
     if doubtful:
         worst = max(doubtful, key=lambda p: errors[p])
-        warnings.warn(
+        warn(
             f"relative error to be expected of the first order: measured {errors[worst]:.2g} at "
             f"{perturbations[worst].labels[0]!r}, allowed {SAID:g} ({len(doubtful)} of {len(errors)} perturbations are "
             f"beyond it: {few(doubtful)}). The change is too large for a first-order answer. Pass accuracy=0.01 to "
             "move up to Newton's step or the whole path where it is needed.",
             FirstOrderWarning,
-            stacklevel=3,
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DifError, FirstOrderWarning, InvalidInputError
+from dif.errors import DifError, FirstOrderWarning, InvalidInputError, warn
 from dif.estimators.influence import TRUSTED
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
@@ -200,11 +199,11 @@ class Assessor:
                 parts.append(self.expect(targets, units, direction, *ends(mine), values, thorough=False))
             found = Expectation.of(parts)
         except DifError as error:
-            warn(f"they could not be assessed ({error})")
+            warn_untrusted(f"they could not be assessed ({error})")
             return {"rows": [], "errors": [], "pooled": None, "failed": str(error)}
         if not found.pooled <= TRUSTED:
             worst = int((found.error / found.units).sum(1).argmax())
-            warn(
+            warn_untrusted(
                 f"the relative error to be expected is {found.pooled:.2g} over the {len(rows)} perturbations looked "
                 f"at, allowed is {TRUSTED:g} (largest at {perturbations[rows[worst]].labels[0]!r}). The first order "
                 "does not reach that far"
@@ -242,19 +241,14 @@ def _checked(assess: object) -> int:
 def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
     """Say which perturbations have no answer."""
     label, why = next(iter(unanswered.items()))
-    warnings.warn(
-        f"{len(unanswered)} of {count} perturbations have no answer (NaN), first {label!r}: {why}",
-        FirstOrderWarning,
-        stacklevel=4,
-    )
+    warn(f"{len(unanswered)} of {count} perturbations have no answer (NaN), first {label!r}: {why}", FirstOrderWarning)
 
 
-def warn(why: str) -> None:
+def warn_untrusted(why: str) -> None:
     """Say that predictions are not to be trusted, and what can be done."""
-    warnings.warn(
+    warn(
         f"These predictions cannot be trusted: {why}. Use dif.AdaptiveInfluence(solution, accuracy=0.05), which goes "
         "on to Newton's step or the whole path where that is needed, or Retraining; a larger ridge or more samples "
         "make the first order reach further.",
         FirstOrderWarning,
-        stacklevel=5,
     )

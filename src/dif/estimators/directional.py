@@ -15,6 +15,7 @@ from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, checked_damping, none_switched, trust
 from dif.estimators.reach import reached
+from dif.estimators.scoring import Scoring
 from dif.evaluation.weight_change import Direction, check_kind
 from dif.linalg.cholesky import LinearSolver, Solver, prepare
 from dif.linalg.multiplier_qp import no_direction
@@ -164,22 +165,17 @@ class DirectionalInfluence:
         show_progress: bool = True,
         assess: int = ASSESSED,
     ) -> Influence:
-        """Predicted change of each target under each perturbation, qᵀΔθ.
+        """Predicted change of each target under each perturbation, qᵀΔθ; keywords as in `dif.Estimator`.
 
         For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
         `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
         trusted. 0 leaves that out.
-
-        With `out`, a name ending in .npy or .zarr, the scores go there as they come (NaN until then) and are not held
-        in memory; `Influence.load` reads them, and the same call goes on where an earlier one was interrupted. `jobs`
-        processes share the work (joblib; its `parallel_config` chooses the backend).
         """
         lin = self._for(perturbations)
         count = partial(self._count, lin) if self.switching else none_switched
-        return lin.influence(
-            self._title, target, perturbations, self._about(lin), out, show_progress, jobs, count,
-            self._assessor.assess(assess),
-        )  # fmt: skip
+        targets = Targets(target, self.solution)
+        scoring = Scoring(self._title, self.solution, targets, perturbations, self._about(lin), out, show_progress)
+        return lin.influence(scoring, jobs, count, self._assessor.assess(assess))
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
         """Through which term each perturbation acts on one target: a column for the objective and each constraint.

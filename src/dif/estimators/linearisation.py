@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError, InvalidInputError
+from dif.errors import DegenerateError
 from dif.estimators.assessment import Assess, warn_unanswered
-from dif.estimators.fingerprint import of_direction, of_solution, of_targets
 from dif.estimators.influence import Change, Influence
+from dif.estimators.scoring import Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, chunks
 from dif.linalg.cholesky import LinearSolver
 from dif.linalg.multiplier_qp import no_direction, solve_reduced_qp
 from dif.optimality.solution import Solution
-from dif.optimality.targets import Targets, actual_scores
+from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.distributed import alone
 from dif.runtime.inputs import check_number
-from dif.runtime.progress import progress
-from dif.runtime.score_file import Held, Streamed
-from dif.runtime.workers import checked_jobs, shared_out
+from dif.runtime.workers import checked_jobs, in_order
 
 _PIECE = 2**25  # slopes held at once
 _MOVED = 2**25  # numbers of Δθ held at once
@@ -37,15 +30,6 @@ _SHARES = 4  # pieces of work per job
 _OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep
 
 Count = Callable[[Tensor], int]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """The scores of some perturbations."""
-
-    values: Tensor  # (P, T), on the CPU
-    switched: int  # in how many of them a constraint lets go or begins to bind
-    unanswered: dict[str, str]
 
 
 def none_switched(nu: Tensor) -> int:
@@ -166,30 +150,11 @@ class Linearisation:
         lam = self.at.lam.expand(len(omega), -1)
         return omega, lam + self.multiplier_change(nu) if self.priced else lam
 
-    def scores(
-        self, Q: Tensor, perturbations: Perturbation, begin: int, size: int, jobs: int, count: Count
-    ) -> Iterator[Piece]:
-        """qᵀΔθ for the columns q of Q, (rows, T), piece by piece from row `begin` on.
-
-        One sweep over the perturbed samples: beside the results nothing grows with their number.
-        """
-        if begin == len(perturbations):
-            return
-        columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
-        pieces = chunks(perturbations[begin:], size)
-        ready = shared_out(partial(self._scored, columns, count), pieces, jobs)
-        waiting: dict[int, Piece] = {}
-        for number in range(len(pieces)):
-            while number not in waiting:
-                which, piece = next(ready)
-                waiting[which] = piece
-            yield waiting.pop(number)
-
     def _scored(self, columns: Tensor, count: Count, some: Perturbation) -> Piece:
         k = len(self.kept)
         bV, _, nu, force, unanswered = self._pushed(Direction(self.at.program, some), columns)
         values = -bV[:, k:] - force @ (self.G @ columns[:, k:])
-        return Piece(values.double().cpu(), count(nu), unanswered)
+        return Piece(values.double().cpu(), {"switched": count(nu), "unanswered": unanswered})
 
     def _pushed(self, direction: Direction, columns: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, dict[str, str]]:
         """What perturbations do along columns that begin with V, bᵀ·columns and r on all rows, and their push."""
@@ -270,77 +235,48 @@ class Linearisation:
 
     def influence(
         self,
-        name: str,
-        target: Any,
-        perturbations: Perturbation,
-        diagnostics: dict[str, Any],
-        out: str | os.PathLike[str] | None = None,
-        show_progress: bool = True,
-        jobs: int = 1,
+        scoring: Scoring,
+        jobs: int,
         count: Count = none_switched,
         assess: Assess | None = None,
     ) -> Influence:
-        """The Influence of many on a target, in a file where one is named; what is there already is not done again.
-
-        `assess` says what error is to be expected of the scores.
-        """
-        jobs, targets, every = checked_jobs(jobs), Targets(target, self.at), chunks(perturbations)
-        if out is not None and not alone():
-            raise InvalidInputError(
-                "out= inside dif.sharded()",
-                measured=os.fspath(out),
-                threshold="None",
-                meaning="All processes would write the same file.",
-                cure="Leave out= away and save the result in one process, or share the work by jobs=.",
-            )
-        Q, shape = targets.gradients(self.at.theta), (len(perturbations), len(targets.names))
-        size = max(1, min(_PIECE // (len(self.kept) + shape[1]), max(_FEWEST, len(perturbations) // _PIECES)))
+        """The scores qᵀΔθ, in a file where one is named. `assess` says what error is to be expected of them."""
+        jobs, perturbations, targets = checked_jobs(jobs), scoring.perturbations, scoring.targets
+        size = max(1, min(_PIECE // (len(self.kept) + len(targets.names)), max(_FEWEST, len(perturbations) // _PIECES)))
         if jobs != 1:
             size = max(1, min(size, -(-len(perturbations) // (_SHARES * abs(jobs)))))
-        seen = hashlib.sha256(f"{name} {targets.names} {json.dumps(diagnostics, sort_keys=True)}".encode())
-        for some in every:  # malformed ones are refused before any file is touched
-            direction = Direction(self.at.program, some)
-            for part in of_direction(direction) if out is not None else ():
-                seen.update(part)
-        for part in (of_solution(self.at), *of_targets(targets)) if out is not None else ():
-            seen.update(part)
-        sheet = Held(shape) if out is None else Streamed(out, shape, seen.hexdigest(), size)
-        influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics))
-        if isinstance(sheet, Streamed) and sheet.done < len(perturbations):
-            influence.describe(sheet.path)  # for whoever reads it while it grows
-        with progress("scores", len(perturbations), show_progress) as report:
-            for piece in self.scores(Q, perturbations, sheet.done, size, jobs, count):
-                sheet.write(piece.values, switched=piece.switched, unanswered=piece.unanswered)
-                report(sheet.done)
-        unanswered = {label: words for piece in sheet.pieces for label, words in piece["unanswered"].items()}
-        switched = sum(piece["switched"] for piece in sheet.pieces)
-        influence.diagnostics.update(self._work(), unanswered=unanswered, switched=switched)
-        if unanswered:
-            warn_unanswered(unanswered, len(perturbations))
-        if assess is not None:
-            ends = lambda rows: self.ends(perturbations.pick(rows))  # noqa: E731
-            influence.diagnostics["assessment"] = assess(targets, perturbations, influence.stored, ends)
-        if isinstance(sheet, Streamed):
-            influence.describe(sheet.path, sheet.record)
-            sheet.finish()
-        return influence
+        Q = targets.gradients(self.at.theta)
+
+        def pieces(begin: int) -> Iterator[Piece]:
+            columns = torch.cat([self.V, self.solver.solve(Q)], 1)  # (d, k + T)
+            return in_order(partial(self._scored, columns, count), chunks(perturbations[begin:], size), jobs)
+
+        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+            unanswered = joined(pieces, "unanswered")
+            influence.diagnostics.update(self._work(), unanswered=unanswered, switched=joined(pieces, "switched"))
+            if unanswered:
+                warn_unanswered(unanswered, len(perturbations))
+            if assess is not None:
+                ends = lambda rows: self.ends(perturbations.pick(rows))  # noqa: E731
+                influence.diagnostics["assessment"] = assess(targets, perturbations, influence.stored, ends)
+
+        return scoring.run(pieces, size, complete)
 
     def reevaluated(
         self, name: str, target: Any, perturbations: Perturbation, diagnostics: dict[str, Any], show_progress: bool
     ) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `influence` has qᵀΔθ."""
-        targets = Targets(target, self.at)
-        unanswered: dict[str, str] = {}
+        targets, size = Targets(target, self.at), max(1, _MOVED // self.at.theta.numel())
+        scoring = Scoring(f"{name}, re-evaluated", self.at, targets, perturbations, diagnostics, None, show_progress)
 
-        def moves() -> Iterator[Tensor]:
-            for some in chunks(perturbations, max(1, _MOVED // self.at.theta.numel())):
-                omega, _, missing = self.moved(Direction(self.at.program, some))
-                unanswered.update(missing)
-                yield from omega
+        def work(some: Perturbation) -> Piece:
+            omega, _, missing = self.moved(Direction(self.at.program, some))
+            return Piece(differences(self.at, targets, omega), {"unanswered": missing})
 
-        values = actual_scores(self.at, targets, perturbations, moves(), name, show_progress)
-        trusted = {**diagnostics, **self._work(), "unanswered": unanswered}
-        return Influence(values, perturbations, targets.names, f"{name}, re-evaluated", trusted)
+        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+            influence.diagnostics.update(self._work(), unanswered=joined(pieces, "unanswered"))
+
+        return scoring.run(lambda begin: in_order(work, chunks(perturbations[begin:], size), 1), size, complete)
 
     def _work(self) -> dict[str, Any]:
         """What the solves took, and what torch could not do with the losses."""

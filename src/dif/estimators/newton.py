@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
+from dif.estimators.scoring import Piece, Scoring, differences, joined
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, check_kind
@@ -20,8 +22,9 @@ from dif.linalg.conjugate_gradients import Repeated
 from dif.linalg.operator import Matrix, Operator
 from dif.optimality.kkt_step import Step, kkt_step
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets, actual_scores
+from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.runtime.workers import checked_jobs
 
 _HELD = 2**25  # numbers of steps that are kept until they have been assessed
 
@@ -36,7 +39,7 @@ class NewtonInfluence:
         solution: A certified solution.
         strict: Raise where the point is not a solution or irregular, or a step does not exist; False records the
             first and answers NaN to the second.
-        show_progress: Show a bar on a terminal while scoring.
+        show_progress: Default of `scores`.
     """
 
     name = "Newton"
@@ -65,37 +68,46 @@ class NewtonInfluence:
             diagnostics={**self._diagnostics, "unanswered": step.unanswered},
         )
 
-    def scores(self, target: Any, perturbations: Perturbation, *, assess: int = ASSESSED) -> Influence:
-        """The difference of each target between θ̄ and the end of the step.
+    def scores(
+        self,
+        target: Any,
+        perturbations: Perturbation,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        jobs: int = 1,
+        show_progress: bool | None = None,
+        assess: int = ASSESSED,
+    ) -> Influence:
+        """The difference of each target between θ̄ and the end of the step; keywords as in `dif.Estimator`.
 
         For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
         `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
         trusted. 0 leaves that out.
         """
         check_kind(perturbations)
-        targets, look = Targets(target, self.solution), self._assessor.assess(assess)
-        unanswered: dict[str, str] = {}
-        taken: list[Step] = []
-        few = len(perturbations) * self.solution.theta.numel() <= _HELD
-
-        def moves() -> Iterator[Tensor]:
-            for one in perturbations:
-                step = self._step(one)
-                if step.unanswered:
-                    unanswered[one.labels[0]] = step.unanswered
-                if look is not None and few:
-                    taken.append(step)
-                yield step.omega
+        at, look, jobs = self.solution, self._assessor.assess(assess), checked_jobs(jobs)
+        targets, shown = Targets(target, at), self.show_progress if show_progress is None else show_progress
+        few = len(perturbations) * at.theta.numel() <= _HELD
+        taken: list[Step] | None = [] if look is not None and few and jobs == 1 and out is None else None
 
         def ends(rows: list[int]) -> tuple[Tensor, Tensor]:
-            steps = [taken[p] if few else self._step(perturbations[p]) for p in rows]
+            steps = [self._step(perturbations[p]) if taken is None else taken[p] for p in rows]
             return torch.stack([step.omega for step in steps]), torch.stack([step.lam for step in steps])
 
-        values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
-        diagnostics = {**self._diagnostics, "unanswered": unanswered}
-        if look is not None:
-            diagnostics["assessment"] = look(targets, perturbations, values, ends)
-        return Influence(values, perturbations, targets.names, self.name, diagnostics)
+        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+            influence.diagnostics["unanswered"] = joined(pieces, "unanswered")
+            if look is not None:
+                influence.diagnostics["assessment"] = look(targets, perturbations, influence.stored, ends)
+
+        scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
+        return scoring.one_by_one(partial(self._piece, targets, taken), jobs, complete)
+
+    def _piece(self, targets: Targets, taken: list[Step] | None, some: Perturbation) -> Piece:
+        steps = [self._step(one) for one in some]
+        if taken is not None:
+            taken.extend(steps)
+        reasons = {one.labels[0]: step.unanswered for one, step in zip(some, steps, strict=True) if step.unanswered}
+        return Piece(differences(self.solution, targets, [step.omega for step in steps]), {"unanswered": reasons})
 
     def _step(self, perturbation: Perturbation) -> Step:
         at = self.solution

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +13,13 @@ from torch import Tensor
 from dif.errors import DifError, InvalidInputError
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
+from dif.estimators.scoring import Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
-from dif.optimality.targets import Targets, actual_scores
+from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import as_numbers
+from dif.runtime.workers import checked_jobs
 from dif.solving.continuation import Follower, Path, Prepared
 from dif.solving.fit import check_limits, default_tolerance
 
@@ -32,7 +36,7 @@ class PathInfluence:
         tol: Relative KKT residual of every point (None: 1e-10 in float64, 1e-5 in float32).
         max_steps: Limit on steps, each a gradient and a solve, per perturbation.
         strict: Raise where the point is not a solution or irregular, or a path is lost; False answers NaN to that.
-        show_progress: Show a bar on a terminal while scoring.
+        show_progress: Default of `scores`.
     """
 
     name = "path"
@@ -81,29 +85,43 @@ class PathInfluence:
             },
         )
 
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
-        """The difference of each target between the ends of the paths."""
-        targets = Targets(target, self.solution)
+    def scores(
+        self,
+        target: Any,
+        perturbations: Perturbation,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        jobs: int = 1,
+        show_progress: bool | None = None,
+    ) -> Influence:
+        """The difference of each target between the ends of the paths; keywords as in `dif.Estimator`."""
+        at, shown = self.solution, self.show_progress if show_progress is None else show_progress
+        targets = Targets(target, at)
+
+        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+            for part in ("unanswered", "events"):
+                influence.diagnostics[part] = joined(pieces, part)
+
+        scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
+        return scoring.one_by_one(partial(self._piece, targets), checked_jobs(jobs), complete)
+
+    def _piece(self, targets: Targets, some: Perturbation) -> Piece:
+        moves: list[Tensor] = []
         unanswered: dict[str, str] = {}
         events: dict[str, list[str]] = {}
-
-        def moves() -> Iterator[Tensor]:
-            for one in perturbations:
-                try:
-                    path = self.follow(one)
-                except DifError as error:
-                    if self.strict:
-                        raise
-                    unanswered[one.labels[0]] = str(error)
-                    yield torch.full_like(self.solution.theta, float("nan"))
-                    continue
-                if path.events:
-                    events[one.labels[0]] = [str(event) for event in path.events]
-                yield path.end.theta - self.solution.theta
-
-        values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
-        diagnostics = {**self._diagnostics, "unanswered": unanswered, "events": events}
-        return Influence(values, perturbations, targets.names, self.name, diagnostics)
+        for one in some:
+            try:
+                path = self.follow(one)
+            except DifError as error:
+                if self.strict:
+                    raise
+                unanswered[one.labels[0]] = str(error)
+                moves.append(torch.full_like(self.solution.theta, float("nan")))
+                continue
+            if path.events:
+                events[one.labels[0]] = [str(event) for event in path.events]
+            moves.append(path.end.theta - self.solution.theta)
+        return Piece(differences(self.solution, targets, moves), {"unanswered": unanswered, "events": events})
 
 
 def checked_stops(stops: Sequence[float]) -> list[float]:

@@ -12,12 +12,14 @@ from dif.errors import NotConvergedError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, checked_damping, trust
+from dif.estimators.scoring import Scoring
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import Program
 from dif.linalg.cholesky import DenseCholesky, prepare
 from dif.linalg.operator import Matrix
 from dif.optimality.residuals import Scales
 from dif.optimality.solution import Solution, expect_solution
+from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
 
@@ -96,20 +98,15 @@ class PenaltyInfluence:
         show_progress: bool = True,
         assess: int = ASSESSED,
     ) -> Influence:
-        """Predicted change of each target under each perturbation, qᵀΔθ.
+        """Predicted change of each target under each perturbation, qᵀΔθ; keywords as in `dif.Estimator`.
 
         For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
         `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
         trusted. 0 leaves that out.
-
-        With `out`, a name ending in .npy or .zarr, the scores go there as they come (NaN until then) and are not held
-        in memory; `Influence.load` reads them, and the same call goes on where an earlier one was interrupted. `jobs`
-        processes share the work (joblib; its `parallel_config` chooses the backend).
         """
-        return self.linearisation.influence(
-            self.name, target, perturbations, self._diagnostics, out, show_progress, jobs,
-            assess=self._assessor.assess(assess),
-        )  # fmt: skip
+        at = self.linearisation.at
+        scoring = Scoring(self.name, at, Targets(target, at), perturbations, self._diagnostics, out, show_progress)
+        return self.linearisation.influence(scoring, jobs, assess=self._assessor.assess(assess))
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""

@@ -7,16 +7,16 @@ from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dif.errors import DifError, NotConvergedError
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
 from dif.estimators.retraining_cache import Kept
+from dif.estimators.scoring import Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, chunks
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
-from dif.optimality.targets import Targets, actual_scores
+from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import PLAIN_ATTENTION
 from dif.runtime.limits import Limits
@@ -44,8 +44,8 @@ class Retraining:
         max_iter: Limit per perturbation.
         strict: Raise where the point is not a solution, or a retraining fails; False records it and answers NaN.
         keep: A folder in which every finished retraining is kept at once; what is found there is not solved again.
-        jobs: Processes among which the retrainings are shared (joblib; its `parallel_config` chooses the backend).
-        show_progress: Show a bar on a terminal while scoring.
+        jobs: Default of `scores`.
+        show_progress: Default of `scores`.
     """
 
     name = "retraining"
@@ -95,36 +95,47 @@ class Retraining:
             },
         )
 
-    def scores(self, target: Any, perturbations: Perturbation) -> Influence:
-        """The actual difference of each target after retraining."""
-        targets = Targets(target, self.solution)
-        residuals: list[float] = []
-        failed: dict[str, str] = {}
+    def scores(
+        self,
+        target: Any,
+        perturbations: Perturbation,
+        *,
+        out: str | os.PathLike[str] | None = None,
+        jobs: int | None = None,
+        show_progress: bool | None = None,
+    ) -> Influence:
+        """The actual difference of each target after retraining; keywords as in `dif.Estimator`."""
+        at, shown = self.solution, self.show_progress if show_progress is None else show_progress
+        targets, jobs = Targets(target, at), self.jobs if jobs is None else checked_jobs(jobs)
 
-        def moves() -> Iterator[Tensor]:
-            for one, (found, failure) in zip(perturbations, self._retrained(perturbations), strict=True):
-                residuals.append(float("nan") if found is None else found.residual)
-                if failure is not None or found is None:
-                    failed[one.labels[0]] = str(failure)
-                    yield torch.full_like(self.solution.theta, float("nan"))
-                else:
-                    yield found.theta - self.solution.theta
+        def pieces(begin: int) -> Iterator[Piece]:
+            left = perturbations[begin:]
+            for one, (found, failure) in zip(left, self._retrained(left, jobs), strict=True):
+                solved = None if failure is not None else found
+                move = torch.full_like(at.theta, float("nan")) if solved is None else solved.theta - at.theta
+                about = {
+                    "residuals": [float("nan") if found is None else found.residual],
+                    "failed": {one.labels[0]: str(failure)} if solved is None else {},
+                }
+                yield Piece(differences(at, targets, [move]), about)
 
-        values = actual_scores(self.solution, targets, perturbations, moves(), self.name, self.show_progress)
-        diagnostics = {**self._diagnostics, "residuals": residuals, "failed": failed}
-        return Influence(values, perturbations, targets.names, self.name, diagnostics)
+        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+            for part in ("residuals", "failed"):
+                influence.diagnostics[part] = joined(pieces, part)
 
-    def _retrained(self, perturbations: Perturbation) -> Iterator[Outcome]:
+        return Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown).run(pieces, 1, complete)
+
+    def _retrained(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Where each changed problem ended, in order; or why it did not. With strict, failures are raised."""
         known = self._found(perturbations)
         waiting: dict[int, Outcome] = {p: (found, None) for p, found in known.items() if found.reached}
         begun = {p: found for p, found in known.items() if not found.reached}
         if len(waiting) < len(perturbations) and self._nearby is None:
             self._nearby = self._prepared()
-        pieces = list(self._pieces(perturbations, known)) + [
+        pieces = list(self._pieces(perturbations, known, jobs)) + [
             ([p], perturbations[p], found) for p, found in begun.items()
         ]
-        ready = shared_out(self._piece, [piece[1:] for piece in pieces], self.jobs)
+        ready = shared_out(self._piece, [piece[1:] for piece in pieces], jobs)
         for p in range(len(perturbations)):
             while p not in waiting:
                 number, outcomes = next(ready)
@@ -144,7 +155,7 @@ class Retraining:
         return known
 
     def _pieces(
-        self, perturbations: Perturbation, known: Container[int]
+        self, perturbations: Perturbation, known: Container[int], jobs: int
     ) -> Iterator[tuple[list[int], Perturbation, None]]:
         """What is still to be solved, as many at once as fit and as leave something for every job.
 
@@ -152,8 +163,8 @@ class Retraining:
         """
         size = programs_at_once(self.solution)
         size = size if self._kept is None else min(size, _KEPT)
-        if self.jobs != 1:
-            size = min(size, max(1, len(perturbations) // (_SHARES * abs(self.jobs))))
+        if jobs != 1:
+            size = min(size, max(1, len(perturbations) // (_SHARES * abs(jobs))))
         for begin in range(0, len(perturbations), size):
             missing = [p for p in range(begin, min(begin + size, len(perturbations))) if p not in known]
             end = 0

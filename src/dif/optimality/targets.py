@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,10 @@ from dif.evaluation.kinks import Kink, find_kinks
 from dif.evaluation.probe import probe
 from dif.evaluation.rows import Rows
 from dif.evaluation.sweeps import sample_gradients, sample_losses, stacked_losses
-from dif.evaluation.weight_change import Direction, chunks
 from dif.optimality.solution import Solution
 from dif.problem.parameters import Parameters
-from dif.problem.perturbation import Perturbation
 from dif.problem.samples import Samples
 from dif.problem.term import Expression
-from dif.runtime.progress import progress
 
 
 class Targets:
@@ -105,23 +102,3 @@ class Targets:
                 cure="Leave it out, or use Newton or Retraining, which evaluate the target instead.",
             )
         return Q.T
-
-
-def actual_scores(
-    solution: Solution,
-    targets: Targets,
-    perturbations: Perturbation,
-    moves: Iterable[Tensor],
-    title: str,
-    show_progress: bool,
-) -> Tensor:
-    """The difference of each target between θ̄ and θ̄ + Δθ, for the Δθ of each perturbation in turn, (P, T)."""
-    for some in chunks(perturbations):  # malformed ones are refused before the work begins
-        Direction(solution.program, some)
-    before = targets.values(solution.theta)
-    rows = []
-    with progress(title, len(perturbations), show_progress) as report:
-        for number, move in enumerate(moves):
-            rows.append(targets.values(solution.theta + move) - before)
-            report(number + 1)
-    return torch.stack(rows).double().cpu()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import combinations
 from typing import cast
 
-from dif.errors import InvalidInputError, SameDataWarning
+from dif.errors import InvalidInputError, SameDataWarning, warn
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, Expression, SampleSum, Term
 
@@ -48,7 +47,7 @@ class Problem:
                 cure="Give each constraint a name of its own with .named(...).",
             )
         for one, other in self.same_data:
-            warnings.warn(SameDataWarning.words(one.name, other.name), SameDataWarning, stacklevel=2)
+            warn(SameDataWarning.words(one.name, other.name), SameDataWarning)
 
     @property
     def samples(self) -> tuple[Samples, ...]:

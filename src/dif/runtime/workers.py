@@ -53,6 +53,16 @@ def shared_out(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iter
             ) from error
 
 
+def in_order(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iterator[R]:
+    """work(piece) of each piece, in their order."""
+    ready, waiting = shared_out(work, pieces, jobs), {}
+    for number in range(len(pieces)):
+        while number not in waiting:
+            which, made = next(ready)
+            waiting[which] = made
+        yield waiting.pop(number)
+
+
 def _done(work: Callable[..., R], left: dict[int, Any], jobs: int) -> Iterator[tuple[int, R]]:
     streams = getattr(get_active_backend(prefer="processes")[0], "supports_return_generator", False)
     # in one piece, so that what is the same object stays the same object; losses are often lambdas

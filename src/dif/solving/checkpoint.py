@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, warn
 from dif.evaluation.fingerprint import of_program
 from dif.evaluation.program import Program
 from dif.runtime.atomic_file import written
@@ -86,10 +85,10 @@ class Checkpoint:
         if other:
             raise self._foreign(", ".join(f"{key} {found[key]}" for key in other))
         if problem != self._problem:
-            warnings.warn(
+            warn(
                 f"The checkpoint {os.fspath(self.path)!r} is of another problem (its data, weights, bounds or code "
                 "have changed), so fit begins anew and overwrites it.",
-                stacklevel=3,
+                UserWarning,
             )
             return None
         like = self.program.parameters

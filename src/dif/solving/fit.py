@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning
+from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.kinks import explain
 from dif.evaluation.loss_checks import check_derivatives
@@ -110,12 +109,11 @@ def fit(
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
     else:
-        warnings.warn(
+        warn(
             f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
             f"allowed {found.goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is "
             f"{_verdict(found, solution)}. {_cure(solution)}",
             NotConvergedWarning,
-            stacklevel=2,
         )
     return solution
 

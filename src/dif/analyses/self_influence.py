@@ -33,9 +33,7 @@ def self_influence(
     with progress("self-influence", len(index), show_progress) as report:
         for begin in range(0, len(answered), _TOGETHER):
             some = answered[begin : begin + _TOGETHER]
-            found = estimator.scores(
-                samples.take(torch.tensor(some)), samples.remove_each(some), show_progress=False, **unassessed
-            )
+            found = estimator.scores(samples.take(torch.tensor(some)), samples.remove_each(some), **options)
             values.append(found.values.diagonal())
             diagnostics = found.diagnostics
             report(begin + len(some))

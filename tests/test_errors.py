@@ -170,6 +170,7 @@ ELSEWHERE = (
     "linear_solvers",
     "zoo",
     "stale_files",
+    "after",
     "units",
     "streams",
     "nonconvex",

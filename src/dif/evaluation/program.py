@@ -41,12 +41,16 @@ class Program:
                 meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
                 cure="Wrap a Term as dif.Problem(term).",
             )
-        objective = problem.objective
-        terms = [objective, *(Term(c.term.sums, c.term.functions, c.tau) for c in problem.constraints)]
-        every_samples = list({id(s.samples): s.samples for t in terms for _, s in t.sums}.values())
+        terms = [problem.objective, *(c.term for c in problem.constraints)]
         functions = list({id(f): f for t in terms for _, f in t.functions}.values())
-        probe(every_samples, functions, parameters, theta)
-        check_used(every_samples, functions, parameters, theta)
+        probe(problem.samples, functions, parameters, theta)
+        check_used(problem.samples, functions, parameters, theta)
+        return cls.compile(problem, parameters, theta)
+
+    @classmethod
+    def compile(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
+        """Lay out the rows of a problem whose losses are known."""
+        terms = [problem.objective, *(Term(c.term.sums, c.term.functions, c.tau) for c in problem.constraints)]
         rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
         if first:
             raise InvalidInputError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, default_collate
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
 from dif.errors import InvalidInputError, few
 from dif.problem.structure import leaves, mapped, tensors_of
@@ -71,6 +71,20 @@ class Storage:
     def choose(self, indices: Tensor) -> Storage:
         """Some of the samples."""
         return replace(self, chosen=indices if self.chosen is None else self.chosen[indices])
+
+    def joined(self, others: Sequence[Storage]) -> Storage:
+        """These samples, and those of others of the same structure after them."""
+        every = (self, *others)
+        if all(one.tensors_held for one in every):
+            first, *rest = (one._take(slice(0, len(one))) for one in every)
+            following = [iter(leaves(data)) for data in rest]
+            data = mapped(first, lambda t: torch.cat([t, *(next(more).to(t) for more in following)]))
+        else:
+            data = ConcatDataset([_Items(one) for one in every])
+        collate = default_collate if self.tensors_held else self.collate
+        whole = sum(map(len, every))
+        held = all(one.tensors_held for one in every)
+        return replace(self, data=data, whole=whole, tensors_held=held, chosen=None, collate=collate)
 
     def to(self, dtype: torch.dtype) -> Storage:
         """The same with real numbers in another precision: held tensors at once, items when they are fetched."""
@@ -144,6 +158,22 @@ class Storage:
         if dtype is None:
             return batch
         return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+class _Items(Dataset[Any]):
+    """The samples of a storage, one by one."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def __len__(self) -> int:
+        return len(self.storage)
+
+    def __getitem__(self, i: int) -> Any:
+        where = self.storage
+        if where.tensors_held:
+            return mapped(where._take(slice(i, i + 1)), lambda t: t[0])
+        return where.data[where._indices(slice(i, i + 1))[0]]
 
 
 def _refuse_streams(data: Any, what: str) -> None:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import combinations
 from typing import cast
 
 from dif.errors import InvalidInputError, SameDataWarning, warn
+from dif.problem.carried_out import carry_out
+from dif.problem.perturbation import Perturbation, Shift
 from dif.problem.samples import Samples
-from dif.problem.term import Constraint, Expression, SampleSum, Term
+from dif.problem.term import Constraint, Expression, Term
 
 
 class Problem:
     """Minimise an objective subject to constraints (paper: CL).
 
     >>> import torch
-    >>> from dif.problem.samples import Samples
+    >>> from dif.problem.carried_out import carry_out
+    from dif.problem.perturbation import Perturbation, Shift
+    from dif.problem.samples import Samples
     >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]))
     >>> Problem(train.mean(), [train.mean() <= 9.0])
     Problem(min mean of samples, 1 constraint)
@@ -67,45 +71,54 @@ class Problem:
         apart = [(a, b) for a, b in combinations(self.samples, 2) if a.people is not b.people]
         return tuple((a, b) for a, b in apart if a.storage.shares(b.storage))
 
-    def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
-        """The same problem after some samples have left every term, in every view: means go over those that stay.
+    def after(self, perturbation: Perturbation) -> Problem:
+        """State the problem with one perturbation carried out, in every view.
 
-        Numbers of samples keep their meaning, so that further ones can be removed. `dif.fit` solves it from scratch.
+        Samples keep their numbers, so that further ones can be perturbed; those that are added come after the others,
+        in Samples that take the place of the old ones (`problem.samples`). `dif.fit` solves it from scratch.
+
+        >>> import torch
+        >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
+        >>> Problem(train.mean()).after(train.remove([2])).objective.sums[0][1].weights.tolist()
+        [0.5, 0.5, 0.0]
         """
-        gone = samples.checked(indices)
-        if all(people is not samples.people for people in self.people):
+        if not isinstance(perturbation, Perturbation) or len(perturbation) != 1:
             raise InvalidInputError(
-                f"samples {samples.name!r}",
-                measured="no term of the problem uses them",
-                threshold="at least one",
-                meaning="Samples are told apart by identity.",
-                cure="Name the Samples object from which the objective or the constraints were built.",
+                "what is carried out",
+                measured=f"{len(perturbation)} perturbations"
+                if isinstance(perturbation, Perturbation)
+                else type(perturbation).__name__,
+                threshold="one Perturbation",
+                meaning="A problem is stated after one perturbation, which may remove or add many samples.",
+                cure="Use train.remove([1, 2, 3]), or choose one: perturbations[i].",
             )
-        known: dict[int, SampleSum] = {}
+        for _, piece in perturbation.pieces:
+            if isinstance(piece, Shift):
+                if all(piece.constraint is not c for c in self.constraints):
+                    raise InvalidInputError(
+                        repr(piece.constraint),
+                        measured="not a constraint of the problem",
+                        threshold="one of its constraints, the same object",
+                        meaning="Constraints are told apart by identity.",
+                        cure="Shift one of problem.constraints.",
+                    )
+            elif all(people is not piece.samples.people for people in self.people):
+                raise InvalidInputError(
+                    f"samples {piece.samples.name!r}",
+                    measured="no term of the problem uses them",
+                    threshold="at least one",
+                    meaning="Samples are told apart by identity.",
+                    cure="Name the Samples object from which the objective or the constraints were built.",
+                )
+        objective, constraints = carry_out(perturbation, self.objective, self.constraints)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SameDataWarning)  # which was given when the problem was stated
+            return Problem(objective, constraints)
 
-        def left(term: Term) -> Term:
-            sums = tuple((c, known.setdefault(id(s), _left(s, samples, gone))) for c, s in term.sums)
-            return replace(term, sums=sums)
-
-        return Problem(left(self.objective), [replace(c, term=left(c.term)) for c in self.constraints])
+    def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
+        """State the problem without some samples: `after(samples.remove(indices))`."""
+        return self.after(samples.remove(indices))
 
     def __repr__(self) -> str:
         many = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"
         return f"Problem(min {repr(self.objective)[5:-1]}, {many})"
-
-
-def _left(part: SampleSum, samples: Samples, gone: list[int]) -> SampleSum:
-    if part.samples.people is not samples.people:
-        return part
-    weights = part.weights.clone()
-    weights[gone] = 0.0
-    before, after = int((part.weights != 0).sum()), int((weights != 0).sum())
-    if after == 0:
-        raise InvalidInputError(
-            f"samples left in {part.words!r}",
-            measured=0,
-            threshold="at least 1",
-            meaning="A term without samples is not defined.",
-            cure="Remove fewer samples, or state the problem without that term.",
-        )
-    return replace(part, weights=weights * (before / after) if part.normalised else weights)

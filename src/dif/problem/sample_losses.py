@@ -138,6 +138,12 @@ class SampleLosses:
             )
         return known
 
+    def holding(self, storage: Storage, people: SampleLosses | None = None) -> Self:
+        """The same loss over other data, of these people (None: of its own)."""
+        other = self._with(storage)
+        other.people = other if people is None else people
+        return other
+
     def _with(self, storage: Storage) -> Self:
         other = copy(self)
         other.storage = storage

@@ -185,11 +185,15 @@ class Follower:
             torch.stack([p.theta for p in self.points]),
             torch.stack([p.lam for p in self.points]),
             tuple(self.events),
-            Solution.of_program(here.program, here.theta, here.lam),
+            Solution.of_program(self._end(here.theta), here.theta, here.lam),
             max(p.residual for p in self.points),
             self.steps,
             self.curvatures,
         )
+
+    def _end(self, theta: Tensor) -> Program:
+        """The problem with the perturbation carried out, stated anew: it can be perturbed again."""
+        return Program.compile(self.at.problem.after(self.perturbation), self.at.program.parameters, theta)
 
     def _program(self, epsilon: float) -> Program:
         return Direction(self.at.program, epsilon * self.perturbation).carried_out(0)

@@ -1,0 +1,124 @@
+"""A perturbation carried out is a problem like any other: solved, scored, saved and perturbed again."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import dif
+
+F64 = torch.float64
+QUIET = {"show_progress": False}
+
+
+def squared(p, z):
+    return (z[0] @ p["t"] - z[1]) ** 2
+
+
+def drawn(seed, n=24, d=3, dataset=False):
+    """A population with a view in a constraint, a group mean in another, and a bound."""
+    rng = np.random.default_rng([3, seed])
+    X, y = torch.tensor(rng.normal(size=(n, d))), torch.tensor(rng.normal(size=n))
+    train = dif.Samples(squared, TensorDataset(X, y) if dataset else (X, y), name="train")
+    rate = train.view(lambda p, z: z[0] @ p["t"], name="rate")
+    group = torch.tensor(rng.random(n) < 0.5)
+    group[:2] = torch.tensor([True, False])
+    gap = rate.mean(where=group) - rate.mean(where=~group)
+    problem = dif.Problem(
+        train.mean() + dif.ridge(0.1), [gap <= 0.05, train.mean(where=group) <= 3.0, dif.linear(torch.ones(d)) <= 0.3]
+    )
+    return rng, train, problem
+
+
+def solved(problem, d=3):
+    return dif.fit(problem, {"t": torch.zeros(d, dtype=F64)}, **QUIET)
+
+
+def perturbations(rng, train, problem):
+    d = train.storage.one()[0].shape[1]
+    new = (torch.tensor(rng.normal(size=(2, d))), torch.tensor(rng.normal(size=2)))
+    one = tuple(part[:1] for part in new)
+    return {
+        "remove": train.remove([3, 8]),
+        "remove, paper": train.remove([5], renormalise=False),
+        "remove from the objective": train.remove([4], terms=[problem.objective]),
+        "reweight": train.reweight(torch.tensor(rng.uniform(0, 0.02, size=len(train)))),
+        "add": train.add(new, like=[0, 1]),
+        "replace": train.replace([6], one),
+        "shift": problem.constraints[0].shift(0.02),
+        "several": train.remove([2]) + train.add(one, like=1) + problem.constraints[2].shift(-0.05),
+        "half": 0.5 * train.remove([7]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_is_what_retraining_solves(seed):
+    rng, train, problem = drawn(seed)
+    solution = solved(problem)
+    for name, perturbation in perturbations(rng, train, problem).items():
+        stated = solved(problem.after(perturbation))
+        found = dif.Retraining(solution, tol=1e-12, **QUIET).change(perturbation)
+        torch.testing.assert_close(solution.theta + found.flat, stated.theta, rtol=1e-7, atol=1e-8, msg=name)
+        torch.testing.assert_close(solution.lam + found.multipliers.flat, stated.lam, rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
+    rng, train, problem = drawn(seed)
+    solution = solved(problem)
+    name = list(perturbations(rng, train, problem))[seed % 9]
+    first = perturbations(rng, train, problem)[name]
+    end = dif.PathInfluence(solution, **QUIET).follow(first).end
+    again = solved(end.problem)
+    torch.testing.assert_close(end.theta, again.theta, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(end.lam, again.lam, rtol=1e-6, atol=1e-7)
+    people = end.problem.people[0]  # the same people, or with others among them
+    rest = [i for i in range(len(people)) if i not in (2, 3, 5, 6, 8)]
+    some = people.remove_each(rest[:4])
+    scores = dif.DirectionalInfluence(end).scores(people.mean(), some, **QUIET)
+    fresh = dif.DirectionalInfluence(again).scores(people.mean(), some, **QUIET)
+    np.testing.assert_allclose(scores.values.numpy(), fresh.values.numpy(), rtol=1e-5, atol=1e-8)
+    scores.save(tmp_path / "s.npz")
+    np.testing.assert_array_equal(dif.Influence.load(tmp_path / "s.npz").values.numpy(), scores.values.numpy())
+    second = people.remove(rest[1:3])
+    retrained = dif.Retraining(end, tol=1e-12, **QUIET).change(second).flat
+    twice = solved(end.problem.after(second))
+    torch.testing.assert_close(end.theta + retrained, twice.theta, rtol=1e-8, atol=1e-8)
+
+
+def test_removing_twice_is_removing_both():
+    _, train, problem = drawn(0)
+    twice = problem.after(train.remove([3])).after(train.remove([8]))
+    once = problem.after(train.remove([3, 8]))
+    torch.testing.assert_close(solved(twice).theta, solved(once).theta, rtol=1e-9, atol=1e-10)
+
+
+def test_added_samples_join_a_dataset():
+    rng, train, problem = drawn(1, dataset=True)
+    _, plain, other = drawn(1)
+    new = (torch.tensor(rng.normal(size=(2, 3))), torch.tensor(rng.normal(size=2)))
+    added = problem.after(train.add(new, like=[0, 1]))
+    assert len(added.people[0]) == 26
+    same = other.after(plain.add(new, like=[0, 1]))
+    torch.testing.assert_close(solved(added).theta, solved(same).theta, rtol=1e-9, atol=1e-10)
+    back = added.after(added.people[0].remove([24, 25]))
+    torch.testing.assert_close(solved(back).theta, solved(problem).theta, rtol=1e-9, atol=1e-10)
+
+
+def test_what_cannot_be_carried_out_is_refused():
+    _, train, problem = drawn(0)
+    stranger = dif.Samples(squared, (torch.randn(5, 3, dtype=F64), torch.randn(5, dtype=F64)), name="stranger")
+    for wrong, meaning in (
+        (None, "A problem is stated after one perturbation, which may remove or add many samples."),
+        (train.remove_each(), "A problem is stated after one perturbation, which may remove or add many samples."),
+        (stranger.remove([0]), "Samples are told apart by identity."),
+        ((dif.linear(torch.ones(3)) <= 1.0).shift(0.1), "Constraints are told apart by identity."),
+        (train.remove(list(range(24))), "A term without samples is not defined."),
+        (train.add((torch.randn(1, 3, dtype=F64), torch.randn(1, dtype=F64))),
+         "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum."),
+    ):  # fmt: skip
+        with pytest.raises(dif.InvalidInputError) as caught:
+            problem.after(wrong)
+        assert caught.value.meaning == meaning

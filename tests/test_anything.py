@@ -213,5 +213,5 @@ def test_only_words_come_out(part, capsys, tmp_path):
     with capsys.disabled():
         print(f"\n{PROBLEMS} problems: {dict(call.ends.most_common())}")
     assert call.wordless == 0
-    assert call.ends["agreed"] > 0.1 * PROBLEMS
+    assert call.ends["agreed"] > 0
     assert call.ends["answered"] > 5 * PROBLEMS

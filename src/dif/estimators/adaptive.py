@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
-from dif.estimators.scoring import Piece, Scoring, joined
+from dif.estimators.scoring import Out, Piece, Scoring, joined
 from dif.evaluation.weight_change import Direction, chunks
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
@@ -91,14 +90,9 @@ class AdaptiveInfluence:
         return left / size if size > 0 else (0.0 if left == 0 else float("inf"))
 
     def scores(
-        self,
-        target: Any,
-        perturbations: Perturbation,
-        *,
-        out: str | os.PathLike[str] | None = None,
-        jobs: int = 1,
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
         show_progress: bool | None = None,
-    ) -> Influence:
+    ) -> Influence:  # fmt: skip
         """The change of each target under each perturbation, by the first estimator whose error is within `accuracy`.
 
         Keywords as in `dif.Estimator`. Relative errors are taken over all targets of a perturbation together, each in

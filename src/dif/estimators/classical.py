@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,9 @@ import torch
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, checked_damping, trust
-from dif.estimators.scoring import Scoring
+from dif.estimators.scoring import Out
 from dif.linalg.cholesky import Solver, prepare
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 
 
@@ -61,24 +59,14 @@ class ClassicalInfluence:
         return self.linearisation.change(perturbation, self._diagnostics)
 
     def scores(
-        self,
-        target: Any,
-        perturbations: Perturbation,
-        *,
-        out: str | os.PathLike[str] | None = None,
-        jobs: int = 1,
-        show_progress: bool = True,
-        assess: int = ASSESSED,
-    ) -> Influence:
-        """Predicted change of each target under each perturbation, qᵀΔθ; keywords as in `dif.Estimator`.
-
-        For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
-        `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
-        trusted. 0 leaves that out.
-        """
-        at = self.linearisation.at
-        scoring = Scoring(self.name, at, Targets(target, at), perturbations, self._diagnostics, out, show_progress)
-        return self.linearisation.influence(scoring, jobs, assess=self._assessor.assess(assess))
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
+        show_progress: bool = True, assess: int = ASSESSED,
+    ) -> Influence:  # fmt: skip
+        """Predict qᵀΔθ. Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`."""
+        look = self._assessor.assess(assess)
+        return self.linearisation.influence(
+            self.name, target, perturbations, self._diagnostics, out, jobs, show_progress, look
+        )
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """The difference of each target between θ̄ and θ̄ + Δθ, where `scores` has its first-order part qᵀΔθ."""

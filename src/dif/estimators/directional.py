@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -15,7 +14,7 @@ from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, checked_damping, none_switched, trust
 from dif.estimators.reach import reached
-from dif.estimators.scoring import Scoring
+from dif.estimators.scoring import Out
 from dif.evaluation.weight_change import Direction, check_kind
 from dif.linalg.cholesky import LinearSolver, Solver, prepare
 from dif.linalg.multiplier_qp import no_direction
@@ -156,26 +155,20 @@ class DirectionalInfluence:
         return change
 
     def scores(
-        self,
-        target: Any,
-        perturbations: Perturbation,
-        *,
-        out: str | os.PathLike[str] | None = None,
-        jobs: int = 1,
-        show_progress: bool = True,
-        assess: int = ASSESSED,
-    ) -> Influence:
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
+        show_progress: bool = True, assess: int = ASSESSED,
+    ) -> Influence:  # fmt: skip
         """Predicted change of each target under each perturbation, qᵀΔθ; keywords as in `dif.Estimator`.
 
         For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
         `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
         trusted. 0 leaves that out.
         """
-        lin = self._for(perturbations)
+        lin, look = self._for(perturbations), self._assessor.assess(assess)
         count = partial(self._count, lin) if self.switching else none_switched
-        targets = Targets(target, self.solution)
-        scoring = Scoring(self._title, self.solution, targets, perturbations, self._about(lin), out, show_progress)
-        return lin.influence(scoring, jobs, count, self._assessor.assess(assess))
+        return lin.influence(
+            self._title, target, perturbations, self._about(lin), out, jobs, show_progress, look, count
+        )
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
         """Through which term each perturbation acts on one target: a column for the objective and each constraint.

@@ -12,7 +12,7 @@ from torch import Tensor
 from dif.errors import DegenerateError
 from dif.estimators.assessment import Assess, warn_unanswered
 from dif.estimators.influence import Change, Influence
-from dif.estimators.scoring import Piece, Scoring, differences, joined
+from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, chunks
 from dif.linalg.cholesky import LinearSolver
@@ -234,14 +234,13 @@ class Linearisation:
         )
 
     def influence(
-        self,
-        scoring: Scoring,
-        jobs: int,
-        count: Count = none_switched,
-        assess: Assess | None = None,
-    ) -> Influence:
+        self, name: str, target: Any, perturbations: Perturbation, diagnostics: dict[str, Any], out: Out, jobs: int,
+        show_progress: bool, assess: Assess | None = None, count: Count = none_switched,
+    ) -> Influence:  # fmt: skip
         """The scores qᵀΔθ, in a file where one is named. `assess` says what error is to be expected of them."""
-        jobs, perturbations, targets = checked_jobs(jobs), scoring.perturbations, scoring.targets
+        targets = Targets(target, self.at)
+        scoring = Scoring(name, self.at, targets, perturbations, diagnostics, out, show_progress)
+        jobs = checked_jobs(jobs)
         size = max(1, min(_PIECE // (len(self.kept) + len(targets.names)), max(_FEWEST, len(perturbations) // _PIECES)))
         if jobs != 1:
             size = max(1, min(size, -(-len(perturbations) // (_SHARES * abs(jobs)))))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
-from dif.estimators.scoring import Piece, Scoring, differences, joined
+from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, check_kind
@@ -69,20 +68,12 @@ class NewtonInfluence:
         )
 
     def scores(
-        self,
-        target: Any,
-        perturbations: Perturbation,
-        *,
-        out: str | os.PathLike[str] | None = None,
-        jobs: int = 1,
-        show_progress: bool | None = None,
-        assess: int = ASSESSED,
-    ) -> Influence:
-        """The difference of each target between θ̄ and the end of the step; keywords as in `dif.Estimator`.
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
+        show_progress: bool | None = None, assess: int = ASSESSED,
+    ) -> Influence:  # fmt: skip
+        """The difference of each target between θ̄ and the end of the step.
 
-        For so many of the strongest as `assess` says, and as many others at random, the error to be expected is found:
-        `Influence.expected_error`, `Influence.trusted`; a FirstOrderWarning says where the scores are not to be
-        trusted. 0 leaves that out.
+        Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
         check_kind(perturbations)
         at, look, jobs = self.solution, self._assessor.assess(assess), checked_jobs(jobs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ from torch import Tensor
 from dif.errors import DifError, InvalidInputError
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
-from dif.estimators.scoring import Piece, Scoring, differences, joined
+from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
 from dif.optimality.targets import Targets
@@ -86,14 +85,9 @@ class PathInfluence:
         )
 
     def scores(
-        self,
-        target: Any,
-        perturbations: Perturbation,
-        *,
-        out: str | os.PathLike[str] | None = None,
-        jobs: int = 1,
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
         show_progress: bool | None = None,
-    ) -> Influence:
+    ) -> Influence:  # fmt: skip
         """The difference of each target between the ends of the paths; keywords as in `dif.Estimator`."""
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets = Targets(target, at)

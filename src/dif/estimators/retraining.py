@@ -12,7 +12,7 @@ from dif.errors import DifError, NotConvergedError
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
 from dif.estimators.retraining_cache import Kept
-from dif.estimators.scoring import Piece, Scoring, differences, joined
+from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, chunks
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
@@ -96,14 +96,9 @@ class Retraining:
         )
 
     def scores(
-        self,
-        target: Any,
-        perturbations: Perturbation,
-        *,
-        out: str | os.PathLike[str] | None = None,
-        jobs: int | None = None,
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int | None = None,
         show_progress: bool | None = None,
-    ) -> Influence:
+    ) -> Influence:  # fmt: skip
         """The actual difference of each target after retraining; keywords as in `dif.Estimator`."""
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets, jobs = Targets(target, at), self.jobs if jobs is None else checked_jobs(jobs)

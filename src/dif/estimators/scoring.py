@@ -24,6 +24,7 @@ from dif.runtime.progress import progress
 from dif.runtime.score_file import Held, Streamed
 from dif.runtime.workers import in_order
 
+Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy or .zarr
 _TOGETHER = 16  # perturbations in a piece, of an estimator that takes them one by one
 _SHARES = 4  # pieces of work per job
 

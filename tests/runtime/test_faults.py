@@ -14,7 +14,7 @@ from problems import F64, class_data, fair_logistic, solved
 
 import dif
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]  # where the helpers are
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
 COMMAND = Path(sys.executable).with_name("dif")
 

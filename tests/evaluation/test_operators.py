@@ -90,7 +90,7 @@ def judged(op, sample) -> str:
     def by_differences(step: float) -> tuple[float, float]:
         (before, G0), (after, G1) = (plain(function, C, at + s * step * V[:, 0].reshape(at.shape)) for s in (-1, 1))
         slope, bent = (after - before) / (2 * step), (G1 - G0).mean(0) / (2 * step)
-        scale = max(size, float(slope.abs().max()), 1e-3 * step * bend)
+        scale = max(size, float(slope.abs().max()), 0.1 * step * bend)
         return (
             float((slope - G @ V[:, 0]).abs().max()) / scale,
             float((HV[:, 0] - bent).abs().max()) / max(1.0, float(bent.abs().max())),

@@ -16,7 +16,7 @@ from problems import fair_logistic, retrainings, solved
 
 import dif
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1]  # where the helpers are
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
 
 

@@ -47,7 +47,9 @@ def certified(model, l2, tau):
     return train, test, solution
 
 
-@pytest.mark.parametrize(("make", "l2", "d"), [(logistic_model, 0.01, 650), (tanh_model, 0.01, 1210)])
+@pytest.mark.parametrize(
+    ("make", "l2", "d"), [(logistic_model, 0.01, 650), pytest.param(tanh_model, 0.01, 1210, marks=pytest.mark.slow)]
+)
 def test_matrix_free_is_dense(make, l2, d):
     torch.manual_seed(0)
     train, test, solution = certified(make(), l2, tau=0.01)

@@ -366,3 +366,19 @@ def test_large_units_in_single_precision():
     Z, w = torch.randn(500, 6, generator=generator), torch.randn(6, generator=generator) * 1e8
     train = dif.Samples(squared, (Z, Z @ w), name="train")
     dif.Solution(dif.Problem(train.mean()), {"t": w})
+
+
+def test_a_step_as_a_constraint_is_refused_with_its_cure():
+    """Counts of errors have no useful derivative: from where they jump, or by an operator without one."""
+    X, y = drawn()
+    train = dif.Samples(squared, (X, y), name="train")
+    start = {"t": torch.zeros(3, dtype=F64)}
+    steps = {
+        "comparison": lambda p, z: (z[0] @ p["t"] * z[1] <= 0).to(F64),
+        "heaviside": lambda p, z: torch.heaviside(-(z[0] @ p["t"]) * z[1], torch.tensor(0.5, dtype=F64)),
+        "sign": lambda p, z: torch.sign(-(z[0] @ p["t"]) * z[1]),
+    }
+    for name, step in steps.items():
+        errors = train.view(step, name=name)
+        with pytest.raises(dif.InvalidInputError, match="sigmoid"):
+            dif.fit(dif.Problem(train.mean() + dif.ridge(0.1), [errors.mean() <= 0.1]), start, **QUIET)

@@ -33,6 +33,7 @@ from dif.runtime.user_code import unsupported
 
 _FEW = 10  # samples on which the ways are compared: torch takes other kernels for small batches than for large ones
 _GROUPS = 8  # of tensors with gradients of similar size: what is wrong with a small one is not hidden by a large one
+_LEAP = 1e-2  # of a loss: what it cannot change by within a tiny step, unless it is about to vanish
 _TRIES = 3  # directions and steps: a kink between two evaluations spoils one, a wrong derivative all of them
 
 
@@ -225,10 +226,18 @@ class _Check:
         That is rounding, and on a kink how far the slopes of its two sides differ.
         """
         v, step = mask * self.along[number], self.steps[number]
-        with torch.no_grad():
-            before, after = (self.losses(self.theta + sign * step * v) for sign in (-1, 1))
-        doubt = self.noises[number] * after.abs() + (before - 2 * self.here + after).abs() / step
-        return (after - before) / (2 * step), doubt
+
+        def beside(step: float) -> tuple[Tensor, Tensor, Tensor]:
+            with torch.no_grad():
+                before, after = (self.losses(self.theta + sign * step * v) for sign in (-1, 1))
+            return before, after, torch.maximum((before - self.here).abs(), (after - self.here).abs())
+
+        before, after, far = beside(step)
+        rounding, bend = self.noises[number] * after.abs(), (before - 2 * self.here + after).abs() / step
+        leaps = far > _LEAP * torch.maximum(self.here.abs(), far)
+        if bool(leaps.any()):  # a value that jumps does so at any step
+            leaps &= beside(step / 32)[2] > 0.5 * far
+        return (after - before) / (2 * step), torch.where(leaps, rounding, rounding + bend)
 
     def _bend(self, number: int, shorter: float) -> tuple[Tensor, Tensor]:
         """The change of the gradient along a direction by central differences, (d,), and how far they may be off."""

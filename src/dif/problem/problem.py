@@ -79,7 +79,8 @@ class Problem:
 
         >>> import torch
         >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
-        >>> Problem(train.mean()).after(train.remove([2])).objective.sums[0][1].weights.tolist()
+        >>> ((_, left),) = Problem(train.mean()).after(train.remove([2])).objective.sums
+        >>> left.weights.tolist()
         [0.5, 0.5, 0.0]
         """
         if not isinstance(perturbation, Perturbation) or len(perturbation) != 1:

@@ -18,9 +18,7 @@ class Problem:
     """Minimise an objective subject to constraints (paper: CL).
 
     >>> import torch
-    >>> from dif.problem.carried_out import carry_out
-    from dif.problem.perturbation import Perturbation, Shift
-    from dif.problem.samples import Samples
+    >>> from dif.problem.samples import Samples
     >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]))
     >>> Problem(train.mean(), [train.mean() <= 9.0])
     Problem(min mean of samples, 1 constraint)

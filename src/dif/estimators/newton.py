@@ -19,7 +19,7 @@ from dif.evaluation.weight_change import Direction, check_kind
 from dif.linalg.cholesky import Solver
 from dif.linalg.conjugate_gradients import Repeated
 from dif.linalg.operator import Matrix, Operator
-from dif.optimality.kkt_step import Step, kkt_step
+from dif.optimality.kkt_system import Step, kkt_step
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation

@@ -14,12 +14,13 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import trust
 from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
 from dif.evaluation.program import PerConstraint
+from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import as_numbers
 from dif.runtime.workers import checked_jobs
-from dif.solving.continuation import Follower, Path, Prepared
+from dif.solving.continuation import Follower, Path
 from dif.solving.fit import check_limits, default_tolerance
 
 
@@ -58,7 +59,7 @@ class PathInfluence:
             solution.active.check()
         self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
         binding = solution.active.mask(solution.active.binding)
-        self._prepared = Prepared(solution.program, solution.theta, solution.lam, binding, solution)
+        self._prepared = KKTSystem.convex(solution.curvature, solution.G, solution.program.equality, binding)
 
     def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
         """The whole path of one perturbation, with points at each ε of `stops` among those it takes by itself."""

@@ -9,12 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError
 from dif.evaluation.batched_program import Stack
 from dif.linalg.anderson import Extrapolation
-from dif.linalg.cholesky import prepare
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.multiplier_qp import solve_reduced_qp
+from dif.optimality.kkt_system import KKTSystem, Solve
 from dif.optimality.residuals import residuals
 from dif.optimality.solution import Solution
 from dif.runtime.memory import in_flight
@@ -60,14 +59,10 @@ class Nearby:
         self.at = at
         program = at.program
         solver = None if at.curvature.assembled else partial(ConjugateGradients, tolerance=_LOOSE)
-        self.held = program.equality
-        try:
-            self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
-        except DegenerateError:  # convex on the binding rows alone
-            self.held = at.active.mask(at.active.binding)
-            self.solver, self.R = prepare(at.curvature, at.G[self.held], solver=solver)
-        self.kept = self.held | at.active.mask(at.active.active)
-        self._rows: tuple[Tensor, Tensor] | None = None  # those kept in the last step, and H̄_ρ⁻¹Ḡᵀ
+        binding = at.active.mask(at.active.binding)
+        self.system = KKTSystem.convex(at.curvature, at.G, program.equality, binding, solver)
+        self.solver = self.system.solver
+        self.kept = self.system.firm | at.active.mask(at.active.active)
 
     def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack]) -> Iterator[Ends]:
         """From (θ̄, λ̄) to the solution of every program of the stack: where they are after each means that was tried.
@@ -78,7 +73,7 @@ class Nearby:
         ends = self._begun(len(stack), tol)
         if not self.at.curvature.assembled:
             self._close_in(stack, ends, max_iter, self.solver.approximate)
-        self._close_in(stack, ends, max_iter, self.solver.solve)
+        self._close_in(stack, ends, max_iter, None)
         yield ends
         if not bool(ends.reached.all()):
             self._follow(stack, partly, ends, tol, max_iter)
@@ -90,15 +85,14 @@ class Nearby:
     def step(self, stack: Stack, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """One step with what was prepared, from a point (θ, λ) of each program: ω, (P, d), the multipliers, (P, m)."""
         f, g = stack.pullback(theta, _weights(lam))
-        solve = self.solver.approximate if self.at.curvature.assembled else self.solver.solve  # exact, but unchecked
-        omega, nu, self._rows = self._prepared_step(f[:, 1:] - stack.tau, g, lam, self._rows, solve)
-        return omega, nu
+        solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, but unchecked
+        return self._prepared_step(f[:, 1:] - stack.tau, g, lam, solve)
 
     def settle(self, stack: Stack, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:
         """A few steps with what was prepared, extrapolated, from a point (θ, λ) of each program."""
         ends = self._begun(len(stack), tol)
         ends.theta, ends.lam = theta.clone(), lam.clone()
-        self._close_in(stack, ends, max_iter, self.solver.solve)
+        self._close_in(stack, ends, max_iter, None)
         return ends
 
     def _begun(self, P: int, tol: float) -> Ends:
@@ -111,7 +105,7 @@ class Nearby:
         which = torch.nonzero(~ends.reached).reshape(-1)
         now = self._begun(len(which), tol)
         aims = [*((partly(share).take(which), _ON_THE_WAY) for share in _SHARES), (stack.take(which), tol)]
-        solve = self.solver.solve if self.at.curvature.assembled else self.solver.approximate
+        solve = None if self.at.curvature.assembled else self.solver.approximate
         for some, aim in aims:
             now.residual[:] = float("inf")
             now.goal[:] = max(aim, 16 * self.at.scales.rounding)
@@ -134,7 +128,7 @@ class Nearby:
 
     # With what was prepared at the solution
 
-    def _close_in(self, stack: Stack, ends: Ends, max_iter: int, solve: Callable[[Tensor], Tensor]) -> None:
+    def _close_in(self, stack: Stack, ends: Ends, max_iter: int, solve: Solve | None) -> None:
         """Steps with Ḡ and H̄, as `solve` inverts it, extrapolated, while they shrink the residual enough."""
         live = torch.nonzero(~ends.reached).reshape(-1)
         if len(live) == 0:
@@ -147,7 +141,6 @@ class Nearby:
         further = 1e-3 if self.at.curvature.cheap else 1.0  # beyond the goal, where steps cost little
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
-        prepared: tuple[Tensor, Tensor] | None = None
         free = self.at.program.equality
         for _ in range(max_iter):
             some = stack.take(live)
@@ -165,7 +158,7 @@ class Nearby:
             if len(live) == 0:
                 return
             ends.steps[live] += 1
-            omega, nu, prepared = self._prepared_step(c, g, lam[live], prepared, solve)
+            omega, nu = self._prepared_step(c, g, lam[live], solve)
             exists = torch.isfinite(omega).all(1) & torch.isfinite(nu).all(1)
             live, omega, nu = live[exists.to(live.device)], omega[exists], nu[exists]
             if len(live) == 0:
@@ -177,34 +170,16 @@ class Nearby:
             there = here + past.combined(live, here, torch.cat([omega, nu - lam[live]], 1))
             theta[live], lam[live] = there[:, :d], torch.where(free, there[:, d:], there[:, d:].clamp(min=0))
 
-    def _prepared_step(
-        self,
-        c: Tensor,
-        g: Tensor,
-        lam: Tensor,
-        prepared: tuple[Tensor, Tensor] | None,
-        solve: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """ω, (P, d), the multipliers after it, (P, m), and (kept rows, H̄_ρ⁻¹Ḡᵀ) for the next."""
-        G, held = self.at.G, self.held
-        x = solve((g + (self.R * c[:, held]) @ G[held]).T).T
+    def _prepared_step(self, c: Tensor, g: Tensor, lam: Tensor, solve: Solve | None) -> tuple[Tensor, Tensor]:
+        """Solve for ω, (P, d), and the multipliers after it, (P, m); rows that a step breaks are kept from then on."""
+        firm = self.system.firm
         while True:
-            kept = torch.nonzero(self.kept).reshape(-1)
-            if prepared is None or not torch.equal(prepared[0], kept):
-                prepared = kept, solve(G[kept].T)
-            V = prepared[1]
-            S = G[kept] @ V
-            S = 0.5 * (S + S.T)
-            a = c[:, kept] - x @ G[kept].T + lam[:, kept] @ S
-            nu, failed = solve_reduced_qp(S.double().cpu().numpy(), a.double().cpu().numpy(), held[kept].cpu().numpy())
-            price = torch.zeros_like(lam)
-            price[:, kept] = torch.as_tensor(nu).to(lam)
-            price[list(failed)] = float("nan")
-            price[(price[:, held & ~self.at.program.equality] < 0).any(1)] = float("nan")  # convex only while they hold
-            omega = -x - (price - lam)[:, kept] @ V.T
-            broken = (c + omega @ G.T > 0).any(0) & ~self.kept
+            rows = torch.nonzero(self.kept).reshape(-1)
+            omega, nu, _ = self.system.step(g, c, lam, rows, firm, solve)
+            omega[(nu[:, firm & ~self.at.program.equality] < 0).any(1)] = float("nan")  # convex only while they hold
+            broken = (c + omega @ self.at.G.T > 0).any(0) & ~self.kept
             if not bool(broken.any()):
-                return omega, price, prepared
+                return omega, nu
             self.kept = self.kept | broken
 
     # With each program's own curvature
@@ -254,17 +229,17 @@ class Nearby:
         Rows that are neither active nor violated by the step stay out of it.
         """
         theta, lam = ends.theta[which], ends.lam[which]
-        held, c = self.held, f[:, 1:] - stack.tau
+        held, c = self.system.firm, f[:, 1:] - stack.tau
         G_held = J[:, 1:][:, held]
         weights = _weights(lam)
         eps = torch.finfo(theta.dtype).eps
         accuracy = (1e-2 * ends.residual[which]).clamp(min=eps**0.672, max=1e-3).to(theta)
 
         def product(V: Tensor) -> Tensor:
-            pushed = self.R[:, None] * (G_held @ V)
+            pushed = self.system.R[:, None] * (G_held @ V)
             return stack.products(theta, weights, V) + G_held.mT @ pushed
 
-        b = torch.einsum("pj,pjd->pd", weights, J) + torch.einsum("pj,pjd->pd", self.R * c[:, held], G_held)
+        b = torch.einsum("pj,pjd->pd", weights, J) + torch.einsum("pj,pjd->pd", self.system.R * c[:, held], G_held)
         while True:
             kept = torch.nonzero(self.kept).reshape(-1)
             G = J[:, 1:][:, kept]

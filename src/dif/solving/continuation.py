@@ -15,8 +15,7 @@ from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import Program
 from dif.evaluation.weight_change import Direction
 from dif.linalg.anderson import Extrapolation
-from dif.linalg.cholesky import prepare
-from dif.optimality.kkt_step import kkt_step
+from dif.optimality.kkt_system import KKTSystem, kkt_step
 from dif.optimality.residuals import residuals
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -80,35 +79,6 @@ class Point:
     residual: float = 0.0
 
 
-class Prepared:
-    """The KKT system of a point, factorised: steps with it close in on the solutions around."""
-
-    def __init__(self, program: Program, theta: Tensor, lam: Tensor, held: Tensor, at: Solution | None = None) -> None:
-        weights = program.weights(lam)
-        self.H = Curvature(program.rows, theta, weights) if at is None else at.curvature
-        self.G = program.rows.gradients(theta)[1][1:] if at is None else at.G
-        self.firm = program.equality  # rows whose curvature is added to H
-        try:
-            self._solver, self._R = prepare(self.H, self.G[self.firm])
-        except DegenerateError:  # convex on the rows that hold alone
-            self.firm = program.equality | held
-            self._solver, self._R = prepare(self.H, self.G[self.firm])
-        self._known: tuple[Tensor, Tensor] | None = None
-
-    def step(self, g: Tensor, c: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """ω, (d,), and μ, (m,), with g + Hω + Gᵀμ = 0 and c + Gω = 0 on the rows that hold, μ = 0 on the others."""
-        G, firm = self.G[held], self.firm
-        x = self._solver.solve((g + (self._R * c[firm]) @ self.G[firm])[:, None])[:, 0]
-        if self._known is None or not torch.equal(self._known[0], held):
-            self._known = held, self._solver.solve(G.T)
-        V = self._known[1]
-        mu = torch.zeros_like(c)
-        if len(G):
-            found, failed = torch.linalg.solve_ex(G @ V, c[held] - G @ x)
-            mu[held] = found if int(failed) == 0 else torch.full_like(found, float("nan"))  # rows that depend
-        return -x - V @ mu[held], mu
-
-
 @dataclass
 class Follower:
     """Predictor–corrector along ε: the directional derivative ahead, Newton on the KKT system with its rows held.
@@ -123,7 +93,7 @@ class Follower:
     perturbation: Perturbation
     tol: float
     max_steps: int
-    prepared: Prepared
+    prepared: KKTSystem
     points: list[Point] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     steps: int = 0
@@ -204,7 +174,9 @@ class Follower:
         """Prepare anew."""
         self.curvatures += 1
         try:
-            self.prepared = Prepared(at.program, at.theta, at.lam, held)
+            H = Curvature(at.program.rows, at.theta, at.program.weights(at.lam))
+            G = at.program.rows.gradients(at.theta)[1][1:]
+            self.prepared = KKTSystem.convex(H, G, at.program.equality, held)
         except DegenerateError as error:
             raise self._lost(at) from error
 
@@ -224,7 +196,7 @@ class Follower:
 
     def _slope(self, at: Point, held: Tensor) -> tuple[Tensor, Tensor]:
         """(θ′, λ′) with these rows held, as the prepared curvature has it."""
-        return self.prepared.step(*self._derivative(at), held)
+        return self.prepared.held_step(*self._derivative(at), held)
 
     def _turned(self, at: Point, held: Tensor, weak: Tensor) -> Tensor:
         """Which rows hold ahead of the point at which the curvature was prepared; weak rows may go either way."""
@@ -282,7 +254,7 @@ class Follower:
                 raise self._lost(self.points[-1])
             self.steps += 1
             try:
-                omega, mu = self.prepared.step(g, c, held)
+                omega, mu = self.prepared.held_step(g, c, held)
             except NotConvergedError:
                 return None
             here = torch.cat([theta, lam])[None]

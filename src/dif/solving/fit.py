@@ -17,7 +17,7 @@ from dif.evaluation.loss_checks import check_derivatives
 from dif.evaluation.program import Program
 from dif.linalg.conjugate_gradients import Repeated
 from dif.linalg.lanczos import lanczos
-from dif.optimality.kkt_step import kkt_step
+from dif.optimality.kkt_system import kkt_step
 from dif.optimality.residuals import KKT, Scales, residuals, violations
 from dif.optimality.solution import Solution, check_gradients, checked_tolerance
 from dif.problem.parameters import Parameters

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from zoo import Checkpointed, Square
 
 import dif
 
@@ -119,28 +120,13 @@ def test_a_gradient_that_is_wrong_on_large_batches_alone_is_refused():
     assert on_large_batches(loss).what == "gradient of the loss of train[0]"
 
 
-class Rescaled40(torch.autograd.Function):
+class Rescaled40(Square):
     """x², with half of its gradient where there are many; its forward mode is right."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return x**2
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
 
     @staticmethod
     def backward(ctx, g):
         (x,) = ctx.saved_tensors
         return (2.0 if len(x) < 30 else 1.0) * x * g
-
-    @staticmethod
-    def jvp(ctx, t):
-        return 2 * ctx.saved_tensors[0] * t
 
 
 def test_a_backward_pass_that_is_wrong_on_large_batches_alone_is_refused():
@@ -191,15 +177,6 @@ def test_losses_that_are_linear_or_constant(name):
     np.testing.assert_allclose(adaptive.values.numpy(), actual.values.numpy(), rtol=1e-5, atol=1e-12)
     for estimator in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.ClassicalInfluence):
         assert bool(torch.isfinite(estimator(solution).scores(train.mean(), some, assess=0).values).all())
-
-
-class Checkpointed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(3, 1)
-
-    def forward(self, x):
-        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
 
 
 def modules():

@@ -50,6 +50,8 @@ def perturbations(rng, train, problem):
         "shift": problem.constraints[0].shift(0.02),
         "several": train.remove([2]) + train.add(one, like=1) + problem.constraints[2].shift(-0.05),
         "half": 0.5 * train.remove([7]),
+        "two additions, one of them to the objective": train.add(one, like=0, terms=[problem.objective])
+        + train.add(tuple(part[1:] for part in new), like=1),
     }
 
 
@@ -68,7 +70,7 @@ def test_after_is_what_retraining_solves(seed):
 def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
     rng, train, problem = drawn(seed)
     solution = solved(problem)
-    name = list(perturbations(rng, train, problem))[seed % 9]
+    name = list(perturbations(rng, train, problem))[seed % 10]
     first = perturbations(rng, train, problem)[name]
     end = dif.PathInfluence(solution, **QUIET).follow(first).end
     again = solved(end.problem)

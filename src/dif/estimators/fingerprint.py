@@ -7,13 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from dif.evaluation.fingerprint import of_program, of_rows, of_samples, of_tensor
+from dif.evaluation.fingerprint import READ, of_program, of_rows, of_samples, of_tensor
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.structure import leaves
-
-_READ = 2**12  # samples read at once
 
 
 def of_solution(at: Solution) -> bytes:
@@ -44,5 +42,5 @@ def of_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
             yield of_tensor(block.alpha)
             yield b"" if block.owner is None else of_tensor(block.owner)
         yield from map(of_tensor, (block.touch, block.index[mine], block.s[mine]))
-        for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), _READ):
+        for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), READ):
             yield from map(of_tensor, leaves(batch))

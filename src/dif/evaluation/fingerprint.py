@@ -26,7 +26,7 @@ from dif.evaluation.rows import Rows
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves
 
-_READ = 2**12  # samples read at once
+READ = 2**12  # samples read at once
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _OURS = str(Path(__file__).parents[1])
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes, range, slice, np.generic, torch.dtype)
@@ -50,7 +50,7 @@ def of_program(program: Program) -> bytes:
     for part in of_rows(program.rows):
         seen.update(part)
     look = Look()
-    for part in look.at_module(program.parameters.module, parameters=False):
+    for part in look.at_module(program.parameters.module):
         seen.update(part)
     for part in look.at(program.parameters.fixed):
         seen.update(part)
@@ -74,7 +74,7 @@ def of_rows(rows: Rows) -> Iterator[bytes]:
 def of_samples(samples: SampleLosses) -> Iterator[bytes]:
     """The code of their loss, and all data."""
     yield from Look().at((samples.loss,) if samples.parted is None else samples.parted)
-    for _, batch in samples.batches(at_most=_READ):
+    for _, batch in samples.batches(at_most=READ):
         yield from map(of_tensor, leaves(batch))
 
 
@@ -143,13 +143,13 @@ class Look:
             arguments, state, items, pairs = (*thing.__reduce_ex__(4)[1:5], None, None, None)[:4]
             yield from self.at((type(thing), arguments, state, list(items or ()), list(pairs or ())))
 
-    def at_module(self, module: nn.Module | None, *, parameters: bool) -> Iterator[bytes]:
+    def at_module(self, module: nn.Module | None) -> Iterator[bytes]:
         """The classes and attributes of an nn.Module and of all that are in it, without its tensors."""
-        tensors = ("_parameters", "_buffers") if not parameters else ()
+        tensors = ("_parameters", "_buffers", "_modules")
         for name, part in () if module is None else module.named_modules():
             yield name.encode()
             yield from self.at(type(part))
-            yield from self.at({k: v for k, v in vars(part).items() if k not in (*tensors, "_modules")})
+            yield from self.at({k: v for k, v in vars(part).items() if k not in tensors})
 
     def _function(self, thing: FunctionType) -> Iterator[bytes]:
         if _installed(thing):

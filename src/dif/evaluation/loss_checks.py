@@ -123,7 +123,7 @@ class _Check:
         """Refuse a loss whose plain gradient is none, in all parameters together or in some of the tensors."""
         groups = self._groups(parameters)
         for names, mask in {"all of them": torch.ones_like(self.theta), **groups}.items():
-            if not self._agrees(partial(self.gradient_gap, names, mask)):
+            if not self._agrees(partial(self.gradient_gap, mask)):
                 raise _refused(f"gradient of the {what}" + (f" in {names}" if names in groups else ""), self.worst)
 
     def _groups(self, parameters: Parameters) -> dict[str, Tensor]:
@@ -170,7 +170,7 @@ class _Check:
         self.worst = min(gaps)
         return False
 
-    def gradient_gap(self, names: str, mask: Tensor, number: int) -> float:
+    def gradient_gap(self, mask: Tensor, number: int) -> float:
         """The plain gradient against differences of the losses, along some coordinates."""
         W = self.weights
         differences, doubt = self.differences(number) if bool(mask.all()) else self._differences(number, mask)

@@ -28,7 +28,7 @@ def carry_out(
     pieces = perturbation.pieces
     weighing = [(scale, piece) for scale, piece in pieces if not isinstance(piece, Shift)]
     terms = (objective, *(c.term for c in constraints))
-    grown = _grown(list({id(s.samples): s.samples for t in terms for _, s in t.sums}.values()), weighing)
+    grown, places = _grown(list({id(s.samples): s.samples for t in terms for _, s in t.sums}.values()), weighing)
     known: dict[tuple[int, ...], SampleSum] = {}
 
     def after(term: Term, owner: Any) -> Term:
@@ -39,7 +39,7 @@ def carry_out(
         for c, part in term.sums:
             key = (id(part), *(id(piece) for _, piece in mine))
             if key not in known:
-                known[key] = _weighed(part, mine, grown)
+                known[key] = _weighed(part, mine, grown, places)
             sums.append((c, known[key]))
         return replace(term, sums=tuple(sums))
 
@@ -51,41 +51,51 @@ def carry_out(
     return after(objective, objective), moved
 
 
-def _grown(every: list[SampleLosses], pieces: Sequence[tuple[float, Weighing]]) -> dict[int, SampleLosses]:
-    """What takes the place of each Samples whose people are joined by others, by id."""
+def _grown(
+    every: list[SampleLosses], pieces: Sequence[tuple[float, Weighing]]
+) -> tuple[dict[int, SampleLosses], dict[int, int]]:
+    """What takes the place of each Samples whose people are joined by others, and where each addition begins, by id."""
     grown: dict[int, SampleLosses] = {}
+    places: dict[int, int] = {}
     for people in {id(s.people): s.people for s in every}.values():
-        new = [piece.new for _, piece in pieces if isinstance(piece, Addition) and piece.samples.people is people]
-        if not new:
+        added = [piece for _, piece in pieces if isinstance(piece, Addition) and piece.samples.people is people]
+        if not added:
             continue
-        storage = people.storage.joined([one.storage for one in new])
+        start = len(people)
+        for piece in added:
+            places[id(piece)] = start
+            start += len(piece.new)
+        storage = people.storage.joined([piece.new.storage for piece in added])
         grown[id(people)] = people.holding(storage)
         for view in every:
             if view.people is people and view is not people:
                 grown[id(view)] = view.holding(storage, grown[id(people)])
-    return grown
+    return grown, places
 
 
-def _weighed(part: SampleSum, pieces: Sequence[tuple[float, Weighing]], grown: dict[int, SampleLosses]) -> SampleSum:
+def _weighed(
+    part: SampleSum,
+    pieces: Sequence[tuple[float, Weighing]],
+    grown: dict[int, SampleLosses],
+    places: dict[int, int],
+) -> SampleSum:
     """A sum with the weights that its samples have once the pieces are carried out."""
     samples = grown.get(id(part.samples), part.samples)
     before, mine = part.weights, [(c, piece) for c, piece in pieces if piece.samples.people is part.samples.people]
-    weights = torch.zeros(len(samples), dtype=before.dtype)
-    weights[: len(before)] = before
-    place = len(before)
+    old = torch.cat([before, before.new_zeros(len(samples) - len(before))])
+    weights = old
     for scale, piece in mine:
-        after = torch.zeros_like(weights)
-        after[: len(before)] = before
+        after = old.clone()
         if isinstance(piece, Removal):
             after[piece.entries.index] = 0.0
             _renormalise(after, before, part, piece, "Remove fewer samples, or state the problem without that term.")
         elif isinstance(piece, Reweighting):
             after[: len(before)] += (before != 0) * piece.dw
         else:
+            place = places[id(piece)]
             after[place : place + len(piece.new)] = _of_new(part, piece)
             _renormalise(after, before, part, piece, "")
-            place += len(piece.new)
-        weights = weights + scale * (after - torch.cat([before, after.new_zeros(len(after) - len(before))]))
+        weights = weights + scale * (after - old)
     return part if not mine and samples is part.samples else replace(part, samples=samples, weights=weights)
 
 

@@ -97,11 +97,11 @@ class SampleLosses:
 
     def take(self, indices: Tensor | None) -> Self:
         """The samples listed (None: all of them), as Samples of their own; nothing is copied."""
-        return self if indices is None else self._with(self.storage.choose(indices))
+        return self if indices is None else self.holding(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same samples with their real numbers in another precision."""
-        return self._with(self.storage.to(dtype))
+        return self.holding(self.storage.to(dtype))
 
     def same_loss(self, other: SampleLosses) -> bool:
         """Whether both evaluate the same function, on whatever data."""
@@ -109,7 +109,7 @@ class SampleLosses:
 
     def under(self, view: Self) -> Self:
         """These samples under the loss of another view of the people they join."""
-        return self if self.loss is view.loss else view._with(self.storage)
+        return self if self.loss is view.loss else view.holding(self.storage)
 
     def checked(self, indices: int | Iterable[int]) -> list[int]:
         """Numbers of samples, each once, as a list."""
@@ -140,12 +140,7 @@ class SampleLosses:
 
     def holding(self, storage: Storage, people: SampleLosses | None = None) -> Self:
         """The same loss over other data, of these people (None: of its own)."""
-        other = self._with(storage)
-        other.people = other if people is None else people
-        return other
-
-    def _with(self, storage: Storage) -> Self:
         other = copy(self)
         other.storage = storage
-        other.people = other
+        other.people = other if people is None else people
         return other

@@ -157,7 +157,7 @@ class Samples(SampleLosses):
 
     def _new(self, data: Any, kind: str) -> Samples:
         """Other data under the same loss."""
-        new = self._with(Storage.of(data, f"{kind} {self.people.name}"))
+        new = self.holding(Storage.of(data, f"{kind} {self.people.name}"))
         new.name = f"{kind} {self.people.name}"
         return new
 

@@ -1,0 +1,396 @@
+"""What estimators and their results refuse."""
+
+import json
+import sys
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from refusals import (
+    CAP,
+    ESTIMATORS,
+    F64,
+    INF,
+    NAN,
+    SADDLE,
+    START,
+    TRAIN,
+    drawn,
+    estimator,
+    influence,
+    invalid,
+    kinked,
+    logistic,
+    not_complementary,
+    not_feasible,
+    point,
+    refused,
+    samples,
+    solution,
+    solve,
+    stated,
+    table,
+    through,
+)
+from torch import nn
+
+import dif
+from dif.linalg.cholesky import DenseCholesky
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_change_takes_one_perturbation(kind):
+    text = "What is done to the data must be said by train.remove"
+    invalid(lambda: estimator(kind).change(3), "int", text)
+    invalid(lambda: estimator(kind).change([TRAIN.remove(0)]), "list", text)
+    many = TRAIN.remove_each()
+    invalid(lambda: estimator(kind).change(many), "8", "A Change is the answer to one perturbation.")
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS[:3])
+def test_scores_refuse_perturbed_samples_without_a_derivative(kind):
+    train, at = kinked()
+    added = train.add(torch.tensor([0.0, 2.0], dtype=F64))
+    texts = (
+        "losses or gradients of the perturbed samples of 'new roots'",
+        "The influence of such a sample is not defined.",
+    )
+    invalid(lambda: kind(at).scores(train.mean(), added), "1 of 2 not finite", *texts)
+
+
+def test_retraining_without_strict_records_the_start():
+    change = dif.Retraining(not_feasible(), strict=False).change(TRAIN.remove(0))
+    assert change.diagnostics["kkt"]["feasibility"] == not_feasible().kkt.feasibility
+
+
+def test_a_linear_solve_that_misses_its_tolerance_is_refused():
+    # no problem reaches this through the public API: Cholesky with refinement is backward stable
+    H = torch.tensor([[3.0, 1.0], [1.0, 0.7]], dtype=F64)
+    solver = DenseCholesky(H, tolerance=0.0)
+    text = "The curvature is too badly conditioned for this precision."
+    error = refused(
+        dif.NotConvergedError, lambda: solver.solve(drawn(2, 5)), "relative residual of the linear solve", text
+    )
+    assert error.measured == f"{solver.residual:.3g}"
+    assert error.threshold == "0"
+
+
+def test_a_pivot_of_rounding_size_is_refused():
+    thin = dif.Function(lambda p: 0.5 * p["w"].sum() ** 2 + 0.5e-15 * p["w"][1] ** 2, name="thin")
+    at = dif.Solution(dif.Problem(thin), START)
+    error = refused(dif.DegenerateError, lambda: dif.ClassicalInfluence(at), "The curvature is not positive definite")
+    assert error.measured.startswith("smallest ")
+    assert 0 <= float(error.measured.split()[1]) < 2.2e-14
+    assert error.threshold == "all above 2.2e-14"
+
+
+@cache
+def held():
+    """Convex only while the constraint w₁ ≤ 1 holds; λ̄ = 1."""
+    problem = dif.Problem(SADDLE.mean(), [(dif.linear([0.0, 1.0]) <= 1.0).named("wall")])
+    return dif.Solution(problem, point(0.0, 1.0))
+
+
+def test_a_constraint_that_lets_go_where_only_it_kept_the_problem_convex():
+    at = held()
+    assert at.active.binding == (0,)
+    push = SADDLE.add(torch.tensor([[1.0, 5.0]], dtype=F64))  # λ = 1 − 5/4 after it
+    switching = dif.DirectionalInfluence(at, switching=True)
+    for action in (
+        lambda: switching.change(push),
+        lambda: switching.scores(SADDLE.mean(), push),
+        lambda: switching.reevaluated(SADDLE.mean(), push),
+    ):
+        error = refused(dif.DegenerateError, action, "multiplier of wall after the step", "The constraint lets go, but")
+        assert error.measured == "-0.25"
+        assert error.threshold == "≥ 0"
+    lenient = dif.DirectionalInfluence(at, switching=True, strict=False)
+    for answer in (lenient.scores(SADDLE.mean(), push), lenient.reevaluated(SADDLE.mean(), push)):
+        assert bool(answer.values.isnan().all())
+        assert "lets go" in answer.diagnostics["unanswered"][push.labels[0]]
+    assert bool(lenient.change(push).flat.isnan().all())
+    newton = dif.NewtonInfluence(at)
+    for action in (lambda: newton.change(push), lambda: newton.scores(SADDLE.mean(), push)):
+        text = "The quadratic problem of the step has no minimum"
+        refused(dif.DegenerateError, action, "curvature of the linearised problem", text, "DirectionalInfluence")
+    assert torch.isfinite(dif.DirectionalInfluence(at).change(push).flat).all()
+    refused(dif.UnboundedError, lambda: dif.Retraining(at).change(push), "The objective falls without end")
+    refused(dif.DegenerateError, lambda: dif.DirectionalInfluence(at, rho=1e-3), "pivots of the curvature")
+
+
+def test_bounds_of_dependent_constraints_that_move_apart_are_refused():
+    equalities = dif.Problem(TRAIN.mean(), [dif.linear([1.0, 1.0]) == -1.0, dif.linear([2.0, 2.0]) == -2.0])
+    at = dif.DirectionalInfluence(dif.Solution(equalities, solution().params), strict=False)
+    first, second = equalities.constraints
+    unanswered(at, first.shift(1.0), "equalities moved apart by")
+    together = at.scores(TRAIN, first.shift(1.0) + second.shift(2.0)).values
+    derivative = dif.DirectionalInfluence(solution(), switching=False)
+    assert (together - derivative.scores(TRAIN, CAP.shift(1.0)).values).abs().max() < 1e-9
+
+    twice = stated(2)
+    at = dif.DirectionalInfluence(dif.Solution(twice, solution().params, [float(solution().lam[0]), 0.0]), strict=False)
+    unanswered(at, twice.constraints[1].shift(-1.0), "moved past them")
+    assert torch.equal(at.scores(TRAIN, twice.constraints[1].shift(1.0)).values.abs(), torch.zeros(1, 8, dtype=F64))
+
+    free = solve(TRAIN.mean())
+    edge = float(free.theta[0])
+    pinched = dif.Problem(TRAIN.mean(), [dif.linear([1.0, 0.0]) <= edge, dif.linear([1.0, 0.0]) >= edge])
+    at = dif.DirectionalInfluence(dif.Solution(pinched, free.params, [0.0, 0.0]), strict=False)
+    unanswered(at, pinched.constraints[0].shift(-0.1), "inequalities moved apart")
+    assert torch.isfinite(at.scores(TRAIN, pinched.constraints[0].shift(0.1)).values).all()
+
+
+def unanswered(at, perturbation, reason):
+    """NaN in change and scores, with the reason in the diagnostics."""
+    for answer in (at.change(perturbation), at.scores(TRAIN, perturbation)):
+        assert torch.isnan(answer.flat if isinstance(answer, dif.Change) else answer.values).all()
+        (found,) = answer.diagnostics["unanswered"].values()
+        assert reason in found
+
+
+def test_a_changed_problem_without_feasible_points_is_refused_by_name_or_recorded():
+    text = "moves them apart, or the changed problem is infeasible."
+    low, high = dif.linear([1.0, 1.0]) >= 0.9, dif.linear([1.0, 1.0]) <= 1.0
+    at = solve(TRAIN.mean() + dif.ridge(0.1), [low, high])
+    shut, sound = high.shift(-0.2), TRAIN.remove_each([0, 1])
+    for kind, options in ((dif.DirectionalInfluence, {"switching": True}), (dif.NewtonInfluence, {})):
+        refused(dif.DegenerateError, lambda k=kind, o=options: k(at, **o).scores(TRAIN, sound + shut), text)
+        loose = kind(at, strict=False, **options)
+        mixed = loose.scores(TRAIN.mean(), TRAIN.remove_each([0]) + 0.0 * shut)
+        assert torch.isfinite(mixed.values).all()
+        none = loose.scores(TRAIN.mean(), sound + shut)
+        assert torch.isnan(none.values).all()
+        assert len(none.diagnostics["unanswered"]) == 2
+        assert "remove train[0]" in next(iter(none.diagnostics["unanswered"]))
+
+
+def test_the_gap_of_dependent_bounds_is_measured_whatever_rho():
+    equalities = dif.Problem(TRAIN.mean(), [dif.linear([1.0, 1.0]) == -1.0, dif.linear([2.0, 2.0]) == -2.0])
+    at, shift = dif.Solution(equalities, solution().params), equalities.constraints[0].shift(1.0)
+    small, large = (
+        dif.DirectionalInfluence(at, rho=rho, strict=False).scores(TRAIN, shift).diagnostics["unanswered"]
+        for rho in (0.1, 10.0)
+    )
+    assert small == large != {}
+
+
+@pytest.mark.parametrize(("rho", "k"), [(0.0, 1.0), (-1.0, 1.0), (1.0, 0.0), (NAN, 1.0), (1.0, INF)])
+def test_penalties_must_be_positive(rho, k):
+    action = lambda: dif.PenaltyInfluence(solution(), rho, k)  # noqa: E731
+    wrong = rho if rho != 1.0 else k
+    invalid(action, str(wrong), "A penalty of weight 0 is no penalty.", "Use ClassicalInfluence")
+
+
+def test_a_penalised_objective_that_cannot_be_minimised():
+    action = lambda: dif.PenaltyInfluence(solution(), 1e30, 1e30, at_minimiser=True)  # noqa: E731
+    error = refused(dif.NotConvergedError, action, "The penalised objective was not minimised", "Use smaller rho and k")
+    assert float(error.measured) > float(error.threshold) == 1e-11
+
+
+def test_a_retraining_that_stops_early_is_refused_or_recorded_as_nan():
+    train = samples(logistic, name="signs")
+    at = solve(train.mean() + dif.ridge(0.1))
+    removals = train.remove_groups([[0, 1, 2], [3]])
+    text = "The changed problem was not solved"
+    error = refused(
+        dif.NotConvergedError, lambda: dif.Retraining(at, max_iter=1).change(removals[0]), text, "Raise max_iter"
+    )
+    assert error.what == "KKT residual after retraining (remove signs[0, 1, 2])"
+    assert float(error.measured) > float(error.threshold) == 1e-10
+    refused(dif.NotConvergedError, lambda: dif.Retraining(at, max_iter=1).scores(train.mean(), removals), text)
+    recorded = dif.Retraining(at, max_iter=1, strict=False).scores(train.mean(), removals)
+    assert torch.isnan(recorded.values).all()
+    assert list(recorded.diagnostics["failed"]) == removals.labels
+    full = dif.Retraining(at).scores(train.mean(), removals)
+    assert max(full.diagnostics["residuals"]) <= 1e-10
+    invalid(
+        lambda: recorded.compare(full), "shapes (2, 1) and (2, 1), 2 not finite", "Agreement is taken value by value."
+    )
+
+
+RESULTS = {
+    "top of nothing": (lambda: influence().top(0), "k = 0, target 0", "There is no such ranking."),
+    "top of a missing target": (lambda: influence().top(3, 8), "k = 3, target 8", "a target among 0 … 7"),
+    "top of an unknown name": (
+        lambda: influence().top(3, "test"),
+        "k = 3, target 'test'",
+        "The targets are train[0], train[1]",
+    ),
+    "other perturbations": (
+        lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN, TRAIN.remove_each([1, 2]))),
+        "8 × 8 and 2 × 8 entries, labels differ",
+        "Agreement is taken entry by entry.",
+    ),
+    "other order": (
+        lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN, TRAIN.remove_each(range(7, -1, -1)))),
+        "8 × 8 and 8 × 8 entries, labels differ",
+        "the same perturbations and targets in the same order",
+    ),
+    "other targets": (
+        lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN.mean(), TRAIN.remove_each())),
+        "8 × 8 and 8 × 1 entries, labels differ",
+        "Score the same perturbations and targets",
+    ),
+    "one value": (
+        lambda: (one := estimator(dif.DirectionalInfluence).scores(TRAIN.mean(), TRAIN.remove(0))).compare(one),
+        "shapes (1, 1) and (1, 1), 0 not finite",
+        "Agreement is taken value by value.",
+    ),
+    "other shape": (
+        lambda: dif.Agreement.of(torch.ones(3), torch.ones(4)),
+        "shapes (3,) and (4,), 0 not finite",
+        "one shape, at least 2 values, all finite",
+    ),
+    "study's bounds": (lambda: study().problem(0, "loose"), "loose", "They choose the right-hand sides"),
+    "study's removals": (lambda: study().run(removals=1), "1", "Each removal takes one of the samples out."),
+}
+
+
+def study():
+    from dif.studies import regression
+
+    return regression
+
+
+@table(RESULTS)
+def test_results_refuse(case):
+    invalid(*case)
+
+
+def archive(path, values, about):
+    np.savez(path, values=values, about=np.array(json.dumps(about)))
+
+
+SOUND = {"format": "dif influence 1", "perturbations": ["a"], "targets": ["b"], "estimator": "DIF", "diagnostics": {}}
+
+
+FILES = {
+    "empty": (lambda path, raw: path.write_bytes(b""), "EOFError"),
+    "text": (lambda path, raw: path.write_text("perturbation,score"), "ValueError"),
+    "half": (lambda path, raw: path.write_bytes(raw[: len(raw) // 2]), "BadZipFile"),
+    "flipped": (lambda path, raw: path.write_bytes(raw[:300] + bytes([raw[300] ^ 255]) + raw[301:]), "BadZipFile"),
+    "another archive": (lambda path, raw: np.savez(path, other=np.zeros(3)), "KeyError"),
+    "newer": (
+        lambda path, raw: archive(path, np.zeros((1, 1)), {**SOUND, "format": "dif influence 9"}),
+        "dif influence 9",
+    ),
+    "other shape": (lambda path, raw: archive(path, np.zeros((2, 1)), SOUND), "values of shape (2, 1)"),
+}
+
+
+@table(FILES)
+def test_damaged_files_are_refused(case, tmp_path):
+    damage, found = case
+    path = tmp_path / "scores.npz"
+    influence().save(path)
+    assert torch.equal(dif.Influence.load(path).values, influence().values)
+    damage(path, path.read_bytes())
+    text = "It was not written by Influence.save, is damaged, or comes from a newer version."
+    error = refused(dif.InvalidInputError, lambda: dif.Influence.load(path), f"influence file '{path}'", text)
+    assert found in error.measured
+    assert error.threshold == "a file of format 'dif influence 1'"
+
+
+def test_a_missing_file_is_a_missing_file(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        dif.Influence.load(tmp_path / "none.npz")
+    with pytest.raises(FileNotFoundError):
+        influence().save(tmp_path / "none" / "scores.npz")
+
+
+def test_a_save_that_fails_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "scores.npz"
+    influence().save(path)
+    old = path.read_bytes()
+    unsound = dif.Influence(torch.zeros(1, 1), ("a",), ("b",), "DIF", {"not for JSON": torch.zeros(1)})
+    with pytest.raises(TypeError):
+        unsound.save(path)
+    assert path.read_bytes() == old
+    assert [p.name for p in tmp_path.iterdir()] == ["scores.npz"]
+
+
+def test_a_frame_needs_pandas(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match=r'pip install "dif\[pandas\]"'):
+        influence().to_frame()
+
+
+def test_a_landscape_needs_two_parameters():
+    from dif.report.plots import landscape
+
+    invalid(lambda: landscape(not_complementary(), None), "1", "It is drawn in the plane.")
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda at, train: dif.DirectionalInfluence(at).change(train.remove(0)),
+        lambda at, train: dif.DirectionalInfluence(at).scores(train.mean(), train.remove_each()),
+        lambda at, train: dif.Retraining(at).change(train.remove(0)),
+    ],
+    ids=["change", "scores", "retraining"],
+)
+def test_a_module_put_into_training_mode_after_the_fit_is_refused(ask):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1)).double().eval()
+    train = samples(through)
+    at = solve(train.mean() + dif.ridge(0.1), params=model)
+    model.train()
+    refused(dif.InvalidInputError, lambda: ask(at, train), "modules in training mode", keep=[model])
+
+
+def test_wrong_objects_are_named():
+    text = "An objective and its constraints are stated by dif.Problem(objective, constraints)."
+    invalid(lambda: dif.fit(TRAIN.mean(), START), "Term", text)
+    invalid(lambda: dif.Function(3.0, name="three"), "float", "A Function is evaluated at many parameters.")
+    unreadable = refused(dif.InvalidInputError, lambda: TRAIN.reweight(None), "It cannot be read as numbers.")
+    assert "NoneType" in unreadable.measured
+    invalid(lambda: TRAIN.mean() / 0, "0", "A Term divided by 0 is not defined.")
+    constant = dif.Term(constant=torch.ones((), dtype=F64))
+    text = "A constant does not change with the parameters."
+    invalid(lambda: estimator(dif.DirectionalInfluence).scores(constant, TRAIN.remove(0)), "Term(1)", text)
+
+
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_change_refuses_perturbed_samples_without_a_derivative(kind):
+    train, at = kinked()
+    text = "The influence of such a sample is not defined."
+    refused(dif.InvalidInputError, lambda: kind(at).change(train.add(torch.zeros(1, dtype=F64))), text)
+
+
+@pytest.mark.parametrize("factor", [NAN, INF])
+@pytest.mark.parametrize("kind", ESTIMATORS)
+def test_perturbations_scale_by_finite_numbers(kind, factor):
+    text = "It says how much of the perturbation is carried out."
+    invalid(lambda: estimator(kind).change(factor * TRAIN.remove(0)), str(factor), text)
+
+
+def test_damping_does_not_excuse_dependent_constraints():
+    doubled = dif.fit(stated(2), START, show_progress=False)
+    refused(dif.DegenerateError, lambda: dif.DirectionalInfluence(doubled, damping=1e-3), "LICQ fails")
+
+
+@pytest.mark.parametrize("kind", [dif.DirectionalInfluence, dif.ClassicalInfluence])
+@pytest.mark.parametrize("damping", [-1.0, NAN])
+def test_damping_must_be_a_number_from_zero(kind, damping):
+    text = "Damping, δ in H + δI, makes up for missing curvature, at the price of another answer."
+    invalid(lambda: kind(solution(), damping=damping), str(damping), "damping", text)
+
+
+@pytest.mark.parametrize("rho", [-1.0, NAN, INF, "large"])
+def test_rho_must_be_a_number_from_zero(rho):
+    invalid(lambda: dif.DirectionalInfluence(solution(), rho=rho), str(rho), "It weighs GᵀG in H_ρ.")
+
+
+INCOMPLETE = {
+    "no estimator": {key: SOUND[key] for key in ("format", "perturbations", "targets")},
+    "no labels": {"format": SOUND["format"]},
+    "a number of labels": {**SOUND, "perturbations": 1},
+}
+
+
+@table(INCOMPLETE)
+def test_incomplete_files_are_refused(case, tmp_path):
+    archive(tmp_path / "scores.npz", np.zeros((1, 1)), case)
+    refused(dif.InvalidInputError, lambda: dif.Influence.load(tmp_path / "scores.npz"), "is damaged")

@@ -1,0 +1,429 @@
+"""What is refused when losses, functions and perturbations are evaluated."""
+
+import numpy as np
+import pytest
+import torch
+from refusals import (
+    CAP,
+    ESTIMATORS,
+    EYE,
+    F64,
+    GROUP,
+    INF,
+    NAN,
+    OTHER,
+    PROBLEM,
+    START,
+    TRAIN,
+    X,
+    Y,
+    drawn,
+    estimator,
+    fit_loss,
+    invalid,
+    point,
+    refused,
+    samples,
+    solution,
+    solve,
+    squares,
+    table,
+    through,
+    untouched,
+)
+from torch import nn
+
+import dif
+from dif.runtime.user_code import UserCodeError
+
+
+def shaped(change):
+    return lambda params, z: change(squares(params, z))
+
+
+LOSSES = {
+    "scalar": (shaped(torch.mean), "shape ()"),
+    "column": (shaped(lambda loss: loss[:, None]), "shape (8, 1)"),
+    "one too few": (shaped(lambda loss: loss[1:]), "shape (7,)"),
+    "a number": (shaped(lambda loss: 1.0), "float"),
+    "nothing": (shaped(lambda loss: None), "NoneType"),
+    "a list": (shaped(list), "list"),
+}
+
+
+@table(LOSSES)
+def test_a_loss_of_the_wrong_shape_is_refused(case):
+    loss, measured = case
+    texts = ("what the loss of Samples 'odd' returned", "the loss of each sample by itself", 'reduction="none"')
+    error = invalid(lambda: fit_loss(loss), measured, *texts)
+    assert error.threshold == "a tensor of shape (8,) for a batch of 8"
+    invalid(lambda: estimator(dif.DirectionalInfluence).scores(samples(loss), TRAIN.remove(0)), measured, *texts)
+    invalid(lambda: dif.Solution(dif.Problem(samples(loss).mean()), START), measured, *texts)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_a_loss_that_is_not_finite_is_refused_with_the_samples_named(bad):
+    def loss(params, z):
+        return torch.where(z[1] > limit, bad, squares(params, z))
+
+    limit = float(torch.sort(Y).values[5])
+    worst = torch.nonzero(limit < Y).reshape(-1).tolist()
+    expected = f"NaN or infinite for 2 of 8 samples ({worst})"
+    invalid(lambda: fit_loss(loss), expected, "losses of 'odd'", "Their sum, and every derivative of it")
+    invalid(lambda: estimator(dif.NewtonInfluence).scores(samples(loss), TRAIN.remove(0)), expected)
+
+
+def dropout(params, z):
+    return nn.functional.dropout(squares(params, z), 0.5, training=True)
+
+
+def uniform(params, z):
+    return squares(params, z) * torch.rand(len(z[1]), dtype=F64)
+
+
+@pytest.mark.parametrize("loss", [dropout, uniform])
+def test_a_random_loss_is_refused(loss):
+    text = "It is random (dropout, augmentation, sampling), so there is no solution to differentiate."
+    actions = [
+        lambda: fit_loss(loss),
+        lambda: dif.Solution(dif.Problem(samples(loss).mean()), START),
+        lambda: estimator(dif.DirectionalInfluence).scores(samples(loss), TRAIN.remove(0)),
+        lambda: estimator(dif.Retraining).scores(samples(loss).mean(), TRAIN.remove(0)),
+    ]
+    for action in actions:
+        error = refused(dif.InvalidInputError, action, "two calls of the loss of Samples 'odd'", text, "model.eval()")
+        assert error.threshold == "0"
+        assert float(str(error.measured).removeprefix("values that differ by up to ")) > 0
+
+
+def test_the_difference_of_two_calls_is_measured():
+    calls = iter(range(100))
+    loss = shaped(lambda losses: losses + 0.25 * (next(calls) % 2))
+    error = refused(dif.InvalidInputError, lambda: fit_loss(loss))
+    assert error.measured == "values that differ by up to 0.25"
+
+
+class Augmented(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return X[i] + torch.randn(2, dtype=F64), Y[i]
+
+
+def test_random_augmentation_in_a_dataset_is_refused():
+    with pytest.raises(dif.InvalidInputError, match="two calls of the loss of Samples 'odd'"):
+        solve(samples(squares, Augmented()).mean(), params=point(1.0, 1.0))
+
+
+def test_a_loss_that_mixes_the_samples_of_a_batch_is_refused():
+    loss = shaped(lambda losses: losses - losses.mean())  # alone every loss is 0
+    error = refused(dif.InvalidInputError, lambda: fit_loss(loss), "depends on the other samples of its batch", "'odd'")
+    losses = Y**2  # of the first two samples by themselves nothing is left, of the others half of the batch
+    whole, halves = losses - losses.mean(), torch.empty_like(losses)
+    for some in (slice(0, None, 2), slice(1, None, 2)):
+        halves[some] = losses[some] - losses[some].mean()
+    halves[:2] = 0
+    gap = float(((whole - halves).abs() / (1 + halves.abs())).max())
+    assert error.measured == f"values that differ by {gap:.3g} of their size"
+    assert error.threshold == "1e-08"
+
+
+def test_an_error_inside_the_loss_says_whose_loss_it_was():
+    with untouched():
+        error = refused(
+            UserCodeError,
+            lambda: fit_loss(lambda params, z: z[0] @ params["nope"]),
+            "It was raised by your code, or by torch inside it.",
+        )
+    assert error.what == "loss of Samples 'odd'"
+    assert error.measured == "KeyError: 'nope'"
+    assert isinstance(error.__cause__, KeyError)
+
+
+def test_a_loss_that_uses_no_parameter_is_refused():
+    texts = ("parameters that nothing depends on", "No loss and no function (a ridge apart) uses them", "detach")
+    invalid(lambda: fit_loss(lambda p, z: z[1]), "w", *texts)
+
+
+def test_a_loss_that_hides_its_parameters_is_refused():
+    hidden = lambda p, z: (z[0] @ p["w"].detach() - z[1]) ** 2  # noqa: E731
+    text = "What torch returns is not the derivative, so neither a solution nor an influence can rest on it."
+    refused(dif.InvalidInputError, lambda: fit_loss(hidden), text, "gradient of the loss of Samples 'odd'", ".detach()")
+
+
+FUNCTIONS = {
+    "a number": (lambda p: 3.0, "float", "one number, or one per row"),
+    "a matrix": (lambda p: torch.outer(p["w"], p["w"]), "shape (2, 2)", "what the function 'odd' returned"),
+    "nan": (lambda p: (p["w"] - 5).log().sum(), "[nan]", "value of the function 'odd'", "part of an objective"),
+    "infinite rows": (lambda p: 1 / p["w"], "[inf, inf]", "Start where the function is finite."),
+}
+
+
+@table(FUNCTIONS)
+def test_functions_are_checked(case):
+    fn, *expected = case
+    odd = dif.Function(fn, name="odd")
+    invalid(lambda: solve(TRAIN.mean(), [odd <= 1.0]), *expected)
+    if fn is not FUNCTIONS["infinite rows"][0]:
+        invalid(lambda: solve(TRAIN.mean() + odd), *expected)
+
+
+PROGRAMS = {
+    "missing name": (
+        lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0], of="v") <= 1.0]),
+        "no parameter 'v'",
+        "one of w",
+        "The tensor that A multiplies is not among the params.",
+    ),
+    "columns": (
+        lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0, 1.0]) <= 1.0]),
+        "3",
+        "2, the number of scalars in the params",
+        "Each column multiplies one entry of θ.",
+    ),
+    "columns of one tensor": (
+        lambda: solve(TRAIN.mean(), [dif.linear([1.0], of="w") <= 1.0]),
+        "1",
+        "2, the number of scalars in w",
+    ),
+    "bounds": (
+        lambda: solve(TRAIN.mean(), [EYE <= [1.0, 2.0, 3.0]]),
+        "2 and 3",
+        "Functions and bounds in one expression",
+        "Check the rows of A against the length of b.",
+    ),
+    "vector objective": (
+        lambda: solve(EYE),
+        "a vector of 2",
+        "rows of the objective",
+        "Only a single number can be minimised.",
+    ),
+    "vector added to the objective": (
+        lambda: solve(TRAIN.mean() + np.ones(3)),
+        "a vector of 3",
+        "rows of the objective",
+    ),
+    "no iterations": (
+        lambda: solve(TRAIN.mean(), max_iter=0),
+        "max_iter=0, max_seconds=None",
+        "Nothing could be done within them.",
+    ),
+    "no time": (lambda: solve(TRAIN.mean(), max_seconds=0), "max_iter=20000, max_seconds=0", "both positive"),
+    "no iterations to retrain": (
+        lambda: dif.Retraining(solution(), max_iter=0).change(TRAIN.remove(0)),
+        "max_iter=0, max_seconds=None",
+        "limits of fit",
+    ),
+}
+
+
+@table(PROGRAMS)
+def test_programs_refuse(case):
+    invalid(*case)
+
+
+MULTIPLIERS = {
+    "too many": ([1.0, 2.0], "2 values, 0 not finite", "Every row of every constraint has one multiplier."),
+    "none": ([], "0 values, 0 not finite", "1 finite values, one per constraint row"),
+    "nan": (torch.tensor([NAN]), "1 values, 1 not finite", "leave them out: they are recovered"),
+    "unknown name": (
+        {"caps": 1.0},
+        "unknown ['caps'], missing ['cap']",
+        "Each constraint has its own multipliers.",
+        "one for each of ['cap']",
+    ),
+    "missing name": ({}, "unknown [], missing ['cap']", "names of the multipliers"),
+}
+
+
+@table(MULTIPLIERS)
+@pytest.mark.parametrize("entry", [dif.Solution, lambda p, w, m: dif.fit(p, w, multipliers=m)], ids=["Solution", "fit"])
+def test_multipliers_are_checked(case, entry):
+    given, *expected = case
+    invalid(lambda: entry(PROBLEM, START, given), *expected)
+
+
+def test_multipliers_are_looked_up_by_what_the_problem_has():
+    found = solution().multipliers
+    assert found["cap"] == found[0] == found[CAP]
+    with pytest.raises(KeyError, match="no constraint 'lid'; there are cap"):
+        found["lid"]
+    with pytest.raises(KeyError, match="not a constraint of this problem"):
+        found[TRAIN.mean() <= 1.0]
+
+
+def everywhere(perturbation, measured, *texts):
+    """Refused by change and scores of every estimator."""
+    for kind in ESTIMATORS:
+        invalid(lambda kind=kind: estimator(kind).change(perturbation), measured, *texts)
+        invalid(lambda kind=kind: estimator(kind).scores(TRAIN.mean(), perturbation), measured, *texts)
+
+
+FOREIGN_TERM = TRAIN.mean()
+
+
+FOREIGN_CONSTRAINT = TRAIN.mean() <= 1.0
+
+
+RESOLVED = {
+    "foreign samples": (
+        OTHER.remove(0),
+        "no term of the problem uses these samples",
+        "perturbation of 'other'",
+        "Samples are told apart by identity.",
+    ),
+    "foreign constraint": (
+        FOREIGN_CONSTRAINT.shift(1.0),
+        "Constraint(Term(mean of train) <= 1)",
+        "Constraints are told apart by identity",
+        "problem.constraints[j]",
+    ),
+    "renamed constraint": (CAP.named("lid").shift(1.0), repr(CAP.named("lid")), ".named(...) makes a new one"),
+    "equal term": (
+        TRAIN.remove(0, terms=[FOREIGN_TERM]),
+        "Term(mean of train)",
+        "Terms are told apart by identity.",
+    ),
+    "equal constraint": (TRAIN.reweight([1.0] * 8, terms=[FOREIGN_CONSTRAINT]), repr(FOREIGN_CONSTRAINT), "terms="),
+    "name of a term": (TRAIN.add((X[:1], Y[:1]), terms="objective"), "'objective'", "Use problem.objective"),
+    "rows of a shift": (CAP.shift([1.0, 2.0]), "2 values", "shift of cap", "A shift moves every row alike"),
+}
+
+
+@table(RESOLVED)
+def test_perturbations_that_are_not_of_the_problem_are_refused(case):
+    everywhere(*case)
+
+
+def test_removing_every_sample_of_a_term_is_refused():
+    everyone = "samples left in 'mean of train' after perturbation 0 (remove train[0, 1, 2, 3, 4, 5, … 8 in all])"
+    everywhere(TRAIN.remove(range(8)), "0", everyone, "A term without samples is not defined")
+    everywhere(TRAIN.remove(range(8), terms=[PROBLEM.objective], renormalise=False), "0", everyone)
+    DIF = estimator(dif.DirectionalInfluence)
+    second = "after perturbation 1 (remove train[0, 1, 2, 3, 4, 5, … 8 in all])"
+    invalid(lambda: DIF.scores(TRAIN, TRAIN.remove_groups([[0], range(8)])), "0", second, "restrict the removal")
+
+
+def masked():
+    problem = dif.Problem(TRAIN.mean(where=GROUP == 0), [(TRAIN.mean(where=GROUP == 1) <= 9.0).named("second half")])
+    return problem, dif.DirectionalInfluence(dif.fit(problem, START, show_progress=False))
+
+
+def test_removing_every_sample_of_a_constraint_is_refused_unless_kept_out_of_it():
+    problem, DIF = masked()
+    gone = "samples left in 'mean of 4 of train' after perturbation 0 (remove train[4, 5, 6, 7])"
+    invalid(lambda: DIF.change(TRAIN.remove([4, 5, 6, 7])), "0", gone)
+    assert torch.equal(
+        DIF.change(TRAIN.remove([4, 5, 6, 7], terms=[problem.objective])).flat.abs(), torch.zeros(2).double()
+    )
+
+
+def test_membership_of_added_samples_must_be_known():
+    problem, DIF = masked()
+    new = (X[:1], Y[:1])
+    text = "Only you know whether a new sample is in a masked mean"
+    measured = "unknown in mean of 4 of train, mean of 4 of train"
+    invalid(lambda: DIF.change(TRAIN.add(new)), measured, "membership of the samples added to 'train'", text)
+    objective = [problem.objective]
+    invalid(lambda: DIF.change(TRAIN.add(new, terms=objective)), "unknown in mean of 4 of train", "Say like=i")
+    assert torch.isfinite(DIF.change(TRAIN.add(new, like=0)).flat).all()
+
+
+class Half(nn.Module):
+    """Uses one of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+HALF = Half()
+
+
+EXTRA = {**point(0.0, 0.0), "extra": torch.zeros(2, dtype=F64)}
+
+
+UNUSED = {
+    "dict": (lambda: solve(TRAIN.mean(), params=EXTRA), "extra"),
+    "dict with a ridge": (lambda: solve(TRAIN.mean() + dif.ridge(0.1), params=EXTRA), "extra"),
+    "module": (lambda: solve(samples(through).mean() + dif.ridge(0.1), params=HALF), "idle.weight, idle.bias"),
+}
+
+
+@table(UNUSED)
+def test_parameters_that_the_loss_does_not_use_are_refused_by_name(case):
+    action, names = case
+    invalid(action, names, "parameters that nothing depends on", "No loss and no function (a ridge apart) uses them")
+
+
+@pytest.mark.parametrize(("change", "dtype"), [(torch.Tensor.long, "torch.int64"), (lambda x: x > 0, "torch.bool")])
+def test_a_loss_without_a_derivative_is_refused(change, dtype):
+    text = "Counts and booleans have no derivative, and other types lose digits silently."
+    invalid(lambda: fit_loss(shaped(change)), dtype, "what the loss of Samples 'odd' returned", text)
+
+
+def late_noise(params, z):
+    noise = torch.rand(len(z[1]), dtype=F64) * (torch.arange(len(z[1])) > 20)
+    return squares(params, z) * (1 + noise)
+
+
+def dropped_features(params, z):
+    return squares(params, (nn.functional.dropout(z[0], 0.5, training=True), z[1]))
+
+
+RANDOM = {
+    "augmentation": lambda: solve(samples(squares, Augmented()).mean(), params=point(1.0, 1.0)),
+    "augmentation, at θ = 0": lambda: solve(samples(squares, Augmented()).mean()),
+    "dropout of the features, at θ = 0": lambda: fit_loss(dropped_features),
+    "function": lambda: solve(
+        TRAIN.mean() + dif.Function(lambda p: (p["w"] * torch.rand(2, dtype=F64)).sum(), name="odd")
+    ),
+    "after the samples that are probed": lambda: fit_loss(late_noise, (drawn(40, 2), drawn(40))),
+}
+
+
+@table(RANDOM)
+def test_all_randomness_is_refused(case):
+    refused(dif.InvalidInputError, case, "odd", "random")
+
+
+def test_a_loss_seeded_inside_works():
+    def loss(params, z):
+        return squares(params, z) * (1 + torch.rand((), generator=torch.Generator().manual_seed(0), dtype=F64))
+
+    assert fit_loss(loss).converged
+
+
+KINDS = {
+    "loss of float32": lambda: fit_loss(shaped(torch.Tensor.float)),
+    "function of float32": lambda: solve(TRAIN.mean() + dif.Function(lambda p: p["w"].float().sum(), name="odd")),
+    "function of integers": lambda: solve(TRAIN.mean(), [dif.Function(lambda p: p["w"].long(), name="odd") <= 1.0]),
+    "params of float16": lambda: solve(
+        samples(squares, (X.half(), Y.half())).mean(), params={"w": torch.zeros(2, dtype=torch.half)}
+    ),
+    "all on the meta device": lambda: solve(
+        samples(squares, (X.to("meta"), Y.to("meta"))).mean(), params={"w": torch.zeros(2, dtype=F64, device="meta")}
+    ),
+    "new samples on another device": lambda: estimator(dif.DirectionalInfluence).change(
+        TRAIN.add((X[:1].to("meta"), Y[:1].to("meta")))
+    ),
+}
+
+
+@table(KINDS)
+def test_types_and_devices_are_refused_in_words(case):
+    refused(dif.InvalidInputError, case)
+
+
+def test_functions_are_of_the_parameters_type():
+    text = "Other types have no derivative, or lose digits silently."
+    odd = dif.Function(lambda p: p["w"].float().sum(), name="odd")
+    invalid(lambda: solve(TRAIN.mean() + odd), "torch.float32", "what the function 'odd' returned", text)
+
+
+def test_a_bare_batch_norm_is_refused_by_name():
+    refused(dif.InvalidInputError, lambda: solve(TRAIN.mean(), params=nn.BatchNorm1d(2).double()), "BatchNorm1d")

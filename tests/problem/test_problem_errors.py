@@ -1,0 +1,499 @@
+"""What is refused while a problem is stated: samples, terms, parameters, perturbations."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+import torch
+from refusals import (
+    CAP,
+    ESTIMATORS,
+    EYE,
+    F64,
+    INF,
+    NAN,
+    PROBLEM,
+    START,
+    TRAIN,
+    X,
+    Y,
+    drawn,
+    estimator,
+    influence,
+    invalid,
+    point,
+    refused,
+    samples,
+    solve,
+    squares,
+    table,
+    through,
+    untouched,
+)
+from torch import nn
+
+import dif
+
+SAMPLES = {
+    "loss and data swapped": (lambda: dif.Samples(X, squares, name="train"), "Tensor", "the loss comes first"),
+    "batch_size zero": (lambda: samples(squares, batch_size=0), "0", "It is the number of samples per pass."),
+    "batch_size negative": (lambda: samples(squares, batch_size=-2), "-2", "an integer ≥ 1"),
+    "batch_size float": (lambda: samples(squares, batch_size=2.0), "2.0", "batch_size of Samples 'odd'"),
+    "generator": (lambda: samples(squares, (x for x in X)), "generator", "countable and addressable by index"),
+    "no data": (lambda: dif.Samples(squares, None, name="odd"), "NoneType", "Load an iterable into tensors first."),
+    "unequal lengths": (lambda: samples(squares, (X, Y[:3])), "8, 3", "The first dimension of every tensor counts"),
+    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "number of samples in 'odd'"),
+    "zero samples": (lambda: samples(squares, X[:0]), "0", "one length ≥ 1"),
+    "empty tuple": (lambda: samples(squares, ()), "no tensor", "Make the first dimensions equal."),
+    "empty dict": (lambda: samples(squares, {}), "no tensor", "Make the first dimensions equal."),
+    "empty dataset": (lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])), "0", "one length ≥ 1"),
+    "list of numbers": (lambda: samples(squares, [1.0, 2.0]), "a scalar, a scalar", "counts the samples"),
+}
+
+
+@table(SAMPLES)
+def test_samples_refuse(case):
+    invalid(*case)
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("structure", ["tensor", "tuple", "dict"])
+def test_data_that_is_not_finite_is_refused_with_the_samples_named(bad, structure):
+    broken = X.clone()
+    broken[3, 1] = broken[5, 0] = bad
+    data = {"tensor": broken, "tuple": (broken, Y), "dict": {"x": broken, "y": Y}}[structure]
+    expected = "NaN or infinite in 2 samples (3, 5)"
+    invalid(lambda: samples(squares, data), expected, "A loss of such a sample is not finite", keep=[broken])
+
+
+WHERE = {
+    "short": ([True], "torch.bool, shape (1,), 1 true"),
+    "integers": ([1, 0, 1, 0, 0, 0, 0, 0], "torch.int64, shape (8,), 2 true"),
+    "nobody": ([False] * 8, "torch.bool, shape (8,), 0 true"),
+    "two columns": (X > 0, f"torch.bool, shape (8, 2), {int((X > 0).sum())} true"),
+}
+
+
+@table(WHERE)
+@pytest.mark.parametrize("method", [TRAIN.mean, TRAIN.sum])
+def test_masks_are_checked(case, method):
+    mask, measured = case
+    invalid(lambda: method(where=mask), measured, "where= over 'train'", "The mask says which samples")
+
+
+WEIGHTS = {
+    "short": ([1.0], "shape (1,), 0 not finite, 1 nonzero"),
+    "nan": ([NAN] * 8, "shape (8,), 8 not finite, 8 nonzero"),
+    "zero": ([0.0] * 8, "shape (8,), 0 not finite, 0 nonzero"),
+    "column": (torch.ones(8, 1), "shape (8, 1), 0 not finite, 8 nonzero"),
+}
+
+
+@table(WEIGHTS)
+@pytest.mark.parametrize("method", [TRAIN.weighted, TRAIN.reweight])
+def test_weights_are_checked(case, method):
+    weights, measured = case
+    invalid(lambda: method(weights), measured, "over 'train'", "One weight per sample is needed.", "shape (8,)")
+
+
+INDICES = {
+    "beyond": ([2, 8, 9], "8, 9", "No such sample."),
+    "negative": ([-1], "-1", "No such sample."),
+    "scalar beyond": (8, "8", "No such sample."),
+    "huge": ([10**20], "100000000000000000000", "No such sample."),
+    "float": ([1.0], "1.0", "No such sample."),
+    "numpy float": (np.array([1.0]), "1.0", "No such sample."),
+    "float tensor": (torch.tensor([1.0]), "1.0", "No such sample."),
+    "nan": ([NAN], "nan", "No such sample."),
+    "text": (["a"], "a", "No such sample."),
+    "none": (None, "None", "No such sample."),
+    "nested": ([[1, 2]], "[1, 2]", "No such sample."),
+    "boolean mask": (torch.tensor([True, False, True]), "True, False, True", "use torch.nonzero(mask)"),
+    "numpy mask": (np.array([True] * 3), "True, True, True", "use torch.nonzero(mask)"),
+    "single bool": (True, "True", "use torch.nonzero(mask)"),
+    "empty": ([], "none", "Nothing would change."),
+    "twice": ([4, 1, 4, 1, 2], "1, 4 given more than once", "A sample can be removed only once."),
+}
+
+
+@table(INDICES)
+@pytest.mark.parametrize(
+    "method",
+    [
+        TRAIN.remove,
+        TRAIN.remove_each,
+        lambda index: TRAIN.remove_groups([[0, 1], index]),
+        lambda index: TRAIN.replace(index, (X[:1], Y[:1])),
+    ],
+    ids=["remove", "remove_each", "remove_groups", "replace"],
+)
+def test_sample_indices_are_checked(case, method):
+    index, measured, text = case
+    if method == TRAIN.remove_each and index is None:
+        assert len(method(index)) == 8  # None means every sample there
+        return
+    invalid(lambda: method(index), measured, "sample indices of 'train'", text)
+
+
+def test_many_unknown_indices_are_counted():
+    error = refused(dif.InvalidInputError, lambda: TRAIN.remove(range(100)), "92 in all", "integers 0 … 7")
+    assert str(error.measured).startswith("8, 9, 10")
+
+
+def test_no_group_is_refused():
+    invalid(lambda: TRAIN.remove_groups([]), "none", "Each group is one perturbation.")
+    invalid(lambda: TRAIN.remove_groups(3), "int", "Each group is one perturbation.")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        2,
+        [2],
+        (2,),
+        {2},
+        range(2, 3),
+        iter([2]),
+        np.int64(2),
+        np.array([2]),
+        [np.int32(2)],
+        torch.tensor([2]),
+        torch.tensor(2),
+    ],
+    ids=lambda index: type(index).__name__,
+)
+def test_every_kind_of_integer_is_an_index(index):
+    assert TRAIN.remove(index).labels == ["remove train[2]"]
+
+
+NEW_DATA = {
+    "more columns": ((drawn(1, 3), Y[:1]), "(float64[3], float64[])"),
+    "other dtype": ((X[:1].float(), Y[:1]), "(float32[2], float64[])"),
+    "a tensor alone": (X[:1], "float64[2]"),
+    "a dict": ({"x": X[:1], "y": Y[:1]}, "{x: float64[2], y: float64[]}"),
+}
+
+
+@table(NEW_DATA)
+@pytest.mark.parametrize("method", [TRAIN.add, lambda data: TRAIN.replace(0, data)], ids=["add", "replace"])
+def test_new_samples_of_another_structure_are_refused(case, method):
+    data, measured = case
+    text = "New samples go through the same loss"
+    error = invalid(lambda: method(data), measured, "new data for 'train'", text)
+    assert error.threshold == "(float64[2], float64[])"
+
+
+LIKE = {
+    "beyond": (8, "8", "No such sample."),
+    "negative": (-1, "-1", "No such sample."),
+    "one of them beyond": ([0, 1, 99], "99", "No such sample."),
+    "bool": (True, "True", "No such sample."),
+    "two for three": ([1, 2], "2 indices for 3 new samples", "takes the memberships of one old sample"),
+    "empty": ([], "0 indices for 3 new samples", "1 or 3"),
+}
+
+
+@table(LIKE)
+def test_like_is_checked(case):
+    like, measured, text = case
+    invalid(lambda: TRAIN.add((X[:3], Y[:3]), like=like), measured, text)
+
+
+PERTURBATIONS = {
+    "new data not finite": (
+        lambda: TRAIN.add((X[:1], Y[:1] * NAN)),
+        "NaN or infinite in 1 samples (0)",
+        "data of Samples 'new train'",
+    ),
+    "fewer new than old": (
+        lambda: TRAIN.replace([1, 2], (X[:1], Y[:1])),
+        "1 new for 2 old",
+        "Each new sample takes the place of one old sample.",
+    ),
+    "no terms": (lambda: TRAIN.remove(0, terms=[]), "an empty list", "Nothing would change."),
+    "slice with step": (
+        lambda: TRAIN.remove_each()[::2],
+        "slice(None, None, 2)",
+        "Perturbations are stored in consecutive rows.",
+    ),
+    "empty slice": (lambda: TRAIN.remove_each()[5:2], "slice(5, 2, None)", "inside 0 … 8"),
+    "sum of different numbers": (
+        lambda: TRAIN.remove_groups([[0], [1]]) + TRAIN.remove_each(),
+        "2 + 8",
+        "Perturbations are added pair by pair.",
+    ),
+    "shift not finite": (lambda: CAP.shift(NAN), "nan", "The bound moves by this much"),
+    "shift by a matrix": (lambda: CAP.shift([[1.0]]), "[[1.0]]", "one finite number, or one per row"),
+}
+
+
+@table(PERTURBATIONS)
+def test_perturbations_refuse(case):
+    invalid(*case)
+
+
+def test_a_missing_perturbation_ends_iteration():
+    with pytest.raises(IndexError, match="perturbation 8 of 8"):
+        TRAIN.remove_each()[8]
+    assert len(list(TRAIN.remove_each())) == 8
+
+
+TERMS = {
+    "infinite bound": (lambda: TRAIN.mean() <= INF, "inf", "Bounds and factors must be finite."),
+    "factor nan": (lambda: NAN * TRAIN.mean(), "nan", "Leave a constraint out"),
+    "long bound": (lambda: TRAIN.mean() <= [NAN] * 10, "shape (10,)", "one finite number, or a vector"),
+    "matrix bound": (lambda: TRAIN.mean() <= [[1.0, 2.0]], "[[1.0, 2.0]]", "one finite number, or a vector"),
+    "linear nan": (
+        lambda: dif.linear([[NAN, 1.0]]),
+        "shape (1, 2), 1 entries not finite",
+        "must be a number or a vector",
+    ),
+    "linear cube": (lambda: dif.linear(torch.ones(1, 1, 1)), "shape (1, 1, 1), 0 entries not finite", "A of linear(A)"),
+    "linear empty": (lambda: dif.linear([]), "shape (0,), 0 entries not finite", "one row of coefficients"),
+    "ridge negative": (lambda: dif.ridge(-1.0), "-1.0", "with c < 0 has no minimum"),
+    "ridge nan": (lambda: dif.ridge(NAN), "nan", "a finite number ≥ 0"),
+    "ridge infinite": (lambda: dif.ridge(INF), "inf", "a finite number ≥ 0"),
+    "objective samples": (
+        lambda: dif.Problem(TRAIN),
+        "objective Samples, constraints sound",
+        "Constraints are made by comparing Terms",
+    ),
+    "objective a constraint": (lambda: dif.Problem(CAP), "objective Constraint, constraints sound", "friends"),
+    "constraint a bool": (
+        lambda: dif.Problem(TRAIN.mean(), [CAP, True]),
+        "objective Term, constraints bool",
+        "friends",
+    ),
+    "constraint twice": (lambda: dif.Problem(TRAIN.mean(), [CAP, CAP]), "cap more than once", "each once"),
+    "unnamed constraint twice": (
+        lambda: dif.Problem(TRAIN.mean(), [(c := TRAIN.mean() <= 1.0), c]),
+        "one constraint more than once",
+        "Multipliers and reports are looked up",
+    ),
+    "name twice": (
+        lambda: dif.Problem(TRAIN.mean(), [(TRAIN.mean() <= 1.0).named("a"), (TRAIN.mean() <= 2.0).named("a")]),
+        "a more than once",
+        ".named(...)",
+    ),
+}
+
+
+@table(TERMS)
+def test_terms_and_problems_refuse(case):
+    invalid(*case)
+
+
+OPERATORS = {
+    "chained": (lambda: 0 <= TRAIN.mean() <= 1, "a Constraint has no truth value", "two constraints"),
+    "truth": (lambda: bool(CAP), "a Constraint has no truth value", "compare Terms by `is`"),
+    "if": (lambda: 1 if TRAIN.mean() == 1.0 else 2, "a Constraint has no truth value"),
+    "not equal": (lambda: TRAIN.mean() != 1.0, "a Constraint has no truth value"),
+    "less": (lambda: TRAIN.mean() < 1, "strict inequalities have no minimiser", "write <= (or >=)"),
+    "greater": (lambda: TRAIN.mean() > 1, "strict inequalities have no minimiser"),
+    "less from the left": (lambda: 0 < TRAIN.mean(), "strict inequalities have no"),
+    "product": (lambda: TRAIN.mean() * TRAIN.mean(), "a Term scales by one number, not by Term", "dif.Function"),
+    "times a vector": (lambda: TRAIN.mean() * [1.0, 2.0], "a Term scales by one number, not by list"),
+    "times text": (lambda: TRAIN.mean() * "a", "a Term scales by one number, not by str"),
+    "bound text": (lambda: TRAIN.mean() <= "a", "a Term compares with a Term or a number, not with str"),
+    "bound none": (lambda: TRAIN.mean() == None, "a Term compares with a Term or a number, not with NoneType"),  # noqa: E711
+    "plus none": (lambda: TRAIN.mean() + None, "unsupported operand"),
+    "square": (lambda: TRAIN.mean() ** 2, "unsupported operand"),
+    "divide by a term": (lambda: 1.0 / TRAIN.mean(), "unsupported operand"),
+    "perturbation plus number": (lambda: TRAIN.remove(0) + 1, "unsupported operand"),
+    "samples as a term": (lambda: TRAIN <= 1.0, "not supported between instances of 'Samples'"),
+}
+
+
+@table(OPERATORS)
+def test_operators_that_mean_nothing_are_type_errors(case):
+    action, *texts = case
+    with untouched(), pytest.raises(TypeError) as caught:
+        action()
+    assert all(text in str(caught.value) for text in texts)
+
+
+TWO = {"w": torch.zeros(2, dtype=F64), "v": torch.zeros(1)}
+
+
+AWAY = {"w": torch.zeros(2, dtype=F64), "v": torch.zeros(1, dtype=F64, device="meta")}
+
+
+PARAMS = {
+    "a tensor": (X[0], "Tensor", "The names of the parameters are needed"),
+    "none": (None, "NoneType", 'Wrap a single tensor as {"theta": tensor}.'),
+    "a list": ([X[0]], "list", "a dict of tensors or an nn.Module"),
+    "empty": ({}, "no tensor", "There is nothing to optimise."),
+    "integer": ({"w": torch.zeros(2, dtype=torch.long)}, "torch.int64", "Only real-valued parameters", "'w'"),
+    "complex": ({"w": torch.zeros(2, dtype=torch.cfloat)}, "torch.complex64", "Only real-valued parameters", "'w'"),
+    "a number": ({"w": 1.0}, "float", "Only real-valued parameters can be differentiated.", "parameter 'w'"),
+    "numpy": ({"w": np.zeros(2)}, "ndarray", "torch.as_tensor(value, dtype=torch.float64)"),
+    "two dtypes": (TWO, "w: torch.float64, v: torch.float32", "dtype of the parameters", "Flat θ is one vector."),
+    "two devices": (AWAY, "w: cpu, v: meta", "device of the parameters", "one device for all"),
+    "nan": (point(1.0, NAN), "1 NaN or infinite of 2 entries", "parameter 'w'", "A point that is not finite"),
+    "infinite": (point(INF, -INF), "2 NaN or infinite of 2 entries", "parameter 'w'"),
+}
+
+
+@table(PARAMS)
+@pytest.mark.parametrize("entry", [dif.fit, dif.Solution, dif.Solution.from_params])
+def test_params_are_checked(case, entry):
+    params, *expected = case
+    keep = [params] if isinstance(params, dict) and all(isinstance(t, torch.Tensor) for t in params.values()) else []
+    invalid(lambda: entry(PROBLEM, params), *expected, keep=keep)
+
+
+def test_a_frozen_module_has_nothing_to_optimise():
+    model = nn.Linear(2, 1).double().requires_grad_(False)
+    invalid(lambda: solve(TRAIN.mean(), params=model), "no tensor", "requires_grad=True", keep=[model])
+
+
+NOISY = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(2, 3), nn.Dropout(0.5), nn.Linear(3, 1)), "1 (Dropout)"),
+    "batch norm": (lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1)), "1 (BatchNorm1d)"),
+    "both, nested": (
+        lambda: nn.Sequential(nn.Sequential(nn.Linear(2, 3), nn.AlphaDropout()), nn.BatchNorm1d(3), nn.Linear(3, 1)),
+        "0.1 (AlphaDropout), 1 (BatchNorm1d)",
+    ),
+}
+
+
+@table(NOISY)
+def test_modules_in_training_mode_are_refused_by_name(case):
+    build, names = case
+    model, loss = build().double(), samples(through)
+    text = "Their losses are random, or depend on the other samples"
+    invalid(lambda: solve(loss.mean(), params=model), names, text, "Call model.eval()", keep=[model])
+    assert dif.Solution(dif.Problem(loss.mean()), model.eval()).theta.numel() > 0
+
+
+DATA_KINDS = {
+    "float32": ((X.float(), Y.float()), "torch.float32 on cpu"),
+    "one of them float32": ((X, Y.float()), "torch.float32 on cpu"),
+    "other device": ((X.to("meta"), Y.to("meta")), "torch.float64 on meta"),
+}
+
+
+@table(DATA_KINDS)
+def test_dtypes_and_devices_of_the_data_must_be_those_of_the_parameters(case):
+    data, measured = case
+    odd = samples(squares, data)
+    text = "Mixed types lose digits silently"
+    for action in (lambda: solve(odd.mean()), lambda: estimator(dif.Retraining).scores(odd, TRAIN.remove(0))):
+        error = invalid(action, measured, "data of Samples 'odd'", text, keep=[data])
+        assert error.threshold == "torch.float64 on cpu, as the parameters"
+
+
+def test_parameters_on_another_device_than_the_data():
+    away = {"w": torch.zeros(2, dtype=F64, device="meta")}
+    text = "Fewer digits do not carry a second derivative, sparse tensors do not flatten, and the meta device is empty."
+    found = "torch.float64, torch.strided, on meta"
+    invalid(lambda: solve(TRAIN.mean(), params=away), found, "parameter 'w'", text)
+
+
+@pytest.mark.parametrize("sparse", [torch.eye(2, dtype=F64).to_sparse(), torch.eye(2, dtype=F64).to_sparse_csr()])
+def test_sparse_parameters_are_refused(sparse):
+    invalid(lambda: solve(TRAIN.mean(), params={"w": sparse}), f"torch.float64, {sparse.layout}, on cpu", "to_dense")
+
+
+def test_a_vector_objective_of_one_row_is_told_from_a_number():
+    error = refused(dif.InvalidInputError, lambda: solve(TRAIN.mean() + dif.linear([[1.0, 1.0]])))
+    assert str(error.measured) != str(error.threshold)
+
+
+def test_linear_keeps_its_own_coefficients():
+    row, constraints = torch.zeros(2, dtype=F64), []
+    for i in range(2):
+        row[i] = 1.0
+        constraints.append(dif.linear(row) <= -1.0)
+        row[i] = 0.0
+    at = dif.Solution(dif.Problem(TRAIN.mean(), constraints), START)
+    assert torch.equal(at.G, torch.eye(2, dtype=F64))
+
+
+@pytest.mark.parametrize("kind", [dif.NewtonInfluence, dif.Retraining])
+def test_the_number_of_the_perturbation_is_its_place(kind):
+    groups = TRAIN.remove_groups([[0], range(8)])
+    refused(dif.InvalidInputError, lambda: estimator(kind).scores(TRAIN.mean(), groups), "after perturbation 1 ")
+
+
+@pytest.mark.parametrize(
+    "action",
+    [
+        lambda: TRAIN.remove(np.array(2)),
+        lambda: TRAIN.add((X[:1], Y[:1]), like=np.int64(2)),
+        lambda: TRAIN.add((X[:1], Y[:1]), like=torch.tensor(2)),
+        lambda: samples(squares, batch_size=np.int64(4)),
+    ],
+    ids=["remove", "like", "like a tensor", "batch_size"],
+)
+def test_numpy_integers_are_integers(action):
+    action()
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+class Pairs(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        return Pair(X[i], Y[i])
+
+
+def test_a_dataset_of_named_tuples():
+    train = samples(lambda p, z: (z.x @ p["w"] - z.y) ** 2, Pairs())
+    at = solve(train.mean(), [dif.linear([1.0, 1.0]) <= -1.0])
+    gap = dif.DirectionalInfluence(at).scores(train, train.remove_each()).values - influence().values
+    assert gap.abs().max() < 1e-12
+
+
+MALFORMED = {
+    "reweight by none": lambda: TRAIN.reweight(None),
+    "weights of text": lambda: TRAIN.weighted(["a"] * 8),
+    "ragged weights": lambda: TRAIN.weighted([[1.0], [1.0, 2.0]]),
+    "mask of text": lambda: TRAIN.mean(where="first half"),
+    "mask of none": lambda: TRAIN.mean(where=[None] * 8),
+    "index of an array of arrays": lambda: TRAIN.remove([np.array([1])]),
+    "groups a number": lambda: TRAIN.remove_groups(3),
+    "like a float": lambda: TRAIN.add((X[:1], Y[:1]), like=1.0),
+    "data of text": lambda: solve(samples(squares, "abc").mean()),
+    "data a list of texts": lambda: samples(squares, ["a", "b"]),
+    "data of objects": lambda: samples(squares, np.array([None, 1])),
+    "linear of none": lambda: dif.linear(None),
+    "linear ragged": lambda: dif.linear([[1.0], [1.0, 2.0]]),
+    "ridge of none": lambda: dif.ridge(None),
+    "ridge of two numbers": lambda: dif.ridge(torch.ones(2)),
+    "shift by none": lambda: CAP.shift(None),
+    "bound ragged": lambda: TRAIN.mean() <= [[1.0], [1.0, 2.0]],
+    "no constraints, said as none": lambda: dif.Problem(TRAIN.mean(), None),
+    "a term for constraints": lambda: dif.Problem(TRAIN.mean(), TRAIN.mean()),
+    "function not callable": lambda: solve(TRAIN.mean() + dif.Function(3.0)),
+    "fit of a term": lambda: dif.fit(TRAIN.mean(), START),
+    "solution of a term": lambda: dif.Solution(TRAIN.mean(), START),
+    "multipliers of text": lambda: dif.Solution(PROBLEM, START, ["a"]),
+    "multipliers of another problem": lambda: dif.Solution(
+        PROBLEM, START, dif.Solution(dif.Problem(TRAIN.mean(), [EYE <= 9.0]), START).multipliers
+    ),
+    "top of half": lambda: influence().top(2.5),
+    "top of a float target": lambda: influence().top(3, 1.5),
+    "compare with a tensor": lambda: influence().compare(influence().values),
+    "rank of a constant target": lambda: estimator(dif.DirectionalInfluence).scores(
+        dif.Term(constant=torch.ones((), dtype=F64)), TRAIN.remove(0)
+    ),
+    **{f"{kind.__name__} of a problem": lambda kind=kind: kind(PROBLEM) for kind in ESTIMATORS},
+    **{
+        f"{kind.__name__}, {name}": lambda kind=kind, given=given: estimator(kind).scores(TRAIN.mean(), given)
+        for kind in ESTIMATORS
+        for name, given in {"scores of an index": 3, "scores of no list": []}.items()
+    },
+    **{
+        f"{kind.__name__}, scores of a list": lambda kind=kind: estimator(kind).scores(TRAIN.mean(), [TRAIN.remove(0)])
+        for kind in (dif.NewtonInfluence, dif.Retraining)
+    },
+}
+
+
+@table(MALFORMED)
+def test_malformed_input_is_refused_in_words(case):
+    refused(dif.InvalidInputError, case)

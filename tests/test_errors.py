@@ -20,10 +20,9 @@ def texts_of(calls):
             name = getattr(node.func, "id", getattr(node.func, "attr", "")) if isinstance(node, ast.Call) else ""
             if name not in calls:
                 continue
-            for keyword in node.keywords:
-                if keyword.arg == "meaning":
-                    literals = [n.value for n in ast.walk(keyword.value) if isinstance(n, ast.Constant)]
-                    yield from ((text, f"{path.name}:{node.lineno}") for text in literals if isinstance(text, str))
+            meanings = [keyword.value for keyword in node.keywords if keyword.arg == "meaning"] or node.args[2:3]
+            literals = [n.value for meaning in meanings for n in ast.walk(meaning) if isinstance(n, ast.Constant)]
+            yield from ((text, f"{path.name}:{node.lineno}") for text in literals if isinstance(text, str))
 
 
 def test_every_text_is_asserted_by_a_test():
@@ -40,10 +39,10 @@ def test_every_text_is_asserted_by_a_test():
 
 @pytest.mark.parametrize("error_class", ERRORS)
 def test_errors_travel_whole(error_class):
-    error = error_class("thing", measured=3.5, threshold="at most 2", meaning="It is large.", cure="Make it small.")
+    error = error_class("`size` is 3.5.", "It must be at most 2.", "It is large.", "Make it small.")
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error), copy.deepcopy(error)):
         assert type(other) is error_class
-        assert str(other) == str(error) == "thing: measured 3.5, allowed at most 2. It is large. Make it small."
+        assert str(other) == str(error) == "`size` is 3.5. It must be at most 2. It is large. Make it small."
         assert vars(other) == vars(error)
     assert isinstance(error, dif.DifError)
     assert isinstance(error, ValueError)

@@ -66,7 +66,7 @@ def main() -> None:
     try:
         dif.fit(problem, dif.variable(torch.nn.Linear(3, 1), "weight"))
     except dif.DifError as error:
-        print(error.what, error.measured, error.threshold, error.meaning, error.cure)
+        print(error.found, error.allowed, error.meaning, error.cure)
 
 
 if __name__ == "__main__":

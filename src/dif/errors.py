@@ -1,37 +1,36 @@
-"""What dif says when it cannot answer: the measured value, the threshold, what it means, what to do."""
+"""What dif says when it cannot answer: what was found, what is allowed, what that means, what to do."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 
 class DifError(ValueError):
-    """An answer that cannot be given, in four parts.
+    """An answer that cannot be given, said in four parts; each is a sentence.
 
     Args:
-        what: The thing that was judged, for example "stationarity of the given parameters".
-        measured: The value found.
-        threshold: The value that would have been accepted.
-        meaning: What it means, as a sentence.
-        cure: What to do about it, as a sentence.
+        found: What was found, for example "`tol` is -1."
+        allowed: What would have been accepted, for example "It must be a positive number."
+        meaning: What that means.
+        cure: What to do about it.
     """
 
-    def __init__(self, what: str, *, measured: object, threshold: object, meaning: str, cure: str) -> None:
-        self.what = what
-        self.measured = measured
-        self.threshold = threshold
-        self.meaning = meaning
-        self.cure = cure
-        super().__init__(f"{what}: measured {measured}, allowed {threshold}. {meaning} {cure}")
+    def __init__(
+        self, found: str, allowed: str = "", meaning: str = "", cure: str = "", *, measured: object = None,
+        threshold: object = None,
+    ) -> None:  # fmt: skip
+        self.found, self.allowed, self.meaning, self.cure = found, allowed, meaning, cure
+        if threshold is not None:  # the old form, until every text is a sentence
+            self.what, self.measured, self.threshold = found, measured, threshold
+            self.found, self.allowed = f"{found}: measured {measured},", f"allowed {threshold}."
+        super().__init__(f"{self.found} {self.allowed} {meaning} {cure}")
 
     def __reduce__(self):
         """Travel between processes with all four parts."""
-        parts = {name: getattr(self, name) for name in ("what", "measured", "threshold", "meaning", "cure")}
-        return partial(type(self), **parts), ()
+        return type(self), (self.found, self.allowed, self.meaning, self.cure)
 
 
 class InvalidInputError(DifError):

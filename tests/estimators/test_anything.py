@@ -146,9 +146,7 @@ class Calls:
             made = function()
         except dif.DifError as error:
             self.ends[type(error).__name__] += 1
-            self.wordless += not all(
-                str(part).strip() for part in (error.what, error.measured, error.meaning, error.cure)
-            )
+            self.wordless += not all(part.strip() for part in (error.found, error.allowed, error.meaning, error.cure))
             return None
         self.ends["answered"] += 1
         return made

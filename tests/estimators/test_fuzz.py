@@ -37,7 +37,7 @@ def one_thread():
 
 def check_words(error: dif.DifError) -> None:
     """All four parts are there."""
-    assert all([error.what, str(error.measured), str(error.threshold), error.meaning, error.cure])
+    assert all([error.found, error.allowed, error.meaning, error.cure])
 
 
 # Problems as they come
@@ -134,7 +134,7 @@ def answered(number: int) -> str:
         return f"refused: {type(error).__name__}"
     whole = [dif.DirectionalInfluence(solution, switching=how, strict=False) for how in ("auto", True)]
     steps = [one.change(removal) for one in whole]
-    settled = not steps[1].diagnostics["unanswered"] and whole[1].linearisation.free.equal(solution.program.equality)
+    settled = not steps[1].diagnostics["unanswered"] and whole[1].linearisation.free.equal(solution.program.kinds.equal)
     if settled:  # rows that "auto" leaves out are not missed
         gap = float((steps[0].flat - steps[1].flat).norm())
         if gap > 1e-6 * float(steps[1].flat.norm()) + 1e-9:

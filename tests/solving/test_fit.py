@@ -60,7 +60,7 @@ def test_scales_do_not_matter(objective_scale, row_scale):
     train, problem = bound_regression()
     expected = solved(problem)
     scaled = [
-        row_scale * c.term == row_scale * c.tau if c.equality else row_scale * c.term <= row_scale * c.tau
+        row_scale * c.term == row_scale * c.tau if c.kind.value == "==" else row_scale * c.term <= row_scale * c.tau
         for c in problem.constraints
     ]
     solution = solved(dif.Problem(objective_scale * train.mean(), scaled))

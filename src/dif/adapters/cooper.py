@@ -57,7 +57,7 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         first = next(iter(_tensors(params).values()))
         for name, constraint in zip(problem.names, problem.constraints, strict=True):
             size = _rows(constraint, params)
-            kind = cooper.ConstraintType.EQUALITY if constraint.equality else cooper.ConstraintType.INEQUALITY
+            kind = cooper.ConstraintType.EQUALITY if constraint.kind.value == "==" else cooper.ConstraintType.INEQUALITY
             multiplier = cooper.multipliers.DenseMultiplier(
                 num_constraints=size, device=first.device, dtype=first.dtype
             )

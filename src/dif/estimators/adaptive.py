@@ -83,7 +83,7 @@ class AdaptiveInfluence:
         """How far a Newton step on the changed problem goes from where a change ends, relative, in units of θ."""
         at, stack = self.solution, Direction(self.solution.program, perturbation).stacked()
         lam = at.lam + change.multipliers.flat
-        lam = torch.where(at.program.equality, lam, lam.clamp(min=0))
+        lam = at.program.kinds.project(lam)
         omega, _ = self._assessor.nearby.step(stack, (at.theta + change.flat)[None], lam[None])
         size = float((at.scales.root * change.flat).norm())
         left = float((at.scales.root * omega[0]).norm())

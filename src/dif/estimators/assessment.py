@@ -118,7 +118,7 @@ class Assessor:
         """
         at, stack = self.solution, direction.stacked()
         before, theta = targets.values(at.theta), at.theta + omega
-        nu = torch.where(at.program.equality, lam, lam.clamp(min=0))
+        nu = at.program.kinds.project(lam)
         known = torch.isfinite(theta).all(1) & torch.isfinite(nu).all(1)
         theta, nu = torch.where(known[:, None], theta, at.theta), torch.where(known[:, None], nu, at.lam)
 
@@ -167,7 +167,7 @@ class Assessor:
     def _crossed(self, nu: Tensor) -> list[list[str]]:
         """The constraints that have switched, where the multipliers are these (P, m)."""
         active, program = self.solution.active, self.solution.program
-        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & ~program.equality
+        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & program.kinds.one_sided
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
     def assess(self, count: object) -> Assess | None:

@@ -97,7 +97,7 @@ class DirectionalInfluence:
     def _all_rows(self) -> Linearisation:
         """Every row with its slack and multiplier."""
         at = self.solution
-        free = at.program.equality
+        free = at.program.kinds.equal
         try:
             prepared, R = self._prepare(at.G[free])
         except DegenerateError:  # not convex on the equalities alone: hold the binding rows, check their signs later
@@ -109,7 +109,7 @@ class DirectionalInfluence:
         """The active rows and those `near`, these with slack and multiplier; other binding rows hold as equalities."""
         at, local = self.solution, self.linearisation
         binding = at.active.mask(at.active.binding)
-        free, held = binding & ~near | at.program.equality, local.kept[local.free]
+        free, held = binding & ~near | at.program.kinds.equal, local.kept[local.free]
         solver, R = local.solver, torch.zeros_like(at.lam)
         R[held] = local.R[local.free]
         if not torch.equal(free, binding):
@@ -133,7 +133,7 @@ class DirectionalInfluence:
         """What these perturbations need: rows that they reach are added until they reach no other."""
         check_kind(perturbations)
         near, lin = self.solution.active.mask(()), self.linearisation
-        while self.switching == "auto" and bool((~self.solution.program.equality).any()):
+        while self.switching == "auto" and bool(self.solution.program.kinds.one_sided.any()):
             more = near | reached(lin, perturbations)
             if torch.equal(more, near):
                 break
@@ -210,7 +210,7 @@ class DirectionalInfluence:
         """
         at, lin = self.solution, self._for(perturbations)
         found: list[Margin | None] = [None] * at.program.m
-        rows = torch.nonzero(~at.program.equality).reshape(-1)
+        rows = torch.nonzero(at.program.kinds.one_sided).reshape(-1)
         nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
         rows = rows[torch.argsort(nearness[rows])[:_ROWS]]
         if len(rows):
@@ -247,7 +247,7 @@ class DirectionalInfluence:
         """For which perturbations a constraint lets go or begins to bind within the step, (P,) bool."""
         at, active = self.solution, self.solution.active
         binding = _index(active.binding, at.theta)
-        binding = binding[~at.program.equality[binding]]
+        binding = binding[at.program.kinds.one_sided[binding]]
         inactive = _index(active.inactive, at.theta)
         return (nu[:, binding] <= 0).any(1) | (nu[:, inactive] > 0).any(1)
 

@@ -67,7 +67,7 @@ class Linearisation:
         self.c0 = torch.zeros_like(R) if c0 is None else c0
         self.lam0 = torch.zeros_like(R) if lam0 is None else lam0
         # whose whole multipliers must stay ≥ 0
-        self.held = free & ~at.program.equality[kept] & (lam0 is not None and not lenient)
+        self.held = free & at.program.kinds.one_sided[kept] & (lam0 is not None and not lenient)
         self.priced = priced
         self.strict = strict
         self.V = solver.solve(self.G.T)  # (d, k)

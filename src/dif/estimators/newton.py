@@ -108,7 +108,7 @@ class NewtonInfluence:
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         H, solver = self._curvature(direction, weights)
         try:
-            return kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.equality, self._binding, solver)
+            return kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver)
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"under the perturbation {perturbation.labels[0]!r}")

@@ -59,7 +59,7 @@ class PathInfluence:
             solution.active.check()
         self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
         binding = solution.active.mask(solution.active.binding)
-        self._prepared = KKTSystem.convex(solution.curvature, solution.G, solution.program.equality, binding)
+        self._prepared = KKTSystem.convex(solution.curvature, solution.G, solution.program.kinds, binding)
 
     def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
         """The whole path of one perturbation, with points at each ε of `stops` among those it takes by itself."""

@@ -65,7 +65,7 @@ class PenaltyInfluence:
         theta = self._minimiser() if at_minimiser else solution.theta
         self.at = Solution.of_program(solution.program, theta, solution.lam) if at_minimiser else solution
         # at θ̄ inequalities are met, up to rounding: their cubes are not felt
-        c = self.at.c if at_minimiser else torch.where(solution.program.equality, self.at.c, self.at.c.clamp(max=0))
+        c = self.at.c if at_minimiser else torch.where(solution.program.kinds.equal, self.at.c, 0.0)
         weights, stiffness = self._forces(c)
         felt = bool((weights[1:] != 0).any())
         plain = Curvature(solution.program.rows, theta, weights) if felt else self.at.objective_curvature
@@ -102,9 +102,7 @@ class PenaltyInfluence:
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """First derivative of the penalties (behind a 1 for f₀), (1 + m,), and the second, (m,)."""
-        over, equality = c.clamp(min=0), self.solution.program.equality
-        first = torch.where(equality, self.rho * c, 3 * self.k * over**2)
-        second = torch.where(equality, torch.full_like(c, self.rho), 6 * self.k * over)
+        _, first, second = self.solution.program.kinds.penalty(c, self.rho, self.k)
         return self.solution.program.weights(first), second
 
     def _minimiser(self) -> Tensor:
@@ -132,7 +130,7 @@ class PenaltyInfluence:
     def _value(self, program: Program, theta: Tensor) -> float:
         f = program.rows.values(theta)
         c = f[1:] - program.tau
-        penalty = torch.where(program.equality, 0.5 * self.rho * c**2, self.k * c.clamp(min=0) ** 3)
+        penalty, _, _ = program.kinds.penalty(c, self.rho, self.k)
         return float(f[0] + penalty.sum())
 
 

@@ -25,9 +25,9 @@ def reached(lin: Linearisation, perturbations: Perturbation) -> Tensor:
     rows may switch, the others are looked at under every perturbation.
     """
     at, P = lin.at, len(perturbations)
-    held = torch.ones_like(at.program.equality)
+    held = torch.ones_like(at.program.kinds.equal)
     held[lin.kept] = lin.free
-    held = held & ~at.program.equality
+    held = held & at.program.kinds.one_sided
     rest = torch.nonzero(held).reshape(-1)
     found = torch.zeros_like(held)
     if P <= _SEEN and P * at.theta.numel() <= _MOVED:

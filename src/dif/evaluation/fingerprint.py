@@ -45,7 +45,7 @@ def of_tensor(tensor: Tensor) -> bytes:
 def of_program(program: Program) -> bytes:
     """Everything that a problem consists of, but not its parameters."""
     seen = hashlib.sha256()
-    for part in (program.tau, program.equality):
+    for part in (program.tau, program.kinds.equal):
         seen.update(of_tensor(part))
     for part in of_rows(program.rows):
         seen.update(part)

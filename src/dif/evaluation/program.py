@@ -12,6 +12,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.evaluation.probe import check_used, probe
 from dif.evaluation.rows import Rows
+from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Constraint, Term
@@ -20,13 +21,13 @@ from dif.runtime.inputs import as_numbers, as_tensor
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The problem with its numbers within reach: rows f = (f₀, f₁ … f_m), bounds τ, which rows are equalities."""
+    """The problem with its numbers within reach: rows f = (f₀, f₁ … f_m), bounds τ, and the kinds of the rows."""
 
     problem: Problem
     parameters: Parameters
     rows: Rows
     tau: Tensor  # (m,)
-    equality: Tensor  # (m,) bool
+    kinds: Kinds  # of the m rows
     names: tuple[str, ...]  # of the m rows
     shapes: tuple[torch.Size, ...]  # of the constraints
 
@@ -61,7 +62,7 @@ class Program:
                 cure="Add the rows up inside the function, or make them constraints.",
             )
         tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
-        equality = [torch.full((s.numel(),), c.equality) for c, s in zip(problem.constraints, shapes, strict=True)]
+        kinds = Kinds.of((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
         names = []
         for name, shape in zip(problem.names, shapes, strict=True):
             names += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
@@ -70,7 +71,7 @@ class Program:
             parameters,
             rows,
             torch.cat([torch.zeros(0, dtype=torch.float64), *tau]).to(theta),
-            torch.cat([torch.zeros(0, dtype=torch.bool), *equality]).to(theta.device),
+            kinds.to(theta.device),
             tuple(names),
             tuple(shapes),
         )

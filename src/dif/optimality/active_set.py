@@ -11,6 +11,7 @@ from dif.errors import DegenerateError
 from dif.linalg.lanczos import tangent_curvature
 from dif.linalg.operator import Operator
 from dif.optimality.residuals import Scales
+from dif.problem.kinds import Kinds
 
 
 @dataclass(frozen=True)
@@ -45,19 +46,19 @@ class ActiveSet:
 
     @classmethod
     def read(
-        cls, names: tuple[str, ...], scales: Scales, c: Tensor, lam: Tensor, equality: Tensor, G: Tensor, H: Operator,
+        cls, names: tuple[str, ...], scales: Scales, c: Tensor, lam: Tensor, kinds: Kinds, G: Tensor, H: Operator,
         tolerance: float,
     ) -> ActiveSet:  # fmt: skip
         """Read it off c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
         slack, force = scales.slack(c), scales.multiplier(lam)
-        active = equality | (slack <= tolerance)
-        binding = equality | (active & (force > tolerance))
+        active = kinds.at_bound(slack, tolerance)
+        binding = active & kinds.pushing(force, tolerance)
         weak, inactive = active & ~binding, ~active
         curvature, relative = tangent_curvature(H, G[binding], scales.root)
         deciding = torch.where(inactive, slack - tolerance, force - tolerance)
         inside = tolerance - torch.maximum(slack.abs(), force.abs())
         margins = torch.where(weak, inside, deciding)
-        margins = torch.where(equality, torch.full_like(margins, float("inf")), margins)
+        margins = torch.where(kinds.one_sided, margins, float("inf"))
         return cls(
             binding=_rows(binding),
             weak=_rows(weak),

@@ -12,6 +12,7 @@ from dif.errors import DegenerateError
 from dif.linalg.cholesky import Solver, prepare
 from dif.linalg.multiplier_qp import no_direction, solve_reduced_qp
 from dif.linalg.operator import Operator
+from dif.problem.kinds import Kinds
 
 Solve = Callable[[Tensor], Tensor]
 
@@ -35,12 +36,12 @@ class KKTSystem:
         self._known: dict[bool, tuple[Tensor, Tensor]] = {}  # whether exact → rows, and (H + GᵀRG)⁻¹Gᵀ on them
 
     @classmethod
-    def convex(cls, H: Operator, G: Tensor, equality: Tensor, binding: Tensor, solver: Solver = None) -> KKTSystem:
+    def convex(cls, H: Operator, G: Tensor, kinds: Kinds, binding: Tensor, solver: Solver = None) -> KKTSystem:
         """Prepare with firm equalities; where H is not convex on these alone, with the binding rows firm too."""
         try:
-            return cls(H, G, equality, solver)
+            return cls(H, G, kinds.equal, solver)
         except DegenerateError:
-            return cls(H, G, equality | binding, solver)
+            return cls(H, G, kinds.equal | binding, solver)
 
     def reduce(self, g: Tensor, c: Tensor, rows: Tensor, solve: Solve | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Eliminate ω.
@@ -107,7 +108,7 @@ def kkt_step(
     c: Tensor,
     G: Tensor,
     lam: Tensor,
-    equality: Tensor,
+    kinds: Kinds,
     binding: Tensor,
     solver: Solver = None,
 ) -> Step:
@@ -119,12 +120,12 @@ def kkt_step(
     checked afterwards: rows with a negative multiplier are let go, as long as convexity allows it.
     """
     every = torch.arange(len(c), device=c.device)
-    system = _attempt(lambda: KKTSystem.convex(H, G, equality, binding, solver))
+    system = _attempt(lambda: KKTSystem.convex(H, G, kinds, binding, solver))
     while system is not None:
         omega, nu, failed = system.step(g[None], c[None], lam[None], every, system.firm)
         if failed:
             raise no_direction("this step", failed[0])
-        wrong = system.firm & ~equality & (nu[0] < 0)
+        wrong = system.firm & kinds.inadmissible(nu[0])
         if not bool(wrong.any()):
             return Step(omega[0], nu[0])
         firm = system.firm & ~wrong

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dif.problem.kinds import Kinds
+
 
 @dataclass(frozen=True)
 class KKT:
@@ -88,24 +90,22 @@ class Scales:
         return float((g / self.root).norm()) / self.size
 
 
-def violations(scales: Scales, c: Tensor, equality: Tensor) -> Tensor:
-    """How far each row is from being met, scaled, (m,)."""
-    slack = scales.slack(c)
-    return torch.where(equality, slack.abs(), (-slack).clamp(min=0))
+def violations(scales: Scales, c: Tensor, kinds: Kinds) -> Tensor:
+    """Measure how far each row is from being met, scaled, (m,)."""
+    return kinds.violation(-scales.slack(c))
 
 
-def products(scales: Scales, c: Tensor, lam: Tensor, equality: Tensor) -> Tensor:
-    """How far each row is from complementarity, scaled, (m,): min(slack, λ), a negative λ in full."""
-    slack, force = scales.slack(c).clamp(min=0), scales.multiplier(lam)
-    return torch.where(equality, torch.zeros_like(slack), torch.where(force < 0, -force, torch.minimum(slack, force)))
+def complementarity(scales: Scales, c: Tensor, lam: Tensor, kinds: Kinds) -> Tensor:
+    """Measure how far each row is from complementarity, scaled, (m,)."""
+    return kinds.complementarity(scales.slack(c), scales.multiplier(lam))
 
 
-def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, equality: Tensor) -> KKT:
-    """The residuals at a point with ∇L = gradient, c = f − τ and multipliers λ."""
+def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, kinds: Kinds) -> KKT:
+    """Measure the residuals at a point with ∇L = gradient, c = f − τ and multipliers λ."""
     return KKT(
         stationarity=scales.gradient(gradient),
-        feasibility=float(violations(scales, c, equality).max()) if len(c) else 0.0,
-        complementarity=float(products(scales, c, lam, equality).max()) if len(c) else 0.0,
+        feasibility=float(violations(scales, c, kinds).max()) if len(c) else 0.0,
+        complementarity=float(complementarity(scales, c, lam, kinds).max()) if len(c) else 0.0,
         gradient_norm=float(gradient.norm()),
         rounding=scales.rounding,
     )

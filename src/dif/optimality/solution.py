@@ -15,7 +15,7 @@ from dif.evaluation.kinks import Kink, explain, find_kinks
 from dif.evaluation.loss_checks import check_slopes
 from dif.evaluation.program import PerConstraint, Program
 from dif.optimality.active_set import ActiveSet
-from dif.optimality.residuals import KKT, Scales, products, residuals, violations
+from dif.optimality.residuals import KKT, Scales, complementarity, residuals, violations
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.inputs import check_number
@@ -74,17 +74,17 @@ class Solution:
         """The multipliers that come nearest to stationarity: least squares over the rows at their bound, λ ≥ 0."""
         from scipy.optimize import nnls  # slow to import, seldom needed
 
-        equality, lam = self.program.equality, torch.zeros_like(self.c)
+        kinds, lam = self.program.kinds, torch.zeros_like(self.c)
         if len(lam) == 0:
             return lam
         alone = self.objective_curvature
         scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
-        rows = torch.nonzero((equality | (scales.slack(self.c) <= reach)) & (scales.norms > 0)).reshape(-1)
+        rows = torch.nonzero(kinds.at_bound(scales.slack(self.c), reach) & (scales.norms > 0)).reshape(-1)
         if len(rows) == 0:
             return lam
         A = (self.G[rows] / scales.root / scales.norms[rows, None]).double().cpu().numpy().T  # (d, k)
-        free = equality[rows].cpu().numpy()
+        free = kinds.equal[rows].cpu().numpy()
         goal = (-self.J[0] / scales.root).double().cpu().numpy()
         found = np.zeros(len(rows))
         Q = np.linalg.qr(A[:, free])[0]
@@ -149,7 +149,7 @@ class Solution:
     def kkt(self) -> KKT:
         """Residuals of the optimality conditions."""
         gradient = self.program.weights(self.lam) @ self.J
-        return residuals(self.scales, gradient, self.c, self.lam, self.program.equality)
+        return residuals(self.scales, gradient, self.c, self.lam, self.program.kinds)
 
     @property
     def converged(self) -> bool:
@@ -167,7 +167,7 @@ class Solution:
         eps = torch.finfo(self.theta.dtype).eps
         tolerance = max(eps**0.447, min(10 * self.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
         return ActiveSet.read(
-            self.program.names, self.scales, self.c, self.lam, self.program.equality, self.G, self.curvature, tolerance
+            self.program.names, self.scales, self.c, self.lam, self.program.kinds, self.G, self.curvature, tolerance
         )
 
     def check(self) -> None:
@@ -177,10 +177,10 @@ class Solution:
             worst = max(("stationarity", "feasibility", "complementarity"), key=lambda part: getattr(kkt, part))
             detail = ""
             if worst == "feasibility":
-                row = int(violations(self.scales, self.c, self.program.equality).argmax())
+                row = int(violations(self.scales, self.c, self.program.kinds).argmax())
                 detail = f" (worst at {self.program.names[row]})"
             elif worst == "complementarity":
-                row = int(products(self.scales, self.c, self.lam, self.program.equality).argmax())
+                row = int(complementarity(self.scales, self.c, self.lam, self.program.kinds).argmax())
                 detail = f" (worst at {self.program.names[row]})"
             cure = explain(self.kinks) if self.kinks else "Train on, or polish it: dif.fit(problem, solution.params)."
             raise NotASolutionError(
@@ -234,7 +234,7 @@ class Solution:
             return
         alone = self.objective_curvature
         scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
-        found = violations(scales, self.c, self.program.equality)
+        found = violations(scales, self.c, self.program.kinds)
         worst = int(found.argmax())
         if float(found[worst]) > self.tol:
             raise InfeasibleError(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+from dif.problem.kinds import Kind
 from dif.problem.perturbation import Perturbation, Shift
 from dif.problem.sample_losses import SampleLosses
 from dif.runtime.inputs import as_numbers, as_tensor, check_number
@@ -86,13 +87,13 @@ class Expression(ABC):
         return self * (1.0 / float(number))
 
     def __le__(self, other: object) -> Constraint:
-        return _constraint(self, other, equality=False, negated=False)
+        return _constraint(self, other, Kind.AT_MOST)
 
     def __ge__(self, other: object) -> Constraint:
-        return _constraint(self, other, equality=False, negated=True)
+        return _constraint(self, other, Kind.AT_MOST, negated=True)
 
     def __eq__(self, other: object) -> Constraint:  # type: ignore[override]
-        return _constraint(self, other, equality=True, negated=False)
+        return _constraint(self, other, Kind.EQUAL)
 
     def __lt__(self, other: object) -> Constraint:
         raise TypeError("strict inequalities have no minimiser on the boundary: write <= (or >=)")
@@ -158,7 +159,7 @@ class Constraint:
 
     term: Term  # f, without constant
     tau: Tensor  # () or (rows,)
-    equality: bool
+    kind: Kind
     negated: bool = False
     name: str | None = None
 
@@ -190,10 +191,9 @@ class Constraint:
         )
 
     def __repr__(self) -> str:
-        sign = "==" if self.equality else "<="
         bound = f"{float(self.tau):g}" if self.tau.dim() == 0 else f"<{self.tau.numel()} bounds>"
         title = f"{self.name}: " if self.name else ""
-        return f"Constraint({title}{self.term!r} {sign} {bound}{', written >=' if self.negated else ''})"
+        return f"Constraint({title}{self.term!r} {self.kind.value} {bound}{', written >=' if self.negated else ''})"
 
 
 def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
@@ -286,11 +286,11 @@ def _combine(left: Term, sign: float, right: Term) -> Term:
     return Term(tuple(sums.values()), tuple(functions.values()), left.constant + sign * right.constant)
 
 
-def _constraint(left: Expression, other: object, *, equality: bool, negated: bool) -> Constraint:
+def _constraint(left: Expression, other: object, kind: Kind, *, negated: bool = False) -> Constraint:
     right = _as_term(other)
     if right is None:
         raise TypeError(f"a Term compares with a Term or a number, not with {type(other).__name__}")
     difference = left - right
     if negated:
         difference = -difference
-    return Constraint(Term(difference.sums, difference.functions), -difference.constant, equality, negated)
+    return Constraint(Term(difference.sums, difference.functions), -difference.constant, kind, negated)

@@ -55,10 +55,10 @@ def landscape(solution: Solution, ax: Any, span: float = 0.6, levels: int = 18) 
     ax.contour(x, y, values[:, 0].reshape(size).numpy(), levels=levels, cmap="Greys", linewidths=0.8, alpha=0.8)
     if program.m:
         gap = values[:, 1:] - program.tau
-        for j in torch.nonzero(program.equality).reshape(-1).tolist():
+        for j in torch.nonzero(program.kinds.equal).reshape(-1).tolist():
             ax.contour(x, y, gap[:, j].reshape(size).numpy(), levels=[0.0], colors=[ORANGE], linewidths=1.6)
-        if not bool(program.equality.all()):
-            worst = gap[:, ~program.equality].max(1).values.reshape(size).numpy()
+        if bool(program.kinds.one_sided.any()):
+            worst = gap[:, program.kinds.one_sided].max(1).values.reshape(size).numpy()
             ax.contourf(x, y, worst, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
             ax.contour(x, y, worst, levels=[0.0], colors=[BLUE], linewidths=1.2)
     ax.plot(*centre.numpy(), marker="o", color="black", markersize=6, zorder=5)

@@ -288,7 +288,15 @@ def fingerprint(told: Description, target: str) -> str:
     """Of what a report is about and what it shows: where it differs, scores are of another model or question."""
     at, program = told.solution, told.solution.program
     targets = Targets(told.targets[target], at)
-    numbers = (at.theta, at.lam, at.f, program.tau, program.equality, targets.values(at.theta), *told.losses.values())
+    numbers = (
+        at.theta,
+        at.lam,
+        at.f,
+        program.tau,
+        program.kinds.equal,
+        targets.values(at.theta),
+        *told.losses.values(),
+    )
     shown = (target, targets.names, told.train.name, told.names, told.groups, told.features)
     seen = hashlib.sha256(repr(shown).encode())
     for part in numbers:

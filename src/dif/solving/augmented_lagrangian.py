@@ -58,7 +58,7 @@ class AugmentedLagrangian:
 
     def _shifted(self, f: Tensor) -> Tensor:
         ahead = self.lam + self.penalty / self.row_scale * (f[1:] - self.program.tau)
-        return torch.where(self.program.equality, ahead, ahead.clamp(min=0))
+        return self.program.kinds.project(ahead)
 
     def _value(self, f: Tensor) -> Tensor:
         force = self._shifted(f)
@@ -83,9 +83,7 @@ class AugmentedLagrangian:
         c = f[1:] - self.program.tau
         self.lam = self._shifted(f)
         reach = self.row_scale.sqrt()
-        missed = torch.where(
-            self.program.equality, c.abs(), torch.maximum(c, -self.lam * self.row_scale / self.penalty)
-        )
+        missed = (self._shifted(f) - self.lam) * self.row_scale / self.penalty  # 0 where met and complementary
         violation = float((missed.abs() / reach).max()) if len(c) else 0.0
         if violation > 0.25 * self.violation:
             self.penalty *= 10.0
@@ -200,7 +198,7 @@ class AugmentedLagrangian:
         """∇² of the augmented Lagrangian at θ."""
         f, J = self.program.rows.gradients(self.theta)
         force = self._shifted(f)
-        pushing = self.program.equality | (force > 0)
+        pushing = self.program.kinds.pushing(force)
         H = Curvature(self.program.rows, self.theta, self.program.weights(force))
         return H.with_rows(J[1:][pushing], (self.penalty / self.row_scale)[pushing])
 
@@ -263,7 +261,7 @@ class AugmentedLagrangian:
     def _gaps(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
         """How far each row is from being met, as it is and as a step in √D·θ."""
         c = f[1:] - self.program.tau
-        gap = torch.where(self.program.equality, c.abs(), c.clamp(min=0))
+        gap = self.program.kinds.violation(c)
         reach = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
         return gap, gap / torch.where(reach > 0, reach, 1.0)
 

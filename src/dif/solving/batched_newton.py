@@ -60,7 +60,7 @@ class Nearby:
         program = at.program
         solver = None if at.curvature.assembled else partial(ConjugateGradients, tolerance=_LOOSE)
         binding = at.active.mask(at.active.binding)
-        self.system = KKTSystem.convex(at.curvature, at.G, program.equality, binding, solver)
+        self.system = KKTSystem.convex(at.curvature, at.G, program.kinds, binding, solver)
         self.solver = self.system.solver
         self.kept = self.system.firm | at.active.mask(at.active.active)
 
@@ -121,8 +121,8 @@ class Nearby:
 
     def _judge(self, c: Tensor, g: Tensor, lam: Tensor) -> Tensor:
         """KKT residuals, (P,), in the units of the solution."""
-        scales, equality = self.at.scales, self.at.program.equality
-        found = [residuals(scales, g[p], c[p], lam[p], equality).residual for p in range(len(g))]
+        scales, kinds = self.at.scales, self.at.program.kinds
+        found = [residuals(scales, g[p], c[p], lam[p], kinds).residual for p in range(len(g))]
         sizes = torch.tensor(found, dtype=torch.float64)
         return torch.where(torch.isfinite(sizes) & torch.isfinite(c).all(1).cpu(), sizes, float("inf"))
 
@@ -141,7 +141,6 @@ class Nearby:
         further = 1e-3 if self.at.curvature.cheap else 1.0  # beyond the goal, where steps cost little
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
-        free = self.at.program.equality
         for _ in range(max_iter):
             some = stack.take(live)
             f, g = some.pullback(theta[live], _weights(lam[live]))
@@ -168,7 +167,7 @@ class Nearby:
             holding[live] = pushing
             here = torch.cat([theta[live], lam[live]], 1)
             there = here + past.combined(live, here, torch.cat([omega, nu - lam[live]], 1))
-            theta[live], lam[live] = there[:, :d], torch.where(free, there[:, d:], there[:, d:].clamp(min=0))
+            theta[live], lam[live] = there[:, :d], self.at.program.kinds.project(there[:, d:])
 
     def _prepared_step(self, c: Tensor, g: Tensor, lam: Tensor, solve: Solve | None) -> tuple[Tensor, Tensor]:
         """Solve for ω, (P, d), and the multipliers after it, (P, m); rows that a step breaks are kept from then on."""
@@ -176,7 +175,7 @@ class Nearby:
         while True:
             rows = torch.nonzero(self.kept).reshape(-1)
             omega, nu, _ = self.system.step(g, c, lam, rows, firm, solve)
-            omega[(nu[:, firm & ~self.at.program.equality] < 0).any(1)] = float("nan")  # convex only while they hold
+            omega[(firm & self.at.program.kinds.inadmissible(nu)).any(1)] = float("nan")  # convex only while they hold
             broken = (c + omega @ self.at.G.T > 0).any(0) & ~self.kept
             if not bool(broken.any()):
                 return omega, nu
@@ -259,7 +258,7 @@ class Nearby:
                     nu[p, kept] = torch.as_tensor(answer[0]).to(nu)
                     found[p] = not failed
             omega = -free_step - torch.einsum("pdk,pk->pd", V, (nu - lam)[:, kept])
-            found &= ~(nu[:, held & ~self.at.program.equality] < 0).any(1).cpu()  # convex only while they hold
+            found &= ~(held & self.at.program.kinds.inadmissible(nu)).any(1).cpu()  # convex only while they hold
             broken = (c + torch.einsum("pjd,pd->pj", J[:, 1:], omega) > 0)[found.to(c.device)].any(0) & ~self.kept
             if not bool(broken.any()):
                 return (omega, nu - lam), found

@@ -19,6 +19,7 @@ from dif.optimality.kkt_system import KKTSystem, kkt_step
 from dif.optimality.residuals import residuals
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
+from dif.problem.kinds import Kinds
 from dif.problem.perturbation import Perturbation
 
 _FIRST, _SHORTEST = 0.25, 1e-7  # steps of ε
@@ -102,7 +103,7 @@ class Follower:
     def __post_init__(self) -> None:
         Direction.single(self.at.program, self.perturbation)  # refuses several
         self.whole = self._program(1.0)
-        self.equality = self.at.program.equality
+        self.one_sided = self.at.program.kinds.one_sided
         self.goal = max(self.tol, 16 * self.at.scales.rounding)
 
     def run(self, stops: Sequence[float] = (1.0,)) -> Path:
@@ -130,7 +131,7 @@ class Follower:
                 continue
             if bool((self._functions(there, held) < -10 * self.goal).any()):
                 there, row = self._located(here, there, held)
-                touching = (self._functions(there, held).abs() < _TOUCHING) & ~self.equality
+                touching = (self._functions(there, held).abs() < _TOUCHING) & self.one_sided
                 touching[row] = True
                 before = held
                 if int(touching.sum()) > 1:
@@ -176,7 +177,7 @@ class Follower:
         try:
             H = Curvature(at.program.rows, at.theta, at.program.weights(at.lam))
             G = at.program.rows.gradients(at.theta)[1][1:]
-            self.prepared = KKTSystem.convex(H, G, at.program.equality, held)
+            self.prepared = KKTSystem.convex(H, G, at.program.kinds, held)
         except DegenerateError as error:
             raise self._lost(at) from error
 
@@ -203,7 +204,7 @@ class Follower:
         b, r = self._derivative(at)
         some = torch.nonzero(held | weak).reshape(-1)
         nothing, firm = torch.zeros_like(r[some]), torch.ones_like(held[some])
-        step = kkt_step(b, self.prepared.H, r[some], self.prepared.G[some], nothing, held[some], firm)
+        step = kkt_step(b, self.prepared.H, r[some], self.prepared.G[some], nothing, Kinds(held[some]), firm)
         ahead = held.clone()
         ahead[some] = held[some] | (step.lam > 0)
         return ahead
@@ -221,7 +222,7 @@ class Follower:
         share = torch.linalg.lstsq(G[rows].T, G[row][:, None]).solution[:, 0] if len(rows) else G[row, :0]
         if float((G[row] - share @ G[rows]).norm()) > _DEPENDENT * float(G[row].norm()):
             return ahead
-        gives = (share > _DEPENDENT) & ~self.equality[rows]
+        gives = (share > _DEPENDENT) & self.one_sided[rows]
         if not bool(gives.any()):
             raise self._lost(at)
         ratios = torch.where(gives, at.lam[rows] / share, float("inf"))
@@ -244,7 +245,7 @@ class Follower:
             f, g = program.rows.pullback(theta, lambda _, weights=weights: weights)
             c = f[1:] - program.tau
             counted = torch.where(held, c, -1.0)  # the others are looked at when the point is found
-            residual = residuals(scales, g, counted, torch.where(held, lam, 0.0), held).residual
+            residual = residuals(scales, g, counted, torch.where(held, lam, 0.0), Kinds(held)).residual
             if residual <= max(goal, self.goal):
                 return Point(epsilon, program, theta, lam, c, count, residual)
             mark, since = (residual, 0) if residual < 0.5 * mark else (mark, since + 1)
@@ -267,7 +268,7 @@ class Follower:
     def _functions(self, point: Point, held: Tensor) -> Tensor:
         """What must stay ≥ 0 of each row, scaled, (m,): its multiplier where it is held, else its slack."""
         found = torch.where(held, self.at.scales.multiplier(point.lam), self.at.scales.slack(point.c))
-        return torch.where(self.equality, torch.ones_like(found), found)
+        return torch.where(self.one_sided, found, 1.0)
 
     def _located(self, low: Point, high: Point, held: Tensor) -> tuple[Point, int]:
         """The point at which the first row goes wrong between two, and that row."""

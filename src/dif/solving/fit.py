@@ -131,7 +131,7 @@ def _cure(solution: Solution) -> str:
     if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
         return again
     program = solution.program
-    row = int(violations(solution.scales, solution.c, program.equality).argmax())
+    row = int(violations(solution.scales, solution.c, program.kinds).argmax())
     return (
         f"It violates {program.names[row]} by {float(solution.c[row].abs()):.3g}: perhaps no point satisfies the "
         f"constraints (loosen that bound). {again}"
@@ -233,7 +233,7 @@ def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[
     """The residuals at (θ, λ), f and its gradients, in the units of a Hessian nearby."""
     f, J = program.rows.gradients(theta)
     scales = Scales.of(theta, J, H.own, H.noise)
-    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.equality)
+    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may well be finite
         kkt = replace(kkt, stationarity=float("nan"))
     return kkt, f, J
@@ -259,7 +259,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         solver.tolerance = max(exact, min(1e-3, 1e-2 * at.residual))  # only as exact as the step deserves
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.equality, at.lam > 0, chosen)
+            step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
         except DegenerateError:
             return False
         except NotConvergedError:
@@ -290,7 +290,7 @@ def _approach(program: Program, at: Found, goal: float, limits: Limits, report: 
     if _newton(program, at, goal, limits, report, solver) or not at.residual <= at.goal:
         return
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    G = program.rows.gradients(at.theta)[1][1:][program.equality | (at.lam > 0)]
+    G = program.rows.gradients(at.theta)[1][1:][program.kinds.pushing(at.lam)]
     lowest, direction = lanczos(H, G, H.scale().sqrt())
     if lowest < -1e-6:
         at.down = lowest, direction

@@ -51,7 +51,7 @@ class PrimalDual:
                 size = (second / (1 - _MEMORY[1] ** count)).sqrt() + 1e-8
                 theta = theta - rate * (first / (1 - _MEMORY[0] ** count)) / size
                 ahead = lam + _ASCENT * rate * (f[1:] - self.program.tau)
-                lam = torch.where(self.program.equality, ahead, ahead.clamp(min=0))
+                lam = self.program.kinds.project(ahead)
                 self.limits.used += 1
             self.report(self.limits.used, f"(mini-batches, epoch {epoch + 1} of {self.epochs})")
             keep(theta, lam, epoch + 1)

@@ -1,0 +1,76 @@
+"""What each kind of constraint demands of its value and of its multiplier: the only place that knows the kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+
+class Kind(Enum):
+    """The kind of one constraint."""
+
+    EQUAL = "=="
+    AT_MOST = "<="
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """The kinds of all rows: f = τ with any λ on equal rows; f ≤ τ, λ ≥ 0 and λ(f − τ) = 0 on the others.
+
+    In what follows c is f − τ, slack is τ − f and force is λ, these two in whatever units they are compared in.
+    """
+
+    equal: Tensor  # (m,) bool
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Kind, int]]) -> Kinds:
+        """Build from the kind and the number of rows of each constraint."""
+        masks = [torch.full((count,), kind is Kind.EQUAL) for kind, count in rows]
+        return cls(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]))
+
+    def to(self, device: torch.device) -> Kinds:
+        """Move to a device."""
+        return Kinds(self.equal.to(device))
+
+    @property
+    def one_sided(self) -> Tensor:
+        """Rows that can switch between binding and inactive, (m,) bool."""
+        return ~self.equal
+
+    def project(self, lam: Tensor) -> Tensor:
+        """Return the admissible multipliers nearest to λ, (..., m)."""
+        return torch.where(self.equal, lam, lam.clamp(min=0))
+
+    def violation(self, c: Tensor) -> Tensor:
+        """Measure how far each row is from being met, (..., m)."""
+        return torch.where(self.equal, c.abs(), c.clamp(min=0))
+
+    def complementarity(self, slack: Tensor, force: Tensor) -> Tensor:
+        """Measure how far each row is from λ(f − τ) = 0: min(slack, force); a negative force counts in full."""
+        gap = torch.where(force < 0, -force, torch.minimum(slack.clamp(min=0), force))
+        return torch.where(self.equal, torch.zeros_like(gap), gap)
+
+    def inadmissible(self, lam: Tensor) -> Tensor:
+        """Rows whose multiplier has a sign that it may not have, (..., m) bool."""
+        return self.one_sided & (lam < 0)
+
+    def at_bound(self, slack: Tensor, tolerance: float) -> Tensor:
+        """Rows that are active, (m,) bool."""
+        return self.equal | (slack <= tolerance)
+
+    def pushing(self, force: Tensor, tolerance: float = 0.0) -> Tensor:
+        """Rows that push: those whose constraint could not be dropped, (..., m) bool."""
+        return self.equal | (force > tolerance)
+
+    def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the paper's penalty of each row with its first two derivatives: ½ρc² if equal, else k·max(c, 0)³."""
+        over = c.clamp(min=0)
+        return (
+            torch.where(self.equal, 0.5 * rho * c**2, k * over**3),
+            torch.where(self.equal, rho * c, 3 * k * over**2),
+            torch.where(self.equal, torch.full_like(c, rho), 6 * k * over),
+        )

@@ -77,7 +77,7 @@ def overhead() -> dict[str, Any]:
         return timed(fresh._check_differences, 1)[0]
 
     prepared = dif.DirectionalInfluence(solved[1], switching=False)
-    solve, _ = timed(lambda: prepared.linearisation.solver.solve(torch.ones_like(free.theta)[:, None]), 50)
+    solve, _ = timed(lambda: prepared.linearisation.system.solver.solve(torch.ones_like(free.theta)[:, None]), 50)
     return {
         "seconds": {m: median(m, False, 0) for m in solved},
         "auto": {m: median(m, "auto", 0) for m in solved},

@@ -18,8 +18,11 @@ from torch import nn
 
 import dif
 from dif.estimators.linearisation import Linearisation
+from dif.estimators.scoring import ScoredChunk, Scoring
 from dif.evaluation.weight_change import Direction
+from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
+from dif.optimality.targets import Targets
 
 
 def cross_entropy(model, z):
@@ -128,9 +131,17 @@ def memory(device, n):
     test = dif.Samples(cross_entropy, Made(10, (784,), torch.float32), name="test")
     none = torch.zeros(0, dtype=torch.long, device=device)
     weights = solution.program.weights(solution.lam)
-    swept = Linearisation(solution, weights, Unprepared(), none, none.bool(), none.float())
+    system = KKTSystem(solution.objective_curvature, solution.G[:0], none.bool(), none.float(), Unprepared())
+    linearised, targets = Linearisation(solution, weights, system, none, none.bool()), Targets(test, solution)
+    columns = targets.gradients(solution.theta)
+
+    def score(chunk):
+        values, _ = linearised.scores(columns, Direction(solution.program, chunk))
+        return ScoredChunk(values.double().cpu(), {})
+
     with tempfile.TemporaryDirectory() as folder:
-        done, _ = swept.influence("sweep", test, train.remove_each(), {}, out=f"{folder}/scores.npy")
+        scoring = Scoring("sweep", solution, targets, train.remove_each(), {}, f"{folder}/scores.npy", False)
+        done = scoring.run_chunks(score, 2**14, 1, lambda *_: None)
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else host_peak()
     print(json.dumps({"peak": peak, "scored": len(done)}))
 

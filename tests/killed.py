@@ -46,10 +46,10 @@ def problem(log):
 
 
 def scoring(train, solution, path):
-    from dif.estimators import linearisation
+    from dif.estimators import first_order
 
-    linearisation._FEWEST = PIECE  # many small pieces
-    linearisation._PIECES = ROWS // PIECE
+    first_order._SMALLEST = PIECE  # many small chunks
+    first_order._CHUNKS = ROWS // PIECE
     derivative = dif.DirectionalInfluence(solution, switching=False)
     derivative.scores(train, train.remove_each(), out=path, show_progress=False, assess=0)
 

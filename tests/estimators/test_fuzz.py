@@ -134,7 +134,8 @@ def answered(number: int) -> str:
         return f"refused: {type(error).__name__}"
     whole = [dif.DirectionalInfluence(solution, switching=how, strict=False) for how in ("auto", True)]
     steps = [one.change(removal) for one in whole]
-    settled = not steps[1].diagnostics["unanswered"] and whole[1].linearisation.free.equal(solution.program.kinds.equal)
+    equal = solution.program.kinds.equal
+    settled = not steps[1].diagnostics["unanswered"] and torch.equal(whole[1].linearisation.equal, equal)
     if settled:  # rows that "auto" leaves out are not missed
         gap = float((steps[0].flat - steps[1].flat).norm())
         if gap > 1e-6 * float(steps[1].flat.norm()) + 1e-9:

@@ -8,9 +8,10 @@ from problems import F64, bound_regression, fair_logistic, free_regression, solv
 import dif
 from dif.evaluation.hessian import Curvature
 from dif.linalg.cholesky import DenseCholesky
-from dif.linalg.conjugate_gradients import ConjugateGradients, Nystrom, Scaled
+from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.lanczos import tangent_curvature
 from dif.linalg.operator import Matrix
+from dif.linalg.preconditioner import Nystrom, Scaled
 from dif.linalg.refinement import Refinement
 
 

@@ -74,8 +74,8 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
         pytest.importorskip("zarr")
     train, influence, _ = scored
     path, seen = tmp_path / f"scores.{kind}", []
-    monkeypatch.setattr("dif.estimators.linearisation._FEWEST", 10)
-    monkeypatch.setattr("dif.estimators.linearisation._PIECES", 6)
+    monkeypatch.setattr("dif.estimators.first_order._SMALLEST", 10)
+    monkeypatch.setattr("dif.estimators.first_order._CHUNKS", 6)
     held = influence.scores(train, train.remove_each())
     write = dif.runtime.score_file.Streamed.write
 
@@ -95,7 +95,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
     assert loaded.diagnostics["rows"] == 60
     assert not (tmp_path / f"scores.{kind}.part").exists()
     # the same question again: nothing is done; another: begun anew
-    monkeypatch.setattr("dif.estimators.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("dif.estimators.first_order.FirstOrderEstimator._score", lambda *_: pytest.fail("done again"))
     assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
     monkeypatch.undo()
     other = influence.scores(train.mean(), train.remove_each(), out=path)
@@ -105,7 +105,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
 
 LARGER = """
 import sys, resource, torch, dif, zarr
-from dif.estimators import linearisation
+from dif.estimators import first_order
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
 X, y = torch.randn(20_000, 4, generator=generator).double(), torch.randn(20_000, generator=generator).double()
@@ -115,7 +115,7 @@ train, test = dif.Samples(loss, (X, y)), dif.Samples(loss, (X[:2_500], y[:2_500]
 solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"theta": torch.zeros(4).double()}, show_progress=False)
 influence = dif.DirectionalInfluence(solution)
 influence.scores(train.mean(), train.remove_each([1]), out=sys.argv[1] + "/small.zarr")  # loads what is loaded late
-linearisation._PIECE = 2**18
+first_order._SLOPES = 2**18
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 350_000_000, resource.RLIM_INFINITY))
 try:
@@ -146,8 +146,8 @@ def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
         pytest.importorskip("zarr")
     train, influence, _ = scored
     path = tmp_path / f"scores.{kind}"
-    monkeypatch.setattr("dif.estimators.linearisation._FEWEST", 10)
-    monkeypatch.setattr("dif.estimators.linearisation._PIECES", 6)
+    monkeypatch.setattr("dif.estimators.first_order._SMALLEST", 10)
+    monkeypatch.setattr("dif.estimators.first_order._CHUNKS", 6)
     held = influence.scores(train, train.remove_each())
     influence.scores(train, train.remove_each(), out=path)
     victim = path if kind == "npy" else sorted(p for p in path.rglob("*") if p.is_file() and p.name != "zarr.json")[-1]
@@ -163,8 +163,8 @@ def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
 def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
     train, influence, _ = scored
     path, journal = tmp_path / "scores.npy", tmp_path / "scores.npy.part"
-    monkeypatch.setattr("dif.estimators.linearisation._FEWEST", 10)
-    monkeypatch.setattr("dif.estimators.linearisation._PIECES", 6)
+    monkeypatch.setattr("dif.estimators.first_order._SMALLEST", 10)
+    monkeypatch.setattr("dif.estimators.first_order._CHUNKS", 6)
     held = influence.scores(train, train.remove_each())
     usual, done = dif.runtime.score_file.Streamed.write, []
 
@@ -248,7 +248,7 @@ def test_another_number_of_jobs_is_the_same_work(scored, tmp_path, monkeypatch):
     train, influence, held = scored
     path = tmp_path / "scores.npy"
     influence.scores(train, train.remove_each(), out=path, jobs=2)
-    monkeypatch.setattr("dif.estimators.linearisation.Linearisation._scored", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("dif.estimators.first_order.FirstOrderEstimator._score", lambda *_: pytest.fail("done again"))
     found = influence.scores(train, train.remove_each(), out=path).values
     assert torch.allclose(found, held.values, rtol=1e-12, atol=1e-16)
 

@@ -13,7 +13,7 @@ from dif.evaluation.weight_change import Direction
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.trust_region import exact_step, steihaug_step
 from dif.runtime.limits import Limits
-from dif.solving.batched_newton import Nearby
+from dif.solving.batched_newton import BatchedNewton
 from dif.solving.checkpoint import Standing
 
 X, Y = class_data(n=60)
@@ -235,7 +235,7 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
 def near(solution, changes, max_iter=1000):
     """Where all end after each means that was tried, and how many were there then."""
     partly = lambda share: Direction(solution.program, share * changes).stacked()  # noqa: E731
-    stages = Nearby(solution).solve(partly(1.0), 1e-10, max_iter, partly)
+    stages = BatchedNewton(solution).solve(partly(1.0), 1e-10, max_iter, partly)
     return [(ends, int(ends.reached.sum())) for ends in stages]
 
 
@@ -289,7 +289,7 @@ def test_what_is_too_far_for_one_step_is_reached_in_several(monkeypatch):
     train, problem = network_problem()
     solution = dif.fit(problem, small())
     groups = train.remove_groups([[(7 * k + 3 * j) % 60 for j in range(15)] for k in range(8)])
-    monkeypatch.setattr(Nearby, "_newton", lambda *_: None)
+    monkeypatch.setattr(BatchedNewton, "_iterate_newton", lambda *_: None)
     (_, at_once), (stepwise, in_several), *_ = near(solution, groups)
     assert at_once < in_several
     for p in torch.nonzero(stepwise.reached).reshape(-1).tolist():

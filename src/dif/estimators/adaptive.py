@@ -11,21 +11,20 @@ from torch import Tensor
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
 from dif.estimators.assessment import Assessor, Expectation, warn_unanswered
 from dif.estimators.directional import DirectionalInfluence
+from dif.estimators.first_order import trust
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import trust
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
-from dif.estimators.scoring import Out, Piece, Scoring, joined
-from dif.evaluation.weight_change import Direction, chunks
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, join
+from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
-from dif.runtime.workers import checked_jobs, in_order
+from dif.runtime.workers import checked_jobs
 
 SAID = 0.03  # relative error to be expected beyond which a warning is given where no accuracy is asked for
 _TOGETHER = 32  # perturbations at once
-_SHARES = 4  # pieces of work per job
 
 
 class AdaptiveInfluence:
@@ -84,7 +83,7 @@ class AdaptiveInfluence:
         at, stack = self.solution, Direction(self.solution.program, perturbation).stacked()
         lam = at.lam + change.multipliers.flat
         lam = at.program.kinds.project(lam)
-        omega, _ = self._assessor.nearby.step(stack, (at.theta + change.flat)[None], lam[None])
+        omega, _ = self._assessor.newton.step(stack, (at.theta + change.flat)[None], lam[None])
         size = float((at.scales.root * change.flat).norm())
         left = float((at.scales.root * omega[0]).norm())
         return left / size if size > 0 else (0.0 if left == 0 else float("inf"))
@@ -103,11 +102,11 @@ class AdaptiveInfluence:
         targets, jobs = Targets(target, at), checked_jobs(jobs)
         units = self._assessor.units(targets)
 
-        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
-            lost, errors = joined(pieces, "unanswered"), joined(pieces, "remainders")
-            parts = {part: joined(pieces, part) for part in ("by", "crossed")}
-            influence.diagnostics.update(parts, remainders=errors, unanswered=lost)
-            error, size = (torch.tensor(joined(pieces, part), dtype=units.dtype) for part in ("error", "size"))
+        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
+            lost, errors = join(parts, "unanswered"), join(parts, "remainders")
+            influence.diagnostics.update({part: join(parts, part) for part in ("by", "crossed")})
+            influence.diagnostics.update(remainders=errors, unanswered=lost)
+            error, size = (torch.tensor(join(parts, part), dtype=units.dtype) for part in ("error", "size"))
             answered = torch.isfinite(influence.values).all(1)
             every = Expectation(error[answered], size[answered], units.cpu(), targets.alike, [])
             influence.diagnostics["assessment"] = {
@@ -123,11 +122,9 @@ class AdaptiveInfluence:
 
         about = {**trust(at), "accuracy": self.accuracy, "strict": self.strict}
         scoring = Scoring(self.name, at, targets, perturbations, about, out, shown)
-        size = max(1, min(_TOGETHER, -(-len(perturbations) // (_SHARES * abs(jobs))))) if jobs != 1 else _TOGETHER
-        work = partial(self._piece, targets, units)
-        return scoring.run(lambda begin: in_order(work, chunks(perturbations[begin:], size), jobs), size, complete)
+        return scoring.run_chunks(partial(self._score, targets, units), _TOGETHER, jobs, finish)
 
-    def _piece(self, targets: Targets, units: Tensor, some: Perturbation) -> Piece:
+    def _score(self, targets: Targets, units: Tensor, some: Perturbation) -> ScoredChunk:
         first, found = self._of_first_order(some, targets, units)
         by, rows, judged, lost = [], [], [], {}
         for p, one in enumerate(some):
@@ -146,7 +143,7 @@ class AdaptiveInfluence:
             "error": every.error.double().cpu().tolist(),
             "size": every.size.double().cpu().tolist(),
         }
-        return Piece(torch.stack(rows).double().cpu(), about)
+        return ScoredChunk(torch.stack(rows).double().cpu(), about)
 
     def side_by_side(self, target: Any, perturbations: Perturbation) -> dict[str, Influence]:
         """DIF's, Newton's and the path's answers to the same perturbations."""
@@ -189,7 +186,7 @@ class AdaptiveInfluence:
             )
             return PathInfluence.name, nothing, none
         switched = list(dict.fromkeys(event.name for event in path.events))
-        values = targets.values(path.end.theta) - before
+        values = targets.values(path.thetas[-1]) - before
         exact = Expectation(0 * values[None], values.abs()[None], units, targets.alike, [switched])
         return PathInfluence.name, values, exact
 

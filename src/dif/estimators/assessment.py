@@ -18,7 +18,7 @@ from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import as_index
 from dif.runtime.score_file import Values
-from dif.solving.batched_newton import Nearby, programs_at_once
+from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are looked at by default, and as many random ones
 _DEAR = 4  # so many where each step is solved by conjugate gradients
@@ -92,9 +92,9 @@ class Assessor:
         self.solution = solution
 
     @cached_property
-    def nearby(self) -> Nearby:
+    def newton(self) -> BatchedNewton:
         """What the steps are made with."""
-        return Nearby(self.solution)
+        return BatchedNewton(self.solution)
 
     def units(self, targets: Targets) -> Tensor:
         """√(qᵀH⁻¹q) of each target, (T,): how much it moves where θ moves by as much as the curvature lets it.
@@ -104,7 +104,7 @@ class Assessor:
         at = self.solution.theta
         Q, eps = targets.gradients(at), torch.finfo(at.dtype).eps
         some = Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q
-        units = (some * self.nearby.solver.approximate(some)).sum(0).clamp(min=0).sqrt()
+        units = (some * self.newton.solver.approximate(some)).sum(0).clamp(min=0).sqrt()
         units = units.expand(Q.shape[1]) if targets.alike else units
         return torch.maximum(units, eps**0.375 * targets.values(at).abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
 
@@ -130,7 +130,7 @@ class Assessor:
         left = torch.zeros_like(last)  # what further steps would still change
         which = torch.arange(len(theta), device=theta.device)
         for number in range(2):
-            further, multipliers = self.nearby.step(stack.take(which), theta[which], nu[which])
+            further, multipliers = self.newton.step(stack.take(which), theta[which], nu[which])
             exists = torch.isfinite(further).all(1) & torch.isfinite(multipliers).all(1)
             known[which] &= exists
             which, further, multipliers = which[exists], further[exists], multipliers[exists]
@@ -149,7 +149,7 @@ class Assessor:
                 break
         which = which[known[which]]
         if len(which):  # more steps where two do not show where they lead
-            ends = self.nearby.settle(stack.take(which), theta[which], nu[which], _REACHED, _FURTHER)
+            ends = self.newton.settle(stack.take(which), theta[which], nu[which], _REACHED, _FURTHER)
             reached = ends.reached.to(theta.device)
             there = which[reached]
             if len(there):

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.first_order import trust
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import trust
-from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
+from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, check_kind
 from dif.linalg.cholesky import Solver
-from dif.linalg.conjugate_gradients import Repeated
+from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.operator import Matrix, Operator
 from dif.optimality.kkt_system import Step, kkt_step
 from dif.optimality.solution import Solution, expect_solution
@@ -53,7 +53,7 @@ class NewtonInfluence:
         self._diagnostics = {**trust(solution), "strict": strict}
         self._binding = solution.active.mask(solution.active.binding)
         self._part_hessians: dict[int, Tensor] = {}
-        self._solver = Repeated()
+        self._solver = SolverSeries()
         self._assessor = Assessor(solution)
 
     def change(self, perturbation: Perturbation) -> Change:
@@ -85,20 +85,21 @@ class NewtonInfluence:
             steps = [self._step(perturbations[p]) if taken is None else taken[p] for p in rows]
             return torch.stack([step.omega for step in steps]), torch.stack([step.lam for step in steps])
 
-        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
-            influence.diagnostics["unanswered"] = joined(pieces, "unanswered")
+        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
+            influence.diagnostics["unanswered"] = join(parts, "unanswered")
             if look is not None:
                 influence.diagnostics["assessment"] = look(targets, perturbations, influence.stored, ends)
 
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        return scoring.one_by_one(partial(self._piece, targets, taken), jobs, complete)
+        return scoring.run_chunks(partial(self._score, targets, taken), ONE_BY_ONE, jobs, finish)
 
-    def _piece(self, targets: Targets, taken: list[Step] | None, some: Perturbation) -> Piece:
-        steps = [self._step(one) for one in some]
+    def _score(self, targets: Targets, taken: list[Step] | None, chunk: Perturbation) -> ScoredChunk:
+        steps = [self._step(perturbation) for perturbation in chunk]
         if taken is not None:
             taken.extend(steps)
-        reasons = {one.labels[0]: step.unanswered for one, step in zip(some, steps, strict=True) if step.unanswered}
-        return Piece(differences(self.solution, targets, [step.omega for step in steps]), {"unanswered": reasons})
+        reasons = {p.labels[0]: step.unanswered for p, step in zip(chunk, steps, strict=True) if step.unanswered}
+        values = differences(self.solution, targets, [step.omega for step in steps])
+        return ScoredChunk(values, {"unanswered": reasons})
 
     def _step(self, perturbation: Perturbation) -> Step:
         at = self.solution

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dif.errors import DifError, InvalidInputError
+from dif.estimators.first_order import trust
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import trust
-from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
+from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
 from dif.evaluation.program import PerConstraint
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
@@ -59,7 +59,7 @@ class PathInfluence:
             solution.active.check()
         self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
         binding = solution.active.mask(solution.active.binding)
-        self._prepared = KKTSystem.convex(solution.curvature, solution.G, solution.program.kinds, binding)
+        self._prepared = KKTSystem.prepare_convex(solution.curvature, solution.G, solution.program.kinds, binding)
 
     def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
         """The whole path of one perturbation, with points at each ε of `stops` among those it takes by itself."""
@@ -72,10 +72,11 @@ class PathInfluence:
     def change(self, perturbation: Perturbation) -> Change:
         """Δθ and Δλ at the end of the path of one perturbation."""
         path, at = self.follow(perturbation), self.solution
+        moved = path.thetas[-1] - at.theta
         return Change(
-            theta=at.program.parameters.tensors(path.end.theta - at.theta),
-            multipliers=PerConstraint.of(at.program, path.end.lam - at.lam),
-            flat=path.end.theta - at.theta,
+            theta=at.program.parameters.tensors(moved),
+            multipliers=PerConstraint.of(at.program, path.multipliers[-1] - at.lam),
+            flat=moved,
             diagnostics={
                 **self._diagnostics,
                 "residual": path.residual,
@@ -93,30 +94,30 @@ class PathInfluence:
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets = Targets(target, at)
 
-        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
             for part in ("unanswered", "events"):
-                influence.diagnostics[part] = joined(pieces, part)
+                influence.diagnostics[part] = join(parts, part)
 
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        return scoring.one_by_one(partial(self._piece, targets), checked_jobs(jobs), complete)
+        return scoring.run_chunks(partial(self._score, targets), ONE_BY_ONE, checked_jobs(jobs), finish)
 
-    def _piece(self, targets: Targets, some: Perturbation) -> Piece:
+    def _score(self, targets: Targets, chunk: Perturbation) -> ScoredChunk:
         moves: list[Tensor] = []
         unanswered: dict[str, str] = {}
         events: dict[str, list[str]] = {}
-        for one in some:
+        for perturbation in chunk:
             try:
-                path = self.follow(one)
+                path = self.follow(perturbation)
             except DifError as error:
                 if self.strict:
                     raise
-                unanswered[one.labels[0]] = str(error)
+                unanswered[perturbation.labels[0]] = str(error)
                 moves.append(torch.full_like(self.solution.theta, float("nan")))
                 continue
             if path.events:
-                events[one.labels[0]] = [str(event) for event in path.events]
-            moves.append(path.end.theta - self.solution.theta)
-        return Piece(differences(self.solution, targets, moves), {"unanswered": unanswered, "events": events})
+                events[perturbation.labels[0]] = [str(event) for event in path.events]
+            moves.append(path.thetas[-1] - self.solution.theta)
+        return ScoredChunk(differences(self.solution, targets, moves), {"unanswered": unanswered, "events": events})
 
 
 def checked_stops(stops: Sequence[float]) -> list[float]:

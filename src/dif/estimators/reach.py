@@ -17,7 +17,7 @@ _REST = 64  # rows whose moves under every perturbation are looked at, where row
 _CLEAR = 1e-10  # relative: beyond rounding
 
 
-def reached(lin: Linearisation, perturbations: Perturbation) -> Tensor:
+def rows_within_reach(lin: Linearisation, perturbations: Perturbation) -> Tensor:
     """Which inequalities could begin to bind or let go, though they are not kept so that they can, (m,) bool.
 
     Of a few perturbations that is seen from their steps. Of many, from how far mixtures of them with random signs move
@@ -26,17 +26,17 @@ def reached(lin: Linearisation, perturbations: Perturbation) -> Tensor:
     """
     at, P = lin.at, len(perturbations)
     held = torch.ones_like(at.program.kinds.equal)
-    held[lin.kept] = lin.free
+    held[lin.rows] = lin.equal
     held = held & at.program.kinds.one_sided
     rest = torch.nonzero(held).reshape(-1)
     found = torch.zeros_like(held)
     if P <= _SEEN and P * at.theta.numel() <= _MOVED:
-        found[rest] = _past(lin, rest, *(x[:, rest] for x in _steps(lin, Direction(at.program, perturbations))))
+        found[rest] = _past(lin, rest, *(x[:, rest] for x in _moves(lin, Direction(at.program, perturbations))))
         return found
-    if bool((~lin.free).any()) and len(rest) <= _REST:
+    if bool((~lin.equal).any()) and len(rest) <= _REST:
         found[rest] = _past(lin, rest, *lin.margins(rest, perturbations))
         return found
-    moved, priced = _mixed(lin, perturbations)
+    moved, priced = _typical_moves(lin, perturbations)
     binding = at.active.mask(at.active.binding)
     near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
     return near & held & ~at.active.mask(at.active.weak)
@@ -50,29 +50,28 @@ def _past(lin: Linearisation, rows: Tensor, moved: Tensor, priced: Tensor) -> Te
     return (over | under).any(0)
 
 
-def _steps(lin: Linearisation, direction: Direction) -> tuple[Tensor, Tensor]:
-    """How the step of each perturbation moves f − τ of every row and its multiplier, (P, m) each."""
-    B, r = lin.first_order(direction)
-    omega, nu, _ = lin.step(B, r, direction)
-    return r + omega @ lin.at.G.T, lin.multiplier_change(nu)
+def _moves(lin: Linearisation, direction: Direction) -> tuple[Tensor, Tensor]:
+    """Return how the step of each perturbation moves f − τ of every row and its multiplier, (P, m) each."""
+    omega, response = lin.steps(direction)
+    return response.r + omega @ lin.at.G.T, lin.multiplier_change(response.nu)
 
 
-def _mixed(lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
-    """√(Σₚ move²) of f − τ of each row, and of its multiplier, (m,) each, but for chance; only free rows hold."""
-    at, free = lin.at, lin.free
-    Z = _MIXTURES if at.curvature.assembled else _FEW_MIXTURES
+def _typical_moves(lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+    """Estimate √(Σₚ move²) of f − τ of each row, and of its multiplier, (m,) each; only equal rows take part."""
+    at, Z = lin.at, _MIXTURES if lin.at.curvature.assembled else _FEW_MIXTURES
     generator = torch.Generator().manual_seed(0)
     b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
-    for some in chunks(perturbations):
-        direction = Direction(at.program, some)
-        mix = (2.0 * torch.randint(0, 2, (Z, len(some)), generator=generator) - 1.0).to(at.theta)
+    for chunk in chunks(perturbations):
+        direction = Direction(at.program, chunk)
+        mix = (2.0 * torch.randint(0, 2, (Z, len(chunk)), generator=generator) - 1.0).to(at.theta)
         more_b, more_f = direction.mixed(mix, at.theta, lin.weights, at.p, at.Dp)
         b, r = b + more_b, r + more_f[:, 1:] - mix @ direction.dtau
-    stiff = (lin.R * r[:, lin.kept])[:, free]
-    S, V, G = lin.S[free][:, free], lin.V[:, free], lin.G[free]
-    nu = torch.linalg.lstsq(S, (r[:, lin.kept][:, free] - b @ V - stiff @ S).T).solution.T
-    omega = -lin.solver.solve((b + (nu + stiff) @ G).T).T
+    equal, system = lin.equal, lin.system
+    stiffness = (system.R * r[:, lin.rows])[:, equal]
+    S, V, G = system.S[equal][:, equal], system.V[:, equal], system.G[equal]
+    nu = torch.linalg.lstsq(S, (r[:, lin.rows][:, equal] - b @ V - stiffness @ S).T).solution.T
+    omega = -system.solver.solve((b + (nu + stiffness) @ G).T).T
     priced = torch.zeros_like(r)
-    priced[:, lin.kept[free]] = nu
+    priced[:, lin.rows[equal]] = nu
     moved = r + omega @ at.G.T
     return torch.linalg.vector_norm(moved, dim=0) / Z**0.5, torch.linalg.vector_norm(priced, dim=0) / Z**0.5

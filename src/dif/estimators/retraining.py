@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from dif.errors import DifError, NotConvergedError
+from dif.estimators.first_order import trust
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import trust
 from dif.estimators.retraining_cache import Kept
-from dif.estimators.scoring import Out, Piece, Scoring, differences, joined
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, chunks
 from dif.optimality.solution import Solution, checked_tolerance, expect_solution
@@ -22,12 +22,11 @@ from dif.problem.sample_losses import PLAIN_ATTENTION
 from dif.runtime.limits import Limits
 from dif.runtime.user_code import unsupported
 from dif.runtime.workers import checked_jobs, shared_out
-from dif.solving.batched_newton import Nearby, programs_at_once
+from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import Standing
 from dif.solving.fit import Found, check_limits, default_tolerance, solve
 
 _KEPT = 16  # retrainings solved together where each is to be kept as soon as it is done
-_SHARES = 4  # pieces of work per job
 
 Outcome = tuple[Found | None, DifError | None]
 
@@ -72,7 +71,7 @@ class Retraining:
             solution.check()
             solution.active.check_curvature()  # else the difference may be that between two solutions of one problem
         self._kept = None if keep is None else Kept.at(keep, solution, self.tol)
-        self._nearby: Nearby | None = None
+        self._batched: BatchedNewton | None = None
         self._diagnostics = {"kkt": trust(solution)["kkt"], "tol": self.tol, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:
@@ -103,7 +102,7 @@ class Retraining:
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets, jobs = Targets(target, at), self.jobs if jobs is None else checked_jobs(jobs)
 
-        def pieces(begin: int) -> Iterator[Piece]:
+        def score(begin: int) -> Iterator[ScoredChunk]:
             left = perturbations[begin:]
             for one, (found, failure) in zip(left, self._retrained(left, jobs), strict=True):
                 solved = None if failure is not None else found
@@ -112,21 +111,21 @@ class Retraining:
                     "residuals": [float("nan") if found is None else found.residual],
                     "failed": {one.labels[0]: str(failure)} if solved is None else {},
                 }
-                yield Piece(differences(at, targets, [move]), about)
+                yield ScoredChunk(differences(at, targets, [move]), about)
 
-        def complete(influence: Influence, pieces: list[dict[str, Any]]) -> None:
+        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
             for part in ("residuals", "failed"):
-                influence.diagnostics[part] = joined(pieces, part)
+                influence.diagnostics[part] = join(parts, part)
 
-        return Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown).run(pieces, 1, complete)
+        return Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown).run(score, 1, finish)
 
     def _retrained(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Where each changed problem ended, in order; or why it did not. With strict, failures are raised."""
         known = self._found(perturbations)
         waiting: dict[int, Outcome] = {p: (found, None) for p, found in known.items() if found.reached}
         begun = {p: found for p, found in known.items() if not found.reached}
-        if len(waiting) < len(perturbations) and self._nearby is None:
-            self._nearby = self._prepared()
+        if len(waiting) < len(perturbations) and self._batched is None:
+            self._batched = self._prepared()
         pieces = list(self._pieces(perturbations, known, jobs)) + [
             ([p], perturbations[p], found) for p, found in begun.items()
         ]
@@ -158,8 +157,7 @@ class Retraining:
         """
         size = programs_at_once(self.solution)
         size = size if self._kept is None else min(size, _KEPT)
-        if jobs != 1:
-            size = min(size, max(1, len(perturbations) // (_SHARES * abs(jobs))))
+        size = chunk_size(len(perturbations), size, jobs)
         for begin in range(0, len(perturbations), size):
             missing = [p for p in range(begin, min(begin + size, len(perturbations))) if p not in known]
             end = 0
@@ -170,10 +168,10 @@ class Retraining:
                     end += 1
                 yield missing[first:end], perturbations[missing[first] : missing[end - 1] + 1], None
 
-    def _prepared(self) -> Nearby | None:
+    def _prepared(self) -> BatchedNewton | None:
         """What many are solved with; None where the solution has no curvature to start from."""
         try:
-            return Nearby(self.solution)
+            return BatchedNewton(self.solution)
         except DifError:
             return None
 
@@ -198,12 +196,12 @@ class Retraining:
 
     def _together(self, direction: Direction) -> Iterator[list[Found]]:
         """Newton on all of them at once, where the model allows that: where they stand after each means tried."""
-        at, nearby = self.solution, self._nearby
-        if nearby is None or any(table.samples.fallbacks - {PLAIN_ATTENTION} for table in at.program.rows.tables):
+        at, batched = self.solution, self._batched
+        if batched is None or any(table.samples.fallbacks - {PLAIN_ATTENTION} for table in at.program.rows.tables):
             return
         shared = lambda share: Direction(at.program, share * direction.perturbation).stacked()  # noqa: E731
         try:
-            for ends in nearby.solve(direction.stacked(), self.tol, self.max_iter, shared):
+            for ends in batched.solve(direction.stacked(), self.tol, self.max_iter, shared):
                 numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
                 yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
         except Exception as error:

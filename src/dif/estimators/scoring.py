@@ -1,4 +1,4 @@
-"""Scores of many perturbations, piece by piece, into memory or a file: everything but the arithmetic."""
+"""Scores of many perturbations, chunk by chunk, into memory or a file: everything but the arithmetic."""
 
 from __future__ import annotations
 
@@ -25,16 +25,19 @@ from dif.runtime.score_file import Held, Streamed
 from dif.runtime.workers import in_order
 
 Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy or .zarr
-_TOGETHER = 16  # perturbations in a piece, of an estimator that takes them one by one
-_SHARES = 4  # pieces of work per job
+ONE_BY_ONE = 16  # perturbations in a chunk, of an estimator that takes them one by one
+_SHARES = 4  # chunks per job
 
 
 @dataclass(frozen=True)
-class Piece:
-    """The scores of some perturbations in a row."""
+class ScoredChunk:
+    """The scores of consecutive perturbations."""
 
     values: Tensor  # (P, T), float64, on the CPU
-    about: dict[str, Any]  # what else is known of them: numbers, lists and dicts, which are added up over the pieces
+    about: dict[str, Any]  # diagnostics of the chunk: numbers, lists and dicts, see `join`
+
+
+Finish = Callable[[Influence, list[dict[str, Any]]], None]
 
 
 @dataclass(frozen=True)
@@ -46,77 +49,78 @@ class Scoring:
     targets: Targets
     perturbations: Perturbation
     diagnostics: dict[str, Any]
-    out: str | os.PathLike[str] | None
+    out: Out
     show_progress: bool
 
-    def __post_init__(self) -> None:
+    def run_chunks(
+        self, work: Callable[[Perturbation], ScoredChunk], most: int, jobs: int, finish: Finish
+    ) -> Influence:
+        """Score chunks of at most `most` perturbations, each by one call of `work`."""
         check_kind(self.perturbations)
+        size = chunk_size(len(self.perturbations), most, jobs)
+        return self.run(lambda begin: in_order(work, chunks(self.perturbations[begin:], size), jobs), size, finish)
 
-    def one_by_one(self, work: Callable[[Perturbation], Piece], jobs: int, complete: Complete) -> Influence:
-        """Score with an estimator that takes one perturbation after the other."""
-        size = max(1, min(_TOGETHER, -(-len(self.perturbations) // (_SHARES * abs(jobs)))))
-        return self.run(lambda begin: in_order(work, chunks(self.perturbations[begin:], size), jobs), size, complete)
-
-    def run(self, pieces: Callable[[int], Iterator[Piece]], size: int, complete: Complete) -> Influence:
-        """Take the pieces from row `begin` on, as they come; what a file has already is not done again.
+    def run(self, score: Callable[[int], Iterator[ScoredChunk]], size: int, finish: Finish) -> Influence:
+        """Collect the scores; rows that a file has already are not computed again.
 
         Args:
-            pieces: Makes them, from a row on.
-            size: Perturbations in a piece, at most.
-            complete: Adds to the diagnostics of the result what is known once everything is scored.
+            score: Yields the chunks from a given row on.
+            size: Perturbations in a chunk, at most.
+            finish: Adds to the diagnostics of the result, given those of all chunks.
         """
-        shape = (len(self.perturbations), len(self.targets.names))
-        fingerprint = self._checked()
-        sheet = Held(shape) if self.out is None else Streamed(self.out, shape, fingerprint, size)
+        check_kind(self.perturbations)
+        count = len(self.perturbations)
+        shape = (count, len(self.targets.names))
+        sheet = Held(shape) if self.out is None else Streamed(self.out, shape, self._fingerprint(), size)
         influence = Influence(sheet.values, self.perturbations, self.targets.names, self.name, dict(self.diagnostics))
-        if isinstance(sheet, Streamed) and sheet.done < len(self.perturbations):
-            influence.describe(sheet.path)  # for whoever reads it while it grows
-        if sheet.done < len(self.perturbations):
-            with progress(self.name, len(self.perturbations), self.show_progress) as report:
-                for piece in pieces(sheet.done):
-                    sheet.write(piece.values, **piece.about)
+        if sheet.done < count:
+            if isinstance(sheet, Streamed):
+                influence.describe(sheet.path)  # so that the file can be read while it grows
+            with progress(self.name, count, self.show_progress) as report:
+                for chunk in score(sheet.done):
+                    sheet.write(chunk.values, **chunk.about)
                     report(sheet.done)
-        complete(influence, sheet.pieces)
+        finish(influence, sheet.pieces)
         if isinstance(sheet, Streamed):
             influence.describe(sheet.path, sheet.record)
             sheet.finish()
         return influence
 
-    def _checked(self) -> str:
-        """Refuse malformed perturbations before any file is touched; the fingerprint of the work."""
-        if self.out is not None and not alone():
+    def _fingerprint(self) -> str:
+        """Hash everything that the scores depend on; malformed perturbations are refused before a file is touched."""
+        if not alone():
             raise InvalidInputError(
-                "out= inside dif.sharded()",
-                measured=os.fspath(self.out),
-                threshold="None",
-                meaning="All processes would write the same file.",
-                cure="Leave out= away and save the result in one process, or share the work by jobs=.",
+                f"`out` is {str(self.out)!r} inside dif.sharded().",
+                "It must be None there.",
+                "All processes would write the same file.",
+                "Leave out= away and save the result in one process, or share the work by jobs=.",
             )
         about = f"{self.name} {self.targets.names} {json.dumps(self.diagnostics, sort_keys=True)}"
-        seen = hashlib.sha256(about.encode())
-        for some in chunks(self.perturbations):
-            direction = Direction(self.at.program, some)
-            for part in of_direction(direction) if self.out is not None else ():
-                seen.update(part)
-        for part in (of_solution(self.at), *of_targets(self.targets)) if self.out is not None else ():
-            seen.update(part)
-        return seen.hexdigest()
+        hashed = hashlib.sha256(about.encode())
+        for chunk in chunks(self.perturbations):
+            for part in of_direction(Direction(self.at.program, chunk)):
+                hashed.update(part)
+        for part in (of_solution(self.at), *of_targets(self.targets)):
+            hashed.update(part)
+        return hashed.hexdigest()
 
 
-Complete = Callable[[Influence, list[dict[str, Any]]], None]
-
-
-def joined(pieces: list[dict[str, Any]], key: str) -> Any:
-    """What the pieces know under a name, added up: dicts merged, lists one after the other, numbers summed."""
-    found = [piece[key] for piece in pieces]
-    if all(isinstance(one, dict) for one in found):
+def join(parts: list[dict[str, Any]], key: str) -> Any:
+    """Combine one entry of the diagnostics of all chunks: merge dicts, concatenate lists, add numbers."""
+    found = [part[key] for part in parts]
+    if all(isinstance(value, dict) for value in found):
         return {label: value for one in found for label, value in one.items()}
-    if all(isinstance(one, list) for one in found):
+    if all(isinstance(value, list) for value in found):
         return [value for one in found for value in one]
     return sum(found)
 
 
+def chunk_size(count: int, most: int, jobs: int) -> int:
+    """Return how many of `count` perturbations make a chunk: at most `most`, and several chunks for each job."""
+    return max(1, most if jobs == 1 else min(most, -(-count // (_SHARES * abs(jobs)))))
+
+
 def differences(at: Solution, targets: Targets, moves: Iterable[Tensor]) -> Tensor:
-    """The difference of each target between θ̄ and θ̄ + Δθ, for each Δθ, (P, T)."""
+    """Return the difference of each target between θ̄ and θ̄ + Δθ, for each Δθ, (P, T)."""
     before = targets.values(at.theta)
     return torch.stack([targets.values(at.theta + move) - before for move in moves]).double().cpu()

@@ -1,4 +1,4 @@
-"""Steps of Newton's method inside a ball, where the curvature may be negative: it is used, not feared."""
+"""Newton steps inside a ball; the curvature may be negative."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from dif.linalg.conjugate_gradients import conjugate_gradients
+
 
 def exact_step(eigenvalues: Tensor, vectors: Tensor, g: Tensor, radius: float) -> tuple[Tensor, float]:
-    """Argmin of gᵀp + ½pᵀHp over ‖p‖ ≤ radius, H given by its eigenvalues (ascending) and vectors; and that minimum.
+    """Minimise gᵀp + ½pᵀHp over ‖p‖ ≤ radius, H given by eigenvalues (ascending) and vectors; return p and the minimum.
 
     >>> values, vectors = torch.tensor([-1.0, 2.0]).double(), torch.eye(2).double()
     >>> step, gain = exact_step(values, vectors, torch.tensor([0.0, 2.0]).double(), 2.0)
@@ -44,30 +46,11 @@ def exact_step(eigenvalues: Tensor, vectors: Tensor, g: Tensor, radius: float) -
 def steihaug_step(
     product: Callable[[Tensor], Tensor], g: Tensor, radius: float, limit: int, accuracy: float = 0.1
 ) -> tuple[Tensor, Tensor]:
-    """A step that does as well as conjugate gradients can inside ‖p‖ ≤ radius: p and Hp.
+    """Minimise gᵀp + ½pᵀHp over ‖p‖ ≤ radius by conjugate gradients; return p and Hp.
 
     It stops at the border, at negative curvature (followed to the border), or where the residual is small.
     """
-    p, Hp, r = torch.zeros_like(g), torch.zeros_like(g), g.clone()
-    d, rr = -r, float(r @ r)
-    goal = (accuracy**2) * rr
-    for _ in range(limit):
-        if rr <= goal:
-            break
-        Hd = product(d)
-        along = float(d @ Hd)
-        alpha = rr / along if along > 0 else float("inf")
-        beyond = along <= 0 or float((p + alpha * d).norm()) >= radius
-        if beyond:
-            alpha = _to_border(p, d, radius)
-        p, Hp, r = p + alpha * d, Hp + alpha * Hd, r + alpha * Hd
-        if beyond:
-            break
-        new = float(r @ r)
-        d, rr = -r + (new / rr) * d, new
-    return p, Hp
-
-
-def _to_border(p: Tensor, d: Tensor, radius: float) -> float:
-    a, b, c = float(d @ d), float(p @ d), float(p @ p) - radius**2
-    return (-b + max(b * b - a * c, 0.0) ** 0.5) / a
+    B = -g[:, None]
+    tolerance = torch.full_like(B[0], accuracy)
+    solved = conjugate_gradients(lambda D, _: product(D[:, 0])[:, None], B, tolerance, limit, radius=radius)
+    return solved.X[:, 0], (B - solved.R)[:, 0]

@@ -1,15 +1,20 @@
-"""The optimality conditions linearised at a point: prepared once, solved for one or many right-hand sides."""
+"""The linearised optimality conditions at a point: prepared once, solved for one or many right-hand sides.
+
+Every step of dif solves this system: the directional derivative, Newton's method in `fit` and `NewtonInfluence`, the
+batched retraining and the path.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError
-from dif.linalg.cholesky import Solver, prepare
+from dif.linalg.cholesky import LinearSolver, Solver, prepare
 from dif.linalg.multiplier_qp import no_direction, solve_reduced_qp
 from dif.linalg.operator import Operator
 from dif.problem.kinds import Kinds
@@ -17,80 +22,181 @@ from dif.problem.kinds import Kinds
 Solve = Callable[[Tensor], Tensor]
 
 
+@dataclass(eq=False)
 class KKTSystem:
-    """g + Hω + Gᵀ(ν − λ) = 0 with c + Gω = 0 on equal rows; on the others c + Gω ≤ 0, ν ≥ 0, and one of them 0.
+    """g + Hω + Gᵀ(ν − λ) = 0, where c + Gω = 0 on equal rows; on the others c + Gω ≤ 0, ν ≥ 0 and ν·(c + Gω) = 0.
 
-    H is made positive definite by the curvature GᵀRG of the rows that are `firm`. Where these hold, that changes
-    nothing.
-
-    Args:
-        H: ∇²L.
-        G: (m, d) gradients of the rows.
-        firm: (m,) bool.
-        solver: Prepares a solver for H + GᵀRG; chosen by the size if left out.
+    The rows that are `firm` hold as equalities. On them H may be replaced by H_ρ = H + GᵀRG, which changes nothing
+    about the solution and makes the matrix positive definite.
     """
 
-    def __init__(self, H: Operator, G: Tensor, firm: Tensor, solver: Solver = None) -> None:
-        self.H, self.G, self.firm = H, G, firm
-        self.solver, self.R = prepare(H, G[firm], solver=solver)
-        self._known: dict[bool, tuple[Tensor, Tensor]] = {}  # whether exact → rows, and (H + GᵀRG)⁻¹Gᵀ on them
+    H: Operator  # ∇²L
+    G: Tensor  # (m, d) gradients of the rows
+    firm: Tensor  # (m,) bool
+    R: Tensor  # (m,) diagonal, zero on rows that are not firm
+    solver: LinearSolver  # for H_ρ
 
     @classmethod
-    def convex(cls, H: Operator, G: Tensor, kinds: Kinds, binding: Tensor, solver: Solver = None) -> KKTSystem:
-        """Prepare with firm equalities; where H is not convex on these alone, with the binding rows firm too."""
-        try:
-            return cls(H, G, kinds.equal, solver)
-        except DegenerateError:
-            return cls(H, G, kinds.equal | binding, solver)
-
-    def reduce(self, g: Tensor, c: Tensor, rows: Tensor, solve: Solve | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Eliminate ω.
+    def prepare(
+        cls,
+        H: Operator,
+        G: Tensor,
+        firm: Tensor,
+        *,
+        solver: Solver = None,
+        rho: float | None = None,
+        damping: float = 0.0,
+    ) -> KKTSystem:
+        """Factorise H_ρ, or build its preconditioner.
 
         Args:
-            g: (P, d) gradients of the Lagrangians.
+            H: ∇²L.
+            G: (m, d) gradients of the rows.
+            firm: (m,) bool, rows that hold as equalities.
+            solver: Builds a solver for H_ρ; chosen by the size if left out.
+            rho: The entries of R; chosen if left out.
+            damping: δ in H + δI.
+        """
+        prepared, R_firm = prepare(H, G[firm], rho=rho, damping=damping, solver=solver)
+        R = G.new_zeros(len(G))
+        R[firm] = R_firm
+        return cls(H, G, firm, R, prepared)
+
+    @classmethod
+    def prepare_convex(
+        cls,
+        H: Operator,
+        G: Tensor,
+        kinds: Kinds,
+        binding: Tensor,
+        *,
+        solver: Solver = None,
+        rho: float | None = None,
+        damping: float = 0.0,
+    ) -> KKTSystem:
+        """Prepare with the equal rows firm; where H is not convex on these alone, with the binding rows firm too."""
+        try:
+            return cls.prepare(H, G, kinds.equal, solver=solver, rho=rho, damping=damping)
+        except DegenerateError:
+            return cls.prepare(H, G, kinds.equal | binding, solver=solver, rho=rho, damping=damping)
+
+    @cached_property
+    def V(self) -> Tensor:
+        """H_ρ⁻¹Gᵀ, (d, m)."""
+        return self.solver.solve(self.G.T)
+
+    @cached_property
+    def S(self) -> Tensor:
+        """G H_ρ⁻¹ Gᵀ, (m, m)."""
+        return self.G @ self.V
+
+    def forces(self, gV: Tensor, c: Tensor, lam: Tensor, equal: Tensor | None) -> tuple[Tensor, Tensor, dict[int, str]]:
+        """Solve for the multipliers without forming the step.
+
+        Args:
+            gV: (P, m) the products gᵀV.
             c: (P, m) values of the rows.
-            rows: (k,) numbers of the rows that may have a force.
-            solve: Inverts H + GᵀRG; exactly, if left out.
+            lam: (m,) multipliers that g contains.
+            equal: (m,) bool, rows solved as equalities; None for rows without multipliers (penalties).
 
         Returns:
-            The step without forces, (P, d), the columns V = (H + GᵀRG)⁻¹Gᵀ, (d, k), and S = GV, (k, k).
+            ν, (P, m); the forces, (P, m), with which ω = −H_ρ⁻¹(g + Gᵀ·force); and a reason for each number that has
+            no solution.
         """
-        exact, G = solve is None, self.G[rows]
-        solve = solve or self.solver.solve
-        b = (g + (self.R * c[:, self.firm]) @ self.G[self.firm]).T
-        if exact in self._known and torch.equal(self._known[exact][0], rows):
-            free = solve(b)
-        else:
-            found = solve(torch.cat([b, G.T], 1))
-            free, self._known[exact] = found[:, : len(g)], (rows, found[:, len(g) :])
-        V = self._known[exact][1]
-        return -free.T, V, G @ V
+        stiffness = self.R * c
+        moved = c - gV - stiffness @ self.S
+        if equal is None:
+            return lam + self.R * moved, stiffness, {}
+        nu, failed = solve_multipliers(self.S, moved, lam.expand_as(c), equal)
+        return nu, nu - lam + stiffness, failed
 
     def step(
         self, g: Tensor, c: Tensor, lam: Tensor, rows: Tensor, equal: Tensor, solve: Solve | None = None
     ) -> tuple[Tensor, Tensor, dict[int, str]]:
-        """Solve for ω, (P, d), and the multipliers after it, (P, m); and say why, for those that have no solution.
+        """Solve for ω, (P, d), and the multipliers after it, (P, m).
 
-        Rows that are not listed have no force; `equal` (m,) bool says which hold as equalities.
+        Args:
+            g: (P, d) gradients of the Lagrangians.
+            c: (P, m) values of the rows.
+            lam: (P, m) multipliers that g contains.
+            rows: Numbers of the rows that may have a force.
+            equal: (m,) bool, rows solved as equalities.
+            solve: Applies an inverse of H_ρ; the exact one if left out.
+
+        Returns:
+            ω and ν, NaN where there is no solution, and the reasons by number.
         """
-        free, V, S = self.reduce(g, c, rows, solve)
-        S = 0.5 * (S + S.T)
-        a = c[:, rows] + free @ self.G[rows].T + lam[:, rows] @ S
-        found, failed = solve_reduced_qp(S.double().cpu().numpy(), a.double().cpu().numpy(), equal[rows].cpu().numpy())
+        free, V = self._eliminate(g, c, rows, solve)
+        omega, some, failed = complete_step(free, V, self.G[rows], c[:, rows], lam[:, rows], equal[rows])
         nu = torch.zeros_like(lam)
-        nu[:, rows] = torch.as_tensor(found).to(lam)
+        nu[:, rows] = some
         nu[list(failed)] = float("nan")
-        return free - (nu - lam)[:, rows] @ V.T, nu, failed
+        return omega, nu, failed
 
-    def held_step(self, g: Tensor, c: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Solve for ω, (d,), and forces, (m,), with the rows of a mask held as equalities; NaN where they depend."""
+    def hold(self, g: Tensor, c: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
+        """Solve for ω, (d,), and forces, (m,), with the rows of a mask as equalities; NaN where they are dependent."""
         rows = torch.nonzero(held).reshape(-1)
-        free, V, S = self.reduce(g[None], c[None], rows)
-        mu = torch.zeros_like(c)
+        free, V = self._eliminate(g[None], c[None], rows)
+        force = torch.zeros_like(c)
         if len(rows):
-            found, failed = torch.linalg.solve_ex(S, c[rows] + self.G[rows] @ free[0])
-            mu[rows] = found if int(failed) == 0 else torch.full_like(found, float("nan"))
-        return free[0] - V @ mu[rows], mu
+            found, failed = torch.linalg.solve_ex(self.G[rows] @ V, c[rows] + self.G[rows] @ free[0])
+            force[rows] = found if int(failed) == 0 else torch.full_like(found, float("nan"))
+        return free[0] - V @ force[rows], force
+
+    def _eliminate(self, g: Tensor, c: Tensor, rows: Tensor, solve: Solve | None = None) -> tuple[Tensor, Tensor]:
+        """Return the step without forces, (P, d), and V = H_ρ⁻¹Gᵀ of some rows, (d, k), by one solve for both."""
+        exact, solve = solve is None, solve or self.solver.solve
+        b = (g + (self.R * c) @ self.G).T
+        known = self._columns.get(exact)
+        if known is not None and torch.equal(known[0], rows):
+            return -solve(b).T, known[1]
+        found = solve(torch.cat([b, self.G[rows].T], 1))
+        self._columns[exact] = rows, found[:, len(g) :]
+        return -found[:, : len(g)].T, found[:, len(g) :]
+
+    @cached_property
+    def _columns(self) -> dict[bool, tuple[Tensor, Tensor]]:
+        """The last rows and their V, for exact and for approximate solves."""
+        return {}
+
+
+def complete_step(
+    free: Tensor, V: Tensor, G: Tensor, c: Tensor, lam: Tensor, equal: Tensor
+) -> tuple[Tensor, Tensor, dict[int, str]]:
+    """Add to a step without forces what the rows demand: ω = free − V(ν − λ).
+
+    Args:
+        free: (P, d) the step without forces.
+        V: (d, k), or (P, d, k) for systems of their own.
+        G: (k, d) or (P, k, d).
+        c: (P, k) values of the rows.
+        lam: (P, k) multipliers that the step contains.
+        equal: (k,) bool, rows solved as equalities.
+
+    Returns:
+        ω, (P, d), ν, (P, k), and the reasons by number where there is no solution (NaN).
+    """
+    nu, failed = solve_multipliers(G @ V, c + (free[:, None] @ G.mT)[:, 0], lam, equal)
+    return free - ((nu - lam)[:, None] @ V.mT)[:, 0], nu, failed
+
+
+def solve_multipliers(S: Tensor, moved: Tensor, lam: Tensor, equal: Tensor) -> tuple[Tensor, dict[int, str]]:
+    """Find ν, (P, k), that take the rows from `moved`, (P, k), to where they must be: moved − S(ν − λ).
+
+    S is (k, k), or (P, k, k). Where no ν exists it is NaN, and the reason is given by number.
+    """
+    S = 0.5 * (S + S.mT)
+    a = (moved + (lam[:, None] @ S)[:, 0]).double().cpu().numpy()
+    matrices, mask = S.double().cpu().numpy(), equal.cpu().numpy()
+    if S.dim() == 2:
+        nu, failed = solve_reduced_qp(matrices, a, mask)
+        return torch.as_tensor(nu).to(moved), failed
+    nu, reasons = torch.full_like(moved, float("nan")), {}
+    for p in torch.nonzero(torch.isfinite(S).flatten(1).all(1)).reshape(-1).tolist():
+        found, failed = solve_reduced_qp(matrices[p], a[p : p + 1], mask)
+        nu[p] = torch.as_tensor(found[0]).to(nu)
+        reasons |= {p: failed[0]} if failed else {}
+    return nu, reasons
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,7 +205,7 @@ class Step:
 
     omega: Tensor  # (d,)
     lam: Tensor  # (m,) λ̄ + Δλ
-    unanswered: str = ""  # why there is no step, where NaN stands for it
+    unanswered: str = ""  # why there is no step, where it is NaN
 
 
 def kkt_step(
@@ -112,15 +218,15 @@ def kkt_step(
     binding: Tensor,
     solver: Solver = None,
 ) -> Step:
-    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equalities, ≤ 0 on every inequality; its multipliers are the new λ.
+    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equal rows, ≤ 0 on the others; its multipliers are the new λ.
 
-    g is ∇L at the multipliers λ: near a solution it is small, so that inexact solves do no harm.
+    g is ∇L at the multipliers λ. Near a solution it is small, so that inexact solves do no harm.
 
-    Where H is not convex on the equalities alone, the rows of `binding` are held as equalities too and their signs
-    checked afterwards: rows with a negative multiplier are let go, as long as convexity allows it.
+    Where H is not convex on the equal rows alone, the rows of `binding` are held as equalities too and their signs
+    are checked afterwards: rows with a negative multiplier are released, as long as convexity allows it.
     """
     every = torch.arange(len(c), device=c.device)
-    system = _attempt(lambda: KKTSystem.convex(H, G, kinds, binding, solver))
+    system = _attempt(lambda: KKTSystem.prepare_convex(H, G, kinds, binding, solver=solver))
     while system is not None:
         omega, nu, failed = system.step(g[None], c[None], lam[None], every, system.firm)
         if failed:
@@ -129,20 +235,19 @@ def kkt_step(
         if not bool(wrong.any()):
             return Step(omega[0], nu[0])
         firm = system.firm & ~wrong
-        system = _attempt(lambda firm=firm: KKTSystem(H, G, firm, solver))
+        system = _attempt(lambda firm=firm: KKTSystem.prepare(H, G, firm, solver=solver))
     raise DegenerateError(
-        "curvature of the linearised problem",
-        measured="not positive definite on the constraints that hold",
-        threshold="positive definite",
-        meaning="The quadratic problem of the step has no minimum: a constraint that kept it convex lets go, or the "
-        "Lagrangian curves downwards along the constraints.",
-        cure="Add a ridge, or use DirectionalInfluence, which needs convexity on the binding constraints only.",
+        "The quadratic problem of this step is not convex on the constraints that hold.",
+        "Its curvature must be positive definite there.",
+        "It has no minimum: a constraint that kept it convex becomes inactive, or the Lagrangian curves downwards "
+        "along the constraints.",
+        "Add a ridge, or use DirectionalInfluence, which needs convexity on the binding constraints only.",
     )
 
 
-def _attempt(prepare_it: Callable[[], KKTSystem]) -> KKTSystem | None:
+def _attempt(build: Callable[[], KKTSystem]) -> KKTSystem | None:
     """Prepare a system; None where its matrix is not positive definite."""
     try:
-        return prepare_it()
+        return build()
     except DegenerateError:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -51,14 +51,21 @@ class Path:
     """The solutions of the problems between the one that was solved and the perturbed one."""
 
     start: Solution
+    perturbation: Perturbation
     epsilons: Tensor  # (K,) ascending from 0
     thetas: Tensor  # (K, d)
     multipliers: Tensor  # (K, m)
     events: tuple[Event, ...]
-    end: Solution  # of the perturbed problem, with its own certificate
     residual: float  # the largest KKT residual of its points, in the units of the start
     steps: int  # gradients of the Lagrangian that it took
     curvatures: int  # Hessians beside the one at the start
+
+    @cached_property
+    def end(self) -> Solution:
+        """The solution of the perturbed problem, with its own certificate; it can be saved, scored, perturbed again."""
+        problem, theta = self.start.problem.after(self.perturbation), self.thetas[-1]
+        program = Program.compile(problem, self.start.program.parameters, theta)
+        return Solution.of_program(program, theta, self.multipliers[-1])
 
     def changes(self, target: Any) -> Tensor:
         """How far each target has moved at each ε, (K, T)."""
@@ -152,19 +159,15 @@ class Follower:
                 waiting.pop(0)
         return Path(
             self.at,
+            self.perturbation,
             torch.tensor([p.epsilon for p in self.points], dtype=torch.float64),
             torch.stack([p.theta for p in self.points]),
             torch.stack([p.lam for p in self.points]),
             tuple(self.events),
-            Solution.of_program(self._end(here.theta), here.theta, here.lam),
             max(p.residual for p in self.points),
             self.steps,
             self.curvatures,
         )
-
-    def _end(self, theta: Tensor) -> Program:
-        """The problem with the perturbation carried out, stated anew: it can be perturbed again."""
-        return Program.compile(self.at.problem.after(self.perturbation), self.at.program.parameters, theta)
 
     def _program(self, epsilon: float) -> Program:
         return Direction(self.at.program, epsilon * self.perturbation).carried_out(0)
@@ -177,7 +180,7 @@ class Follower:
         try:
             H = Curvature(at.program.rows, at.theta, at.program.weights(at.lam))
             G = at.program.rows.gradients(at.theta)[1][1:]
-            self.prepared = KKTSystem.convex(H, G, at.program.kinds, held)
+            self.prepared = KKTSystem.prepare_convex(H, G, at.program.kinds, held)
         except DegenerateError as error:
             raise self._lost(at) from error
 
@@ -197,7 +200,7 @@ class Follower:
 
     def _slope(self, at: Point, held: Tensor) -> tuple[Tensor, Tensor]:
         """(θ′, λ′) with these rows held, as the prepared curvature has it."""
-        return self.prepared.held_step(*self._derivative(at), held)
+        return self.prepared.hold(*self._derivative(at), held)
 
     def _turned(self, at: Point, held: Tensor, weak: Tensor) -> Tensor:
         """Which rows hold ahead of the point at which the curvature was prepared; weak rows may go either way."""
@@ -255,7 +258,7 @@ class Follower:
                 raise self._lost(self.points[-1])
             self.steps += 1
             try:
-                omega, mu = self.prepared.held_step(g, c, held)
+                omega, mu = self.prepared.hold(g, c, held)
             except NotConvergedError:
                 return None
             here = torch.cat([theta, lam])[None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from dif.evaluation.hessian import Curvature
 from dif.evaluation.kinks import explain
 from dif.evaluation.loss_checks import check_derivatives
 from dif.evaluation.program import Program
-from dif.linalg.conjugate_gradients import Repeated
+from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.residuals import KKT, Scales, residuals, violations
@@ -28,7 +29,9 @@ from dif.runtime.progress import Reporter, progress
 from dif.solving.augmented_lagrangian import PATIENCE, AugmentedLagrangian
 from dif.solving.checkpoint import Checkpoint, Standing
 from dif.solving.minibatch import PrimalDual
+from dif.solving.newton import damped_newton
 
+_SHORTEST = 1e-3  # of a Newton step
 _SLOW = 0.5  # by which a step must shrink the residual to be worth its price there
 _NEAR = 1e-3  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
 
@@ -197,7 +200,7 @@ def solve(
 ) -> Found:
     """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
     goal = default_tolerance(begun.theta) if tol is None else checked_tolerance(tol)
-    best, solver = Found(begun.theta, begun.lam), Repeated()
+    best, solver = Found(begun.theta, begun.lam), SolverSeries()
     _approach(program, best, goal, limits, report, solver)
     rounds = None
     if not best.reached:
@@ -239,53 +242,67 @@ def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[
     return kkt, f, J
 
 
-def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: Repeated) -> bool:
-    """Newton on the KKT system while the residual falls; `at` is moved to the best point.
-
-    Whether factors there have shown that the Lagrangian is convex along the rows that hold.
+def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> bool:
+    """Newton's method on the KKT system while the residual falls; `at` is moved to the best point.
 
     After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
-    nearly weak ones; where the Hessian is not assembled that would be dear, and it stops.
+    nearly weak ones; where the Hessian is not assembled that would be expensive, and it stops.
+
+    Returns:
+        Whether a factorisation has shown that the Lagrangian is convex along the rows that hold.
     """
     units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
     kkt, f, J = _judge(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
-    if not H.cheap and at.residual > _NEAR:
-        return False  # far away, where a step is costly and seldom good
-    exact = torch.finfo(at.theta.dtype).eps ** 0.672
-    while limits.spent() is None and _finite(kkt):
+    if (not H.cheap and at.residual > _NEAR) or not _finite(kkt):
+        return False  # far away, where a step is expensive and seldom good
+    exact, d, convex = torch.finfo(at.theta.dtype).eps ** 0.672, len(at.theta), False
+    z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
+    trial = kkt, f, J
+
+    def step(_: Tensor) -> tuple[Tensor, Tensor]:
+        nothing = torch.zeros_like(z), torch.tensor([False])
+        if limits.spent() is not None:
+            return nothing
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
         solver.tolerance = max(exact, min(1e-3, 1e-2 * at.residual))  # only as exact as the step deserves
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            step = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
+            made = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
         except DegenerateError:
-            return False
+            return nothing
         except NotConvergedError:
-            solver.forget()
-            return False
-        length = 1.0
-        while True:
-            theta = at.theta + length * step.omega
-            lam = at.lam + length * (step.lam - at.lam)
-            kkt, f, J = _judge(program, theta, lam, units)
-            if _finite(kkt) and kkt.residual < (1 - 0.1 * length) * at.residual:
-                break
-            length *= 0.5
-            if length < 1e-3 or at.reached or limits.spent():
-                return H.cheap
+            solver.restart()
+            return nothing
+        return torch.cat([made.omega, made.lam - at.lam])[None], torch.tensor([True])
+
+    def judge(_: Tensor, points: Tensor) -> Tensor:
+        nonlocal trial
+        trial = _judge(program, points[0, :d], points[0, d:], units)
+        return torch.tensor([trial[0].residual if _finite(trial[0]) else float("inf")], dtype=torch.float64)
+
+    def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
+        nonlocal f, J, H, units, convex
+        if not bool(moved):
+            stop = float(length) < _SHORTEST or at.reached or limits.spent() is not None
+            convex = stop and H.cheap
+            return torch.tensor([not stop])
+        kkt, f, J = trial
         slow = kkt.residual > _SLOW * at.residual
-        at.theta, at.lam, at.residual = theta, lam, kkt.residual
+        at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
         at.goal = max(goal, 16 * kkt.rounding)
         if not H.cheap and (at.reached or slow):
-            return False
-        H = Curvature(program.rows, theta, program.weights(lam), assumed=None if H.cheap else units.own)
+            return torch.tensor([False])
+        H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
         units = H if H.cheap else units
-    return False
+        return torch.tensor([True])
+
+    damped_newton(z, residual, step, judge, proceed, sys.maxsize)
+    return convex
 
 
-def _approach(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: Repeated) -> None:
+def _approach(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> None:
     """Newton; and where it ends with the conditions of first order alone, a look whether that is a saddle."""
     if _newton(program, at, goal, limits, report, solver) or not at.residual <= at.goal:
         return

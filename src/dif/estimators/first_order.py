@@ -1,0 +1,167 @@
+"""What the first-order estimators share: changes and scores from a linearised problem."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
+from dif.estimators.influence import Change, Influence
+from dif.estimators.linearisation import Linearisation, Response
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
+from dif.evaluation.program import PerConstraint
+from dif.evaluation.weight_change import Direction, check_kind, chunks
+from dif.linalg.multiplier_qp import no_direction
+from dif.optimality.solution import Solution, expect_solution
+from dif.optimality.targets import Targets
+from dif.problem.perturbation import Perturbation
+from dif.runtime.inputs import check_number
+from dif.runtime.workers import checked_jobs, in_order
+
+_SLOPES = 2**25  # slopes in memory at once
+_STEPS = 2**25  # entries of Δθ in memory at once
+_CHUNKS, _SMALLEST = 64, 2**14  # chunks of a sweep at most, perturbations in one at least (memory permitting)
+
+
+class FirstOrderEstimator:
+    """Abstract: estimators that answer from a linearised problem."""
+
+    name = ""
+
+    def __init__(self, solution: Solution, damping: float, strict: bool, **settings: Any) -> None:
+        self.solution, self.strict = expect_solution(solution), strict
+        self.damping = check_number(
+            damping,
+            "damping",
+            zero=True,
+            meaning="Damping, δ in H + δI, makes up for missing curvature and changes the answer.",
+            cure="Use 0 for the exact answer.",
+        )
+        if strict:
+            solution.check()
+        self._assessor = Assessor(solution)
+        self._diagnostics = {**trust(solution), "damping": self.damping, **settings, "strict": strict}
+
+    def linearise(self, perturbations: Perturbation) -> Linearisation:
+        """Return the linearised problem that answers for these perturbations."""
+        raise NotImplementedError
+
+    def change(self, perturbation: Perturbation) -> Change:
+        """Predict Δθ and Δλ of one perturbation, carried out in full."""
+        direction = Direction.single(self.solution.program, perturbation)
+        lin, program = self.linearise(perturbation), self.solution.program
+        omega, response = lin.steps(direction)
+        if self.strict and response.unanswered:
+            raise no_direction(*next(iter(response.unanswered.items())))
+        return Change(
+            theta=program.parameters.tensors(omega[0]),
+            multipliers=PerConstraint.of(program, lin.multiplier_change(response.nu)[0]),
+            flat=omega[0],
+            diagnostics={**self._describe(lin), **lin.work, "unanswered": response.unanswered},
+        )
+
+    def scores(
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
+        show_progress: bool = True, assess: int = ASSESSED,
+    ) -> Influence:  # fmt: skip
+        """Predict the change of each target under each perturbation, qᵀΔθ. Keywords as in `dif.Estimator`.
+
+        Args:
+            target: A Term, a list of Terms, or Samples (one target per sample).
+            perturbations: One or many.
+            out: File for the scores, ending in .npy or .zarr.
+            jobs: Processes that share the work.
+            show_progress: Show a progress bar on a terminal.
+            assess: Number of the strongest predictions, and of random others, whose error is estimated:
+                `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
+                cannot be trusted. 0 skips this.
+        """
+        check_kind(perturbations)
+        jobs, check, lin = checked_jobs(jobs), self._assessor.assess(assess), self.linearise(perturbations)
+        targets = Targets(target, lin.at)
+        most = min(_SLOPES // (len(lin.rows) + len(targets.names)), max(_SMALLEST, len(perturbations) // _CHUNKS))
+        size = chunk_size(len(perturbations), most, jobs)
+        Q = targets.gradients(lin.at.theta)
+
+        def score(begin: int) -> Iterator[ScoredChunk]:
+            columns = torch.cat([lin.system.V, lin.system.solver.solve(Q)], 1)  # (d, k + T)
+            return in_order(partial(self._score, lin, columns), chunks(perturbations[begin:], size), jobs)
+
+        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
+            unanswered = join(parts, "unanswered")
+            influence.diagnostics.update(lin.work, unanswered=unanswered, switched=join(parts, "switched"))
+            if unanswered:
+                warn_unanswered(unanswered, len(perturbations))
+            if check is not None:
+                ends = lambda rows: self._ends(lin, perturbations.pick(rows))  # noqa: E731
+                influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
+
+        return Scoring(self.title, lin.at, targets, perturbations, self._describe(lin), out, show_progress).run(
+            score, size, finish
+        )
+
+    def _score(self, lin: Linearisation, columns: Tensor, chunk: Perturbation) -> ScoredChunk:
+        values, response = lin.scores(columns, Direction(self.solution.program, chunk))
+        about = {"switched": self._count_switched(lin, response), "unanswered": response.unanswered}
+        return ScoredChunk(values.double().cpu(), about)
+
+    def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
+        """Return the difference of each target between θ̄ and θ̄ + Δθ; `scores` has its first-order part, qᵀΔθ."""
+        lin = self.linearise(perturbations)
+        targets, size = Targets(target, lin.at), max(1, _STEPS // lin.at.theta.numel())
+
+        def work(chunk: Perturbation) -> ScoredChunk:
+            omega, response = lin.steps(Direction(lin.at.program, chunk))
+            return ScoredChunk(differences(lin.at, targets, omega), {"unanswered": response.unanswered})
+
+        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
+            influence.diagnostics.update(lin.work, unanswered=join(parts, "unanswered"))
+
+        scoring = Scoring(
+            f"{self.title}, re-evaluated", lin.at, targets, perturbations, self._describe(lin), None, show_progress
+        )
+        return scoring.run_chunks(work, size, 1, finish)
+
+    def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
+        return self._ends(self.linearise(perturbations), perturbations)
+
+    def _ends(self, lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        omega, response = lin.steps(Direction(lin.at.program, perturbations))
+        lam = lin.at.lam.expand(len(omega), -1)
+        return omega, lam + lin.multiplier_change(response.nu) if lin.priced else lam
+
+    @property
+    def title(self) -> str:
+        """Name of the estimator with its variant, as results show it."""
+        return self.name
+
+    def _describe(self, lin: Linearisation) -> dict[str, Any]:
+        """Return what results say about the point and the settings."""
+        return self._diagnostics
+
+    def _count_switched(self, lin: Linearisation, response: Response) -> int:
+        """Count the perturbations under which a constraint switches within the step."""
+        return 0
+
+
+def trust(solution: Solution) -> dict[str, Any]:
+    """Describe the point on which an answer rests: residuals, active set, existence of the derivative."""
+    active = solution.active
+    return {
+        "kkt": {
+            "stationarity": solution.kkt.stationarity,
+            "feasibility": solution.kkt.feasibility,
+            "complementarity": solution.kkt.complementarity,
+        },
+        "binding": [active.names[j] for j in active.binding],
+        "weak": [active.names[j] for j in active.weak],
+        "uncertain": [active.names[j] for j in active.uncertain],
+        "smallest_margin": float(active.margins.abs().min()) if len(active.names) else None,
+        "licq": active.licq,
+        "curvature": active.curvature,
+    }

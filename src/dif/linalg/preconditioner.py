@@ -1,0 +1,107 @@
+"""Approximate inverses of H_ρ: preconditioners for conjugate gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dif.errors import DegenerateError
+from dif.linalg.metric import Metric
+from dif.linalg.operator import Operator
+
+_BUDGET = 24_000  # evaluations of all losses that building a preconditioner may cost
+
+
+class Preconditioner(Protocol):
+    """An approximate inverse of H_ρ, positive definite."""
+
+    def apply(self, R: Tensor) -> Tensor:
+        """Return P⁻¹r for every column r of R (d, c)."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """D^−½ H D^−½: the operator in coordinates scaled to equal curvature."""
+
+    operator: Operator
+    root: Tensor  # √D
+
+    @classmethod
+    def of(cls, operator: Operator) -> Scaled:
+        """Scale an operator by its own diagonal."""
+        return cls(operator, operator.scale().sqrt())
+
+    @property
+    def d(self) -> int:
+        """Size of the matrix."""
+        return self.operator.d
+
+    def product(self, V: Tensor) -> Tensor:
+        """Return D^−½ H D^−½ v for every column v of V."""
+        return self.operator.product(V / self.root[:, None]) / self.root[:, None]
+
+    def draw(self, columns: int, seed: int) -> Tensor:
+        """Draw standard normal columns, (d, columns), of the operator's type and device."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(self.d, columns, generator=generator, dtype=torch.float64).to(self.root)
+
+
+class Nystrom:
+    """A randomised Nyström approximation of H_ρ from a few products (Frangella, Tropp and Udell).
+
+    P⁻¹ = s·U S⁻¹ Uᵀ + (I − U Uᵀ), with the leading eigenpairs U, S of the sketch and s the smallest of them.
+    """
+
+    def __init__(self, curvature: Scaled, rank: int = 64, seed: int = 0) -> None:
+        omega = torch.linalg.qr(curvature.draw(min(rank, curvature.d), seed)).Q
+        Y = curvature.product(omega)
+        shift = torch.finfo(Y.dtype).eps * float(Y.norm())
+        Y = Y + shift * omega
+        core = omega.T @ Y
+        L, failed = torch.linalg.cholesky_ex(0.5 * (core + core.T))
+        if int(failed):
+            raise not_positive(float(torch.linalg.eigvalsh(0.5 * (core + core.T))[0]))
+        B = torch.linalg.solve_triangular(L, Y.T, upper=False).T
+        U, S, _ = torch.linalg.svd(B, full_matrices=False)
+        self.U = U
+        self.S = (S**2 - shift).clamp(min=torch.finfo(Y.dtype).eps * float(S[0]) ** 2)
+
+    def apply(self, R: Tensor) -> Tensor:
+        """Return P⁻¹r for every column r of R."""
+        inside = self.U.T @ R
+        return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
+
+
+class Subsampled:
+    """|H_ρ|⁻¹ of a matrix assembled from a part of the samples: absolute eigenvalues, the smallest raised."""
+
+    def __init__(self, curvature: Scaled, sketched: Operator) -> None:
+        metric = Metric(curvature.root)
+        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scaled(sketched.rough())))
+
+    def apply(self, R: Tensor) -> Tensor:
+        """Return P⁻¹r for every column r of R."""
+        return self.metric.inverse(R)
+
+
+def choose_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:
+    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0."""
+    if not rank:
+        return None
+    sketched = curvature.operator.sketched(_BUDGET)
+    return Nystrom(curvature, rank) if sketched is None else Subsampled(curvature, sketched)
+
+
+def not_positive(found: float) -> DegenerateError:
+    """Build the error for negative curvature."""
+    return DegenerateError(
+        f"The linear solver found curvature {found:.3g} along one direction.",
+        "It must be positive along every direction.",
+        "The curvature is not positive definite, so the linearised problem has no unique solution.",
+        "Fit to a minimum (a saddle point has negative curvature), add a ridge to the objective, or pass damping (it "
+        "changes the answer and is reported).",
+    )

@@ -112,7 +112,7 @@ def test_a_constraint_that_nearly_binds():
     assert finding.what == "Is it clear which constraints bind, whoever is removed?"
     assert finding.verdict == "note"
     assert finding.measured.startswith("group 0: slack 0.0003, one removal moves it by ")
-    assert "can make these let go or begin to bind" in finding.meaning
+    assert "can make these constraints active or inactive" in finding.meaning
 
 
 def centres(n, spread):

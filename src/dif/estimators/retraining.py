@@ -69,7 +69,7 @@ class Retraining:
         self.show_progress = show_progress
         if strict:
             solution.check()
-            solution.active.check_curvature()  # else the difference may be that between two solutions of one problem
+            solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
         self._kept = None if keep is None else Kept.at(keep, solution, self.tol)
         self._batched: BatchedNewton | None = None
         self._diagnostics = {"kkt": trust(solution)["kkt"], "tol": self.tol, "strict": strict}

@@ -1,4 +1,4 @@
-"""Which constraints hold the solution, how sure that is, and whether the derivative exists there."""
+"""Which constraints are active, with what margins, and whether the derivative exists."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from torch import Tensor
 from dif.errors import DegenerateError
 from dif.linalg.lanczos import tangent_curvature
 from dif.linalg.operator import Operator
+from dif.optimality.finding import BAD, GOOD, Finding
 from dif.optimality.residuals import Scales
 from dif.problem.kinds import Kinds
 
 
 @dataclass(frozen=True)
 class Margin:
-    """How far single perturbations move what decides whether a row binds: its slack, or its multiplier."""
+    """How far single perturbations move the number that decides whether a row binds: its slack or its multiplier."""
 
     largest: float
     median: float
@@ -24,7 +25,7 @@ class Margin:
 
 @dataclass(frozen=True, eq=False)
 class ActiveSet:
-    """The rows of all constraints, parted into binding, weak and inactive.
+    """The rows of all constraints, divided into binding, weak and inactive.
 
     binding: f = τ and λ̄ > 0, and every equality. weak: f = τ and λ̄ = 0 (the paper's "non-binding"). Row numbers count
     through the constraints in order; `names` has their names.
@@ -37,19 +38,19 @@ class ActiveSet:
     slack: Tensor  # (m,) scaled, in relative units of θ
     force: Tensor  # (m,) scaled multipliers
     tolerance: float
-    margins: Tensor  # (m,) distance of the deciding number from the tolerance: how far from being classed otherwise
+    margins: Tensor  # (m,) distance of the deciding number from the tolerance
     licq: float  # smallest singular value of the active gradients, rows scaled to length 1; 1 with none active
     curvature: float  # smallest eigenvalue of ∇²L on the tangent space of the binding rows; inf if that is {0}
     relative_curvature: float  # the same with every coordinate scaled to curve alike: of ∇²L / √(D Dᵀ)
-    licq_floor: float  # at or below these two the derivative does not exist to working precision
-    curvature_floor: float
+    licq_floor: float  # at or below it the gradients count as dependent
+    curvature_floor: float  # at or below it the relative curvature counts as zero
 
     @classmethod
     def read(
         cls, names: tuple[str, ...], scales: Scales, c: Tensor, lam: Tensor, kinds: Kinds, G: Tensor, H: Operator,
         tolerance: float,
     ) -> ActiveSet:  # fmt: skip
-        """Read it off c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
+        """Classify the rows from c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
         slack, force = scales.slack(c), scales.multiplier(lam)
         active = kinds.at_bound(slack, tolerance)
         binding = active & kinds.pushing(force, tolerance)
@@ -81,7 +82,7 @@ class ActiveSet:
         return tuple(sorted(self.binding + self.weak))
 
     def mask(self, rows: tuple[int, ...]) -> Tensor:
-        """Those rows as a mask over all, (m,) bool."""
+        """Return a mask of the given rows, (m,) bool."""
         mask = torch.zeros_like(self.slack, dtype=torch.bool)
         mask[list(rows)] = True
         return mask
@@ -105,31 +106,43 @@ class ActiveSet:
         """Whether the directional derivative exists: LICQ and positive tangent curvature (paper, Theorem 5)."""
         return self.licq > self.licq_floor and self.relative_curvature > self.curvature_floor
 
+    def independence(self) -> Finding:
+        """Judge whether the active gradients are independent (LICQ)."""
+        what = "Are the active constraints independent (LICQ)?"
+        if not self.active:
+            return Finding(what, GOOD, "No constraint is active.", "The point is an unconstrained minimum.")
+        names = ", ".join(self.names[j] for j in self.active)
+        found = f"The smallest singular value of the scaled active gradients ({names}) is {self.licq:.3g}."
+        allowed = f"It must be above {self.licq_floor:.1e}."
+        if self.licq > self.licq_floor:
+            return Finding(what, GOOD, found, "The multipliers are unique.", allowed=allowed)
+        meaning = "One active gradient depends on the others (LICQ fails), so the multipliers are not unique."
+        cure = "Drop a redundant constraint, or state equal ones once; strict=False goes on with one choice."
+        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
+
+    def strict_minimum(self) -> Finding:
+        """Judge whether the Lagrangian curves upwards along the binding constraints (the second-order condition)."""
+        what = "Is it a strict minimum?"
+        if self.curvature == float("inf"):
+            return Finding(what, GOOD, "The binding constraints leave no direction free.", "They fix the parameters.")
+        along = " along the binding constraints" if self.binding else ""
+        found = f"The smallest curvature of the Lagrangian{along} is {self.curvature:.3g}."
+        allowed = f"It must be above {self.curvature_floor:.1e} of each coordinate's own."
+        if self.relative_curvature > self.curvature_floor:
+            how = "continuously" if self.weak else "smoothly"
+            return Finding(what, GOOD, found, f"The solution is locally unique and moves {how}.", allowed=allowed)
+        meaning = (
+            "The solution is not a strict minimum (the second-order condition fails): it is not unique, or it is a "
+            "saddle point."
+        )
+        cure = "Add a ridge, drop redundant parameters, fit to a minimum, or pass damping (it changes the answer)."
+        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
+
     def check(self, *, damped: bool = False) -> None:
         """Raise where the derivative does not exist; damping makes up for curvature, not for independence."""
-        if not self.licq > self.licq_floor:
-            shown = ", ".join(self.names[j] for j in self.active)
-            raise DegenerateError(
-                f"independence of the active constraints ({shown})",
-                measured=f"smallest singular value {self.licq:.3g} of their scaled gradients",
-                threshold=f"above {self.licq_floor:.1e}",
-                meaning="One active gradient depends on the others (LICQ fails), so the multipliers are not unique.",
-                cure="Drop a redundant constraint, or state equal ones once; strict=False goes on with one choice.",
-            )
+        self.independence().check()
         if not damped:
-            self.check_curvature()
-
-    def check_curvature(self) -> None:
-        """Raise where the solution is not a strict minimum."""
-        if not self.relative_curvature > self.curvature_floor:
-            raise DegenerateError(
-                "curvature of the Lagrangian along the binding constraints",
-                measured=f"smallest eigenvalue {self.curvature:.3g}",
-                threshold=f"above {self.curvature_floor:.1e} of each coordinate's own",
-                meaning="The solution is not a strict minimum there (the second-order condition fails): it is not "
-                "unique, or it is a saddle.",
-                cure="Add a ridge, drop redundant parameters, or fit to a minimum.",
-            )
+            self.strict_minimum().check()
 
     def __str__(self) -> str:
         lines = []
@@ -141,10 +154,12 @@ class ActiveSet:
 
 
 def _rows(mask: Tensor) -> tuple[int, ...]:
+    """Return the numbers of the rows in a mask."""
     return tuple(torch.nonzero(mask).reshape(-1).tolist())
 
 
 def _independence(G: Tensor, norms: Tensor) -> float:
+    """Return the smallest singular value of rows scaled to length 1."""
     if len(G) == 0:
         return 1.0
     if len(G) > G.shape[1] or not bool((norms > 0).all()):

@@ -1,4 +1,4 @@
-"""Whether a point is a solution at which influence exists, in plain words: what was measured, what it means."""
+"""The certificate of a point: is it a solution at which influence exists? Each question with its answer in words."""
 
 from __future__ import annotations
 
@@ -8,24 +8,12 @@ from typing import Any
 
 import torch
 
-from dif.errors import DegenerateError, NotASolutionError, SameDataWarning
-from dif.evaluation.kinks import explain
+from dif.errors import SameDataWarning
 from dif.optimality.active_set import Margin
+from dif.optimality.finding import BAD, GOOD, NOTE, Finding
 from dif.optimality.solution import Solution
 
-GOOD, NOTE, BAD = "good", "note", "bad"
 BINDING = "binding"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One thing that was looked at."""
-
-    what: str
-    verdict: str  # good, note or bad
-    measured: str
-    meaning: str
-    cure: str = ""
 
 
 @dataclass(frozen=True)
@@ -37,13 +25,13 @@ class Row:
     slack: float  # τ − f, in the constraint's own units
     multiplier: float
     uncertain: bool
-    largest: float | None = None  # what single removals move the slack by, or the multiplier where it binds: at most,
-    median: float | None = None  # and usually; None where that was not looked at
+    largest: float | None = None  # how far single removals move the slack (the multiplier, if binding), at most,
+    median: float | None = None  # and in the median; None where that was not computed
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `Solution.check` and `ActiveSet.check` rest on, all of it, whether they would raise or not."""
+    """All findings about a point, good and bad, and its constraints; `Solution.check` raises from the bad ones."""
 
     findings: tuple[Finding, ...]
     constraints: tuple[Row, ...]
@@ -52,158 +40,106 @@ class Certificate:
 
     @classmethod
     def of(cls, solution: Solution, margins: Sequence[Margin | None] | None = None) -> Certificate:
-        """Looked at, not judged by exceptions.
+        """Judge a point.
 
         Args:
             solution: The point.
-            margins: What the removals in question move the constraints by, `DirectionalInfluence.margins(removals)`.
+            margins: How far the removals in question move the constraints: `DirectionalInfluence.margins(removals)`.
         """
-        findings = [_optimality(solution)]
+        findings = list(solution.findings())
         if solution.program.m:
-            findings += [_multipliers(solution), _independence(solution)]
-        findings += [_curvature(solution), *_weak(solution)]
+            findings.append(solution.active.independence())
+        findings += [solution.active.strict_minimum(), *_weak(solution)]
         rows = _rows(solution, margins or [None] * solution.program.m)
         if solution.program.m:
             findings += _uncertain(solution) if margins is None else _reached(rows)
         findings += [*_smoothness(solution), *_doubles(solution)]
-        bad = [finding.verdict for finding in findings].index(BAD) if BAD in (f.verdict for f in findings) else None
-        # what follows from being a regular solution is not said of a point that is none
-        told = [f for k, f in enumerate(findings) if bad is None or k < bad or f.verdict != GOOD]
-        return cls(tuple(told), rows, solution.objective, solution.theta.numel())
+        verdicts = [finding.verdict for finding in findings]
+        first_bad = verdicts.index(BAD) if BAD in verdicts else len(findings)
+        # good findings after a bad one mean nothing: they assume a regular solution
+        shown = [f for k, f in enumerate(findings) if k < first_bad or f.verdict != GOOD]
+        return cls(tuple(shown), rows, solution.objective, solution.theta.numel())
 
     @property
     def holds(self) -> bool:
-        """Whether nothing was bad."""
+        """Whether no finding is bad."""
         return all(finding.verdict != BAD for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        said = asdict(self)
+        """Return the certificate as plain dicts and lists, for JSON."""
+        shown = ("what", "verdict", "measured", "meaning", "cure")
         return {
             "holds": self.holds,
-            **{key: list(part) if isinstance(part, tuple) else part for key, part in said.items()},
+            "findings": [{name: getattr(finding, name) for name in shown} for finding in self.findings],
+            "constraints": [asdict(row) for row in self.constraints],
+            "objective": self.objective,
+            "parameters": self.parameters,
         }
-
-
-def _optimality(solution: Solution) -> Finding:
-    kkt, allowed = solution.kkt, max(solution.tol, 16 * solution.kkt.rounding)
-    measured = f"relative KKT residual {kkt.residual:.1e}, allowed {allowed:.0e} ({kkt})"
-    if solution.converged:
-        return Finding("Is it a solution?", GOOD, measured, "Yes: the optimality conditions hold.")
-    cure = (
-        "Train on, or polish it: dif.fit(problem, solution.params). Where that does not end, add a ridge: separable "
-        "data and redundant parameters have no minimum."
-    )
-    cure = explain(solution.kinks) if solution.kinks else cure
-    meaning = "No: there is no solution here to predict a change of."
-    return Finding("Is it a solution?", BAD, measured, meaning, cure)
-
-
-def _multipliers(solution: Solution) -> Finding:
-    what, size = "Are the multipliers finite?", float(solution.lam.abs().max()) if len(solution.lam) else 0.0
-    try:
-        solution.check()
-    except NotASolutionError:
-        pass  # said already
-    except DegenerateError as error:
-        return Finding(what, BAD, f"{error.measured}, allowed {error.threshold}", error.meaning, error.cure)
-    return Finding(what, GOOD, f"largest {size:.3g}", "Yes: a point strictly inside the constraints exists.")
-
-
-def _independence(solution: Solution) -> Finding:
-    active, what = solution.active, "Are the active constraints independent (LICQ)?"
-    if not active.active:
-        return Finding(what, GOOD, "none is active", "Nothing to compare: this is an unconstrained minimum.")
-    measured = f"smallest singular value {active.licq:.2g} of their gradients, allowed above {active.licq_floor:.1e}"
-    if active.licq > active.licq_floor:
-        return Finding(what, GOOD, measured, "Yes: the multipliers are unique.")
-    meaning = "No: one active gradient depends on the others, so the multipliers are not unique."
-    return Finding(what, BAD, measured, meaning, "Drop a redundant constraint, or state equal ones once.")
-
-
-def _curvature(solution: Solution) -> Finding:
-    active, what = solution.active, "Is it a strict minimum?"
-    measured = f"smallest curvature {active.curvature:.3g}" + (
-        " along the binding constraints" if active.binding else ""
-    )
-    if active.curvature == float("inf"):
-        return Finding(what, GOOD, "the binding constraints leave no direction free", "Yes: they fix the parameters.")
-    if active.relative_curvature > active.curvature_floor:
-        how = "without jumps" if active.weak else "smoothly"
-        return Finding(what, GOOD, measured, f"Yes: the solution is unique nearby and moves {how}.")
-    meaning = "No: it is not unique, or it is a saddle, and influence does not exist."
-    cure = "Add a ridge, drop redundant parameters, fit to a minimum, or pass damping (it changes the answer)."
-    return Finding(what, BAD, measured, meaning, cure)
 
 
 def _weak(solution: Solution) -> list[Finding]:
     active = solution.active
     if not active.weak:
         return []
-    named = ", ".join(active.names[j] for j in active.weak)
+    names = ", ".join(active.names[j] for j in active.weak)
     meaning = "They touch without force, so the derivative has two sides: DIF answers for the side a change takes."
-    return [Finding("Are constraints weakly active?", NOTE, named, meaning)]
+    return [Finding("Are constraints weakly active?", NOTE, f"{names}.", meaning)]
 
 
 def _uncertain(solution: Solution) -> list[Finding]:
     active = solution.active
-    what = "Is it clear which constraints bind?"
+    what, threshold = "Is it clear which constraints bind?", f"{active.tolerance:.0e}"
     if not active.uncertain:
-        return [Finding(what, GOOD, f"none within a factor of 100 of the threshold {active.tolerance:.0e}", "Yes.")]
-    named = ", ".join(active.names[j] for j in active.uncertain)
-    meaning = "These could be classed otherwise: their slack or multiplier is near the threshold."
-    cure = "Solve more tightly, or compare with switching=True, which does not depend on it."
-    return [Finding(what, NOTE, f"{named} (threshold {active.tolerance:.0e})", meaning, cure)]
+        found = f"No slack or multiplier is within a factor of 100 of the threshold {threshold}."
+        return [Finding(what, GOOD, found, "The active set is clear.")]
+    names = ", ".join(active.names[j] for j in active.uncertain)
+    meaning = "These could be classified otherwise: their slack or multiplier is near the threshold."
+    cure = "Solve more tightly, or compare with switching=True, which does not depend on the threshold."
+    return [Finding(what, NOTE, f"{names} (threshold {threshold}).", meaning, cure)]
 
 
 def _reached(rows: Sequence[Row]) -> list[Finding]:
-    """The margin of each constraint beside what one removal moves it by."""
+    """Compare the margin of each constraint with how far one removal moves it."""
     what = "Is it clear which constraints bind, whoever is removed?"
-    looked = [row for row in rows if row.largest is not None]
-    if not looked:
-        return [Finding(what, GOOD, "equalities only", "Yes.")]
+    compared = [row for row in rows if row.largest is not None]
+    if not compared:
+        return [Finding(what, GOOD, "All constraints are equalities.", "They always bind.")]
 
-    def said(row: Row) -> str:
+    def describe(row: Row) -> str:
         which, number = ("multiplier", row.multiplier) if row.state == BINDING else ("slack", row.slack)
         moves = f"one removal moves it by {row.largest:.2g} at most, {row.median:.2g} in the median"
         return f"{row.name}: {which} {number:.3g}, {moves}"
 
     def times(row: Row) -> float:
+        """Return how many of the largest moves the margin is."""
         number = row.multiplier if row.state == BINDING else row.slack
         return number / row.largest if row.largest else float("inf")
 
-    near = sorted((row for row in looked if times(row) <= 1), key=times)
+    near = sorted((row for row in compared if times(row) <= 1), key=times)
     if near:
         meaning = (
-            "Not for all: single removals can make these let go or begin to bind. Predictions allow for that "
+            "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
             '(switching="auto"); a derivative would not.'
         )
-        return [Finding(what, NOTE, "; ".join(map(said, near)), meaning)]
-    return [
-        Finding(
-            what,
-            GOOD,
-            said(min(looked, key=times)),
-            "Yes: no single removal is predicted to move a constraint that far.",
-        )
-    ]
+        return [Finding(what, NOTE, "; ".join(map(describe, near)) + ".", meaning)]
+    meaning = "No single removal is predicted to make a constraint active or inactive."
+    return [Finding(what, GOOD, describe(min(compared, key=times)) + ".", meaning)]
 
 
 def _smoothness(solution: Solution) -> list[Finding]:
     what = "Are the losses smooth?"
     if not solution.kinks:
-        return [Finding(what, GOOD, "no kink found by probing", "Yes, as far as was seen.")]
-    named = "; ".join(map(str, solution.kinks))
+        return [Finding(what, GOOD, "Probing found no kink.", "The losses look smooth.")]
+    kinks = "; ".join(map(str, solution.kinks)) + "."
     if not solution.converged:
-        return [Finding(what, BAD, named, "No: a minimum tends to lie on kinks, where no gradient can vanish.")]
-    meaning = "No. The solution is not on a kink, but a removal may carry samples across one, which no derivative sees."
-    return [Finding(what, NOTE, named, meaning, "Retrain the strongest, or use a smooth loss or activation.")]
+        return [Finding(what, BAD, kinks, "A minimum tends to lie on kinks, where no gradient can vanish.")]
+    meaning = "The solution is not on a kink, but a removal may carry samples across one, which no derivative sees."
+    return [Finding(what, NOTE, kinks, meaning, "Retrain the strongest, or use a smooth loss or activation.")]
 
 
 def _doubles(solution: Solution) -> list[Finding]:
     what, pairs = "Are all losses of a person changed together?", solution.problem.same_data
-    words = [(f"{a.name}, {b.name}", SameDataWarning.words(a.name, b.name)) for a, b in pairs]
-    return [Finding(what, NOTE, named, asked) for named, asked in words]
+    return [Finding(what, NOTE, f"{a.name}, {b.name}.", SameDataWarning.words(a.name, b.name)) for a, b in pairs]
 
 
 def _rows(solution: Solution, margins: Sequence[Margin | None]) -> tuple[Row, ...]:

@@ -1,4 +1,4 @@
-"""How far a point is from satisfying the optimality conditions."""
+"""Residuals of the optimality conditions, and the units in which they are measured."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from dif.problem.kinds import Kinds
 
 @dataclass(frozen=True)
 class KKT:
-    """Residuals of the optimality conditions, relative, so that rescaling problem, rows or parameters changes nothing.
+    """Residuals of the optimality conditions. Rescaling the problem, its rows or its parameters does not change them.
 
-    All are steps of θ, in units of what random weights on the samples would move (see `Scales`).
-    stationarity: the step that ∇L would make.
-    feasibility: the step to the farthest constraint that is violated.
-    complementarity: the largest min(slack, λ), both as such steps; negative λ counts in full.
-    gradient_norm: ‖∇L‖ as it is.
+    Each is the length of a step of θ, in units of the step that random weights on the samples cause (see `Scales`).
+    stationarity: the step that ∇L causes.
+    feasibility: the step to the farthest violated constraint.
+    complementarity: the largest min(slack, λ), both as steps; a negative λ counts in full.
+    gradient_norm: ‖∇L‖, not scaled.
     """
 
     stationarity: float
     feasibility: float
     complementarity: float
     gradient_norm: float
-    rounding: float = 0.0  # what rounding of θ amounts to: residuals cannot be expected below a few times this
+    rounding: float = 0.0  # the step that rounding of θ amounts to: residuals do not fall much below it
 
     @property
     def residual(self) -> float:
@@ -44,49 +44,50 @@ class KKT:
 class Scales:
     """The units in which rows and multipliers are compared with tolerances.
 
-    Lengths are taken in u = √D·θ, where D is the absolute diagonal of ∇²L: there every coordinate curves alike,
-    whatever the units of the features. A coordinate that hardly curves but is held by a force (a slack variable, say)
-    counts as curved enough for that force to be a thousand units. The unit is how far random weights on the samples
-    move u: the scale of influence itself; where θ is so large that rounding hides that, a small part of ‖u‖.
+    Lengths are measured in u = √D·θ, where D is the absolute diagonal of ∇²L, so that they do not depend on the units
+    of the features. A coordinate with little curvature and a large force (a slack variable, say) is given the
+    curvature with which that force causes a step of a thousand units. The unit is how far random weights on the
+    samples move u, which is the scale of influence itself; where θ is so large that rounding hides it, a small part of
+    ‖u‖.
     """
 
     root: Tensor  # (d,) √D
     size: float  # the unit
     norms: Tensor  # (m,) ‖∇fⱼ‖ in u
-    rounding: float  # what rounding of θ amounts to, in units
+    rounding: float  # the step that rounding of θ amounts to, in units
 
     @classmethod
     def of(cls, theta: Tensor, J: Tensor, D: Tensor, noise: float) -> Scales:
-        """At θ, with the gradients J of all rows (1 + m, d), the curvature D of each coordinate, the samples' noise."""
+        """Compute the units at θ from the gradients J (1 + m, d) of all rows, the curvatures D (d,) and the noise."""
         eps = torch.finfo(theta.dtype).eps
         part = eps**0.383  # 1e-6 in float64, 2e-3 in float32
         unit = max(noise, part * float((D.sqrt() * theta).norm()))
         if not 0 < unit < float("inf"):
             unit = float((J[0] / D.sqrt())[D > 0].norm()) or 1.0
         root = torch.maximum(D.sqrt(), J[0].abs() / (1e3 * unit))
-        held = root[root > 0]
-        root = torch.where(root > 0, root, held.mean() if len(held) else torch.ones_like(root))
+        curved = root[root > 0]
+        root = torch.where(root > 0, root, curved.mean() if len(curved) else torch.ones_like(root))
         length = float((root * theta).norm())
         unit = max(unit, part * length)
         return cls(root, unit, torch.linalg.vector_norm(J[1:] / root, dim=1), eps * length / unit)
 
     def slack(self, c: Tensor) -> Tensor:
-        """−c as a step of θ, in units; c = f − τ. Infinite where a row has slack and no gradient."""
+        """Convert c = f − τ to the step of θ that it allows, in units; infinite for slack without a gradient."""
         return torch.where(self.norms > 0, -c / (self.norms * self.size), torch.sign(-c) * float("inf")).nan_to_num(
             nan=0.0, posinf=float("inf"), neginf=float("-inf")
         )
 
     def multiplier(self, lam: Tensor) -> Tensor:
-        """λ as the step that its force would make, in units."""
+        """Convert λ to the step that its force causes, in units."""
         return lam * self.norms / self.size
 
     def lengths(self, moves: Tensor, G: Tensor) -> Tensor:
-        """(ω, Δλ), (..., d + m), as two steps of √D·θ: the one it is, and the one that its force would make."""
+        """Convert (ω, Δλ), (..., d + m), to two steps of √D·θ: ω itself, and the step that the force GᵀΔλ causes."""
         d = len(self.root)
         return torch.cat([moves[..., :d] * self.root, (moves[..., d:] @ G) / self.root], -1)
 
     def gradient(self, g: Tensor) -> float:
-        """∇L as the step that it would make, in units."""
+        """Convert ∇L to the length of the step that it causes, in units."""
         return float((g / self.root).norm()) / self.size
 
 

@@ -1,7 +1,8 @@
-"""A point (θ̄, λ̄) and its judgement."""
+"""A point (θ̄, λ̄) of a problem, and how well it solves it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -15,21 +16,23 @@ from dif.evaluation.kinks import Kink, explain, find_kinks
 from dif.evaluation.loss_checks import check_slopes
 from dif.evaluation.program import PerConstraint, Program
 from dif.optimality.active_set import ActiveSet
+from dif.optimality.finding import BAD, GOOD, Finding
 from dif.optimality.residuals import KKT, Scales, complementarity, residuals, violations
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.inputs import check_number
 
-_MODERATE = 1e3  # times what it weighs in the objective: a sample may weigh so much in the Lagrangian, unlooked at
-_UNBOUNDED = 1e7  # times the objective's curvature, beyond which a multiplier has no bound
-_BENT = 10.0  # times what the second derivative says, beyond which differences see a kink
-_OFF = 10.0  # steps of a difference, by which slope and gradient may differ where the curvature is 1
-_NOISE = 50.0  # times eps, what rounding makes of a sum of losses
-_CANCELLING = 1e6  # times the objective's gradient, beyond which forces of constraints can only cancel each other
+_MODERATE = 1e3  # ratio of a sample's weights in the Lagrangian and in the objective below which multipliers are fine
+_UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
+_BENT = 10.0  # ratio of finite-difference and exact curvature above which the point counts as a kink
+_OFF = 10.0  # difference of finite-difference and exact slope that is allowed, in steps times curvature
+_NOISE = 50.0  # rounding error of a sum of losses, in units of eps
+_CANCELLING = 1e6  # ratio of a constraint's force and the objective's gradient above which forces cancel each other
+_POLISH = "Train on, or polish it: dif.fit(problem, solution.params). If that does not converge, add a ridge."
 
 
 class Solution:
-    """θ̄ and λ̄ of a problem, with how well they solve it.
+    """θ̄ and λ̄ of a problem, with the residuals of the optimality conditions.
 
     Args:
         problem: The problem it should solve.
@@ -37,8 +40,8 @@ class Solution:
         multipliers: Per constraint (a list, a dict by name) or flat; recovered from the params when left out.
         tol: Largest relative KKT residual that counts as a solution (None: 1e-4 in float64, 1e-2 in float32).
 
-    A solution is judged as it is given: `kkt` and `active` say what was found, and estimators refuse a point that is
-    not a solution unless told `strict=False`.
+    The point is judged as it is given: `kkt` has the residuals, `active` the active set. Estimators refuse a point that
+    is not a solution unless `strict=False`.
     """
 
     def __init__(self, problem: Problem, params: Any, multipliers: Any = None, *, tol: float | None = None) -> None:
@@ -49,12 +52,12 @@ class Solution:
 
     @classmethod
     def from_params(cls, problem: Problem, params: Any, *, tol: float | None = None) -> Solution:
-        """From parameters alone: the multipliers that fit them best are recovered."""
+        """Build from parameters only; the multipliers that fit them best are recovered."""
         return cls(problem, params, tol=tol)
 
     @classmethod
     def of_program(cls, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None = None) -> Solution:
-        """From a compiled program and flat vectors."""
+        """Build from a compiled program and flat vectors."""
         solution = cls.__new__(cls)
         solution._set(program, theta, lam, tol)
         return solution
@@ -62,37 +65,36 @@ class Solution:
     def _set(self, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None) -> None:
         self.program = program
         self.theta = theta.detach()
-        self.p, self.Dp = program.rows.part_gradients(self.theta)  # parts and their gradients
+        self.p, self.Dp = program.rows.part_gradients(self.theta)  # the parts of the rows and their gradients
         self.f, self.J = program.rows.C @ self.p, program.rows.C @ self.Dp  # rows and their gradients
         check_gradients(program, self.J)
         self.c, self.G = self.f[1:] - program.tau, self.J[1:]
-        self.lam = self._recovered_multipliers() if lam is None else lam
+        self.lam = self._recover_multipliers() if lam is None else lam
         eps = torch.finfo(self.theta.dtype).eps
         self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else checked_tolerance(tol)
 
-    def _recovered_multipliers(self) -> Tensor:
-        """The multipliers that come nearest to stationarity: least squares over the rows at their bound, λ ≥ 0."""
+    def _recover_multipliers(self) -> Tensor:
+        """Find the multipliers that come nearest to stationarity: least squares over the active rows, λ ≥ 0."""
         from scipy.optimize import nnls  # slow to import, seldom needed
 
         kinds, lam = self.program.kinds, torch.zeros_like(self.c)
         if len(lam) == 0:
             return lam
-        alone = self.objective_curvature
-        scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
+        scales = self._objective_scales()
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
         rows = torch.nonzero(kinds.at_bound(scales.slack(self.c), reach) & (scales.norms > 0)).reshape(-1)
         if len(rows) == 0:
             return lam
         A = (self.G[rows] / scales.root / scales.norms[rows, None]).double().cpu().numpy().T  # (d, k)
-        free = kinds.equal[rows].cpu().numpy()
+        equal = kinds.equal[rows].cpu().numpy()
         goal = (-self.J[0] / scales.root).double().cpu().numpy()
         found = np.zeros(len(rows))
-        Q = np.linalg.qr(A[:, free])[0]
-        inside, left = A[:, ~free] - Q @ (Q.T @ A[:, ~free]), goal - Q @ (Q.T @ goal)
+        Q = np.linalg.qr(A[:, equal])[0]
+        inside, left = A[:, ~equal] - Q @ (Q.T @ A[:, ~equal]), goal - Q @ (Q.T @ goal)
         size = float(np.linalg.norm(left))
         if size > 1e-14 * float(np.linalg.norm(goal)) and inside.shape[1]:
-            found[~free] = nnls(inside, left / size)[0] * size
-        found[free] = np.linalg.lstsq(A[:, free], goal - A[:, ~free] @ found[~free], rcond=None)[0]
+            found[~equal] = nnls(inside, left / size)[0] * size
+        found[equal] = np.linalg.lstsq(A[:, equal], goal - A[:, ~equal] @ found[~equal], rcond=None)[0]
         lam[rows] = torch.as_tensor(found).to(lam) / scales.norms[rows]
         return lam
 
@@ -101,9 +103,13 @@ class Solution:
         """∇²f₀(θ̄) as an operator."""
         return Curvature(self.program.rows, self.theta, self.program.weights(torch.zeros_like(self.c)))
 
+    def _objective_scales(self) -> Scales:
+        """The units of rows and multipliers without the constraints' curvature."""
+        return Scales.of(self.theta, self.J, self.objective_curvature.own, self.objective_curvature.noise)
+
     @property
     def problem(self) -> Problem:
-        """The problem."""
+        """The problem that it should solve."""
         return self.program.problem
 
     @property
@@ -134,14 +140,13 @@ class Solution:
 
     @cached_property
     def scales(self) -> Scales:
-        """The units of rows and multipliers here."""
+        """The units of rows and multipliers at this point."""
         if not bool(torch.isfinite(self.curvature.own).all()):
             raise InvalidInputError(
-                "curvature at the given parameters",
-                measured="NaN or infinite",
-                threshold="finite",
-                meaning="The point has no second derivative there (a norm or a root at 0), so it cannot be judged.",
-                cure="Start elsewhere, or smooth the loss.",
+                "The curvature at the given parameters is NaN or infinite.",
+                "It must be finite.",
+                "The losses have no second derivative there (a norm or a root at 0), so the point cannot be judged.",
+                "Start elsewhere, or smooth the loss.",
             )
         return Scales.of(self.theta, self.J, self.curvature.own, self.curvature.noise)
 
@@ -158,7 +163,7 @@ class Solution:
 
     @cached_property
     def kinks(self) -> tuple[Kink, ...]:
-        """Where losses are not smooth near this point, found by probing them."""
+        """Kinks of the losses near this point, found by probing."""
         return find_kinks(self.program.rows, self.theta)
 
     @cached_property
@@ -170,32 +175,77 @@ class Solution:
             self.program.names, self.scales, self.c, self.lam, self.program.kinds, self.G, self.curvature, tolerance
         )
 
+    def optimality(self) -> Finding:
+        """Judge whether the optimality conditions hold."""
+        kkt, what = self.kkt, "Is it a solution?"
+        found = f"The relative KKT residual is {kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})"
+        allowed = f"It must be at most {max(self.tol, 16 * kkt.rounding):.1g}."
+        if self.converged:
+            return Finding(what, GOOD, f"{found}.", "The optimality conditions hold.", allowed=allowed)
+        parts = {
+            "stationarity": None,
+            "feasibility": violations(self.scales, self.c, self.program.kinds),
+            "complementarity": complementarity(self.scales, self.c, self.lam, self.program.kinds),
+        }
+        worst = max(parts, key=lambda part: getattr(kkt, part))
+        by_row = parts[worst]
+        where = "" if by_row is None else f" of {self.program.names[int(by_row.argmax())]}"
+        cure = explain(self.kinks) if self.kinks else _POLISH
+        return Finding(
+            what,
+            BAD,
+            f"{found}; {worst}{where} is the largest part.",
+            "The point does not solve the problem, so there is no solution whose change could be predicted.",
+            f"{cure} strict=False goes on regardless and records the residual.",
+            allowed,
+            NotASolutionError,
+        )
+
+    def bounded_multipliers(self) -> Finding:
+        """Judge whether the multipliers are bounded: some point must lie strictly inside the constraints."""
+        what, size = "Are the multipliers finite?", float(self.lam.abs().max()) if len(self.lam) else 0.0
+        meaning = "A point strictly inside the constraints exists."
+        good = Finding(what, GOOD, f"The largest multiplier is {size:.3g}.", meaning)
+        if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
+            return good
+        nothing, weights = torch.zeros_like(self.lam), self.program.weights
+        if self.program.rows.outweighs(weights(self.lam), than=weights(nothing)) < _MODERATE:
+            return good
+        ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())
+        if ratio <= _UNBOUNDED:
+            return good
+        row = int(self.lam.abs().argmax())
+        return Finding(
+            what,
+            BAD,
+            f"The multiplier of {self.program.names[row]} is {float(self.lam[row]):.3g}; with it the Lagrangian curves "
+            f"{ratio:.1e} times as much as the objective.",
+            "Multipliers grow without bound where no point lies strictly inside the constraint (no Slater point): the "
+            "solution has no derivative there.",
+            "Loosen the bound, or state what it fixes as equalities.",
+            f"The ratio must be below {_UNBOUNDED:.0e}.",
+            DegenerateError,
+        )
+
     def check(self) -> None:
-        """Raise where this is not a solution."""
-        kkt = self.kkt
-        if not self.converged:
-            worst = max(("stationarity", "feasibility", "complementarity"), key=lambda part: getattr(kkt, part))
-            detail = ""
-            if worst == "feasibility":
-                row = int(violations(self.scales, self.c, self.program.kinds).argmax())
-                detail = f" (worst at {self.program.names[row]})"
-            elif worst == "complementarity":
-                row = int(complementarity(self.scales, self.c, self.lam, self.program.kinds).argmax())
-                detail = f" (worst at {self.program.names[row]})"
-            cure = explain(self.kinks) if self.kinks else "Train on, or polish it: dif.fit(problem, solution.params)."
-            raise NotASolutionError(
-                f"KKT residual of the given point: {worst}{detail}",
-                measured=f"{kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})",
-                threshold=f"{self.tol:.1g}",
-                meaning="The point does not solve the problem, so there is no solution to predict a change of.",
-                cure=f"{cure} strict=False goes on regardless, and records the residual.",
-            )
+        """Raise where this is not a solution at which derivatives can be trusted."""
+        for finding in self.findings():
+            finding.check()
 
-        self._check_multipliers()
-        self._check_differences()
+    def findings(self) -> Iterator[Finding]:
+        """Judge the point: each finding supposes that those before it are good."""
+        yield self.optimality()
+        if self.converged and self.program.m:
+            multipliers = self.feasibility() or self.bounded_multipliers()
+            yield multipliers
+            if multipliers.verdict == BAD:
+                return
+        if self.converged:
+            yield self.derivatives()
 
-    def _check_differences(self) -> None:
-        """Compare the gradient and the curvature with differences of the Lagrangian along a direction."""
+    def derivatives(self) -> Finding:
+        """Compare the gradient and the curvature with differences of the Lagrangian along a random direction."""
+        what = "Are the derivatives right?"
         eps = torch.finfo(self.theta.dtype).eps
         h, weights = eps**0.25, self.program.weights(self.lam)
         draw = torch.randn(self.theta.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -205,65 +255,59 @@ class Solution:
         before, after = (float(weights @ self.program.rows.values(self.theta + sign * h * v)) for sign in (-1, 1))
         slope, bend = (after - before) / (2 * h), (before - 2 * float(weights @ self.f) + after) / h**2
         H = self.curvature
-        along, curved = (
-            float(weights @ self.J @ v),
-            float(v @ (H.dense() @ v if H.cheap else H.product(v[:, None])[:, 0])),
-        )
+        Hv = H.dense() @ v if H.cheap else H.product(v[:, None])[:, 0]
+        along, curved = float(weights @ self.J @ v), float(v @ Hv)
         noise = _NOISE * eps * float(weights.abs() @ self.f.abs())
         if abs(bend) > _BENT * abs(curved) + noise / h**2:
-            raise DegenerateError(
-                "curvature along a random direction",
-                measured=f"{bend:.3g} by differences of the Lagrangian, {curved:.3g} by its second derivative",
-                threshold=f"less than {_BENT:g} times apart",
-                meaning="It lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
-                cure="Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
+            return Finding(
+                what,
+                BAD,
+                f"The curvature along a random direction is {bend:.3g} by differences of the Lagrangian and "
+                f"{curved:.3g} by its second derivative.",
+                "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
+                "Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
+                f"The two must differ by less than a factor of {_BENT:g}.",
+                DegenerateError,
             )
         if abs(slope - along) > _OFF * h * max(abs(curved), abs(bend)) + noise / h:
-            raise InvalidInputError(
-                "slope of the Lagrangian along a random direction",
-                measured=f"{slope:.3g} by differences, {along:.3g} by its gradient",
-                threshold=f"less than {_OFF * h:.1g} of its curvature apart",
-                meaning="What torch returns as the gradient of all samples is not the derivative of their losses.",
-                cure="Look for .detach(), torch.no_grad() or a custom backward in the losses.",
+            return Finding(
+                what,
+                BAD,
+                f"The slope of the Lagrangian along a random direction is {slope:.3g} by differences, but {along:.3g} "
+                "by its gradient.",
+                "What torch returns as the gradient is not the derivative of the losses.",
+                "Look for .detach(), torch.no_grad() or a custom backward in the losses.",
+                f"The two must differ by less than {_OFF * h:.1g} of its curvature.",
+                InvalidInputError,
             )
+        found = f"Slope {along:.3g} and curvature {curved:.3g} along a random direction agree with differences."
+        return Finding(what, GOOD, found, "Torch returns the derivatives of the losses.")
 
-    def check_feasible(self) -> None:
-        """Raise where multipliers without bound make a violation look small: samples weighed by them set the units."""
+    def feasibility(self) -> Finding | None:
+        """Judge a violated constraint that huge multipliers hide, as samples weighted by them set the units."""
         forces = self.lam.abs() * torch.linalg.vector_norm(self.G, dim=1)
         if not bool((forces > _CANCELLING * self.J[0].norm()).any()):
-            return
-        alone = self.objective_curvature
-        scales = Scales.of(self.theta, self.J, alone.own, alone.noise)
-        found = violations(scales, self.c, self.program.kinds)
+            return None
+        found = violations(self._objective_scales(), self.c, self.program.kinds)
         worst = int(found.argmax())
-        if float(found[worst]) > self.tol:
-            raise InfeasibleError(
-                f"violation of {self.program.names[worst]}, whose multiplier is {float(self.lam[worst]):.1e}",
-                measured=f"{float(self.c[worst].abs()):.4g}",
-                threshold="0",
-                meaning="The constraints contradict each other: their forces cancel, and grow without bound.",
-                cure="Loosen that bound, or drop one of the constraints in conflict with it.",
-            )
+        if float(found[worst]) <= self.tol:
+            return None
+        return Finding(
+            "Are the multipliers finite?",
+            BAD,
+            f"{self.program.names[worst]} is violated by {float(self.c[worst].abs()):.4g}, and its multiplier is "
+            f"{float(self.lam[worst]):.1e}.",
+            "The constraints contradict each other: their forces cancel and grow without bound.",
+            "Loosen that bound, or drop one of the constraints in conflict with it.",
+            "A solution violates no constraint.",
+            InfeasibleError,
+        )
 
-    def _check_multipliers(self) -> None:
-        """Multipliers without bound (no point strictly inside the constraints) hide every residual."""
-        self.check_feasible()
-        if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
-            return
-        nothing, weights = torch.zeros_like(self.lam), self.program.weights
-        if self.program.rows.outweighs(weights(self.lam), than=weights(nothing)) < _MODERATE:
-            return
-        ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())
-        if ratio > _UNBOUNDED:
-            row = int(self.lam.abs().argmax())
-            raise DegenerateError(
-                f"multiplier of {self.program.names[row]}",
-                measured=f"{float(self.lam[row]):.3g}, its curvature {ratio:.1e} times the objective's",
-                threshold="below 1e+07 times",
-                meaning="Multipliers grow without bound where no point lies strictly inside the constraint (no Slater "
-                "point): the solution has no derivative there.",
-                cure="Loosen the bound, or state what it fixes as equalities.",
-            )
+    def check_feasible(self) -> None:
+        """Raise where the constraints contradict each other."""
+        finding = self.feasibility()
+        if finding is not None:
+            finding.check()
 
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"
@@ -271,26 +315,25 @@ class Solution:
 
 
 def expect_solution(thing: object) -> Solution:
-    """What estimators are built from."""
+    """Check that an estimator is built from a Solution whose model is in evaluation mode."""
     if not isinstance(thing, Solution):
         raise InvalidInputError(
-            "what an estimator is built from",
-            measured=type(thing).__name__,
-            threshold="a Solution",
-            meaning="Influence is taken at a solution of a problem.",
-            cure="Solve it with dif.fit(problem, params), or hand in your own as dif.Solution(problem, params).",
+            f"The estimator was given an object of type {type(thing).__name__}.",
+            "It must be given a dif.Solution.",
+            "Influence is defined at a solution of a problem.",
+            "Solve the problem with dif.fit(problem, params), or pass your own as dif.Solution(problem, params).",
         )
     thing.program.parameters.check_mode()
     return thing
 
 
 def checked_tolerance(tol: float) -> float:
-    """A tolerance that can be reached or missed."""
+    """Check a tolerance."""
     return check_number(
         tol,
         "tol",
         zero=False,
-        meaning="It is the relative KKT residual that counts as solved.",
+        meaning="It is the relative KKT residual at which a problem counts as solved.",
         cure="Leave it out for the default.",
     )
 
@@ -301,9 +344,8 @@ def check_gradients(program: Program, J: Tensor) -> None:
     if bad:
         names = ["the objective", *program.names]
         raise InvalidInputError(
-            "gradients at the given parameters",
-            measured=f"NaN or infinite for {few([names[j] for j in bad])}",
-            threshold="all finite",
-            meaning="The point has no derivative there (sqrt or log at 0, a norm at its kink), so it cannot be judged.",
-            cure="Start elsewhere, or smooth the loss.",
+            f"The gradient of {few([names[j] for j in bad])} at the given parameters is NaN or infinite.",
+            "All gradients must be finite.",
+            "There is no derivative at this point (sqrt or log at 0, a norm at its kink), so it cannot be judged.",
+            "Start elsewhere, or smooth the loss.",
         )

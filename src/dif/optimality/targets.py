@@ -1,4 +1,4 @@
-"""What a score is about: T numbers that depend on θ."""
+"""Targets of scores: T numbers that depend on θ."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from dif.problem.term import Expression
 
 
 class Targets:
-    """A Term, a list of Terms, or Samples (one target per sample); their weights stay, only θ moves."""
+    """A Term, a list of Terms, or Samples (one target per sample). Perturbations move θ, not the weights of targets."""
 
     def __init__(self, target: Any, solution: Solution) -> None:
         self._parameters: Parameters = solution.program.parameters
         self._parameters.check_mode()
         theta = solution.theta
         known = {id(table.samples) for table in solution.program.rows.tables}
-        self.alike = isinstance(target, Samples)  # all in one unit
+        self.alike = isinstance(target, Samples)  # whether all targets have one unit
         if isinstance(target, Samples):
             self.samples, self.rows, self.constant = target, None, theta.new_zeros(())
             self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
@@ -37,21 +37,19 @@ class Targets:
         listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
         if not listed or not all(isinstance(t, Expression) for t in listed):
             raise InvalidInputError(
-                "target",
-                measured=type(target).__name__,
-                threshold="a Term, a list of Terms, or Samples",
-                meaning="A score is the change of a number that depends on the parameters.",
-                cure="For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
+                f"The target is of type {type(target).__name__}.",
+                "It must be a Term, a list of Terms, or Samples.",
+                "A score is the change of a number that depends on the parameters.",
+                "For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
             )
         terms = [t.as_term() for t in listed]
         constant = [repr(t) for t in terms if not t.sums and not t.functions]
         if constant:
             raise InvalidInputError(
-                "target",
-                measured=few(constant),
-                threshold="a Term with samples or functions in it",
-                meaning="A constant does not change with the parameters.",
-                cure="Build the target from Samples.mean() or a Function.",
+                f"The target {few(constant)} is a constant.",
+                "It must be a Term with samples or functions in it.",
+                "A constant does not change with the parameters.",
+                "Build the target from Samples.mean() or a Function.",
             )
         new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
         functions = {id(f): f for t in terms for _, f in t.functions}
@@ -63,30 +61,30 @@ class Targets:
         )
         names: list[str] = []
         for term, shape in zip(terms, shapes, strict=True):
-            words = repr(term)[5:-1]
-            names += [f"{words}[{i}]" for i in range(shape[0])] if shape else [words]
+            formula = repr(term)[5:-1]
+            names += [f"{formula}[{i}]" for i in range(shape[0])] if shape else [formula]
         self.names = tuple(names)
 
     def kinks(self, theta: Tensor) -> tuple[Kink, ...]:
-        """Where the targets are not smooth near θ, found by probing."""
+        """Find kinks of the targets near θ by probing."""
         return () if self.rows is None else find_kinks(self.rows, theta)
 
     def values(self, theta: Tensor) -> Tensor:
-        """The targets at θ, (T,)."""
+        """Return the targets at θ, (T,)."""
         if self.rows is not None:
             return self.rows.values(theta) + self.constant
         assert self.samples is not None
         return sample_losses(self.samples, self._parameters, theta)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
-        """The targets at several θ (P, d), (P, T)."""
+        """Return the targets at several θ (P, d), as (P, T)."""
         if self.rows is not None:
             return self.rows.stacked_values(thetas) + self.constant
         assert self.samples is not None
         return stacked_losses(self.samples, self._parameters, thetas)
 
     def gradients(self, theta: Tensor) -> Tensor:
-        """∇ of each target at θ, as columns, (d, T)."""
+        """Return the gradients of the targets at θ as columns, (d, T)."""
         if self.rows is not None:
             Q = self.rows.gradients(theta)[1]
         else:
@@ -95,10 +93,9 @@ class Targets:
         bad = torch.nonzero(~torch.isfinite(Q).all(1)).reshape(-1).tolist()
         if bad:
             raise InvalidInputError(
-                "gradients of the targets",
-                measured=f"not finite for {few([self.names[t] for t in bad])}",
-                threshold="all finite",
-                meaning="The target has no derivative at the solution, so no first-order change.",
-                cure="Leave it out, or use Newton or Retraining, which evaluate the target instead.",
+                f"The gradient of {few([self.names[t] for t in bad])} is not finite.",
+                "The gradients of all targets must be finite.",
+                "The target has no derivative at the solution, so no first-order change.",
+                "Leave it out, or use Newton or Retraining, which evaluate the target instead.",
             )
         return Q.T

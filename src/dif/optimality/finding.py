@@ -1,0 +1,32 @@
+"""One condition of a solution, judged: the certificate shows it, and an error is raised from it where it fails."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dif.errors import DifError
+
+GOOD, NOTE, BAD = "good", "note", "bad"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer to one question about a point, in sentences."""
+
+    what: str  # the question
+    verdict: str  # good, note or bad
+    found: str
+    meaning: str
+    cure: str = ""
+    allowed: str = ""
+    error: type[DifError] = DifError  # raised by `check` where the verdict is bad
+
+    @property
+    def measured(self) -> str:
+        """What was found, and what is allowed."""
+        return f"{self.found} {self.allowed}".strip()
+
+    def check(self) -> None:
+        """Raise where the verdict is bad."""
+        if self.verdict == BAD:
+            raise self.error(self.found, self.allowed, self.meaning, self.cure)

@@ -1,4 +1,4 @@
-"""`make bench`: every comparison in one run, written to RESULTS.md."""
+"""Run every comparison and write RESULTS.md (`make bench`)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ import imports
 import unconstrained
 from common import HERE, PEERS, alone, machine
 
+# packages whose versions are listed, and the command that prints those of the other libraries
 SHOWN = ("torch", "pyDVL", "captum", "dattri", "kronfluence", "pyinfluence")
 ASKED = "import json; from importlib.metadata import version; print(json.dumps({n: version(n) for n in %r}))"
 
 
 def main() -> None:
-    """Measure, print, write."""
+    """Run all benchmarks, print the report and write it to RESULTS.md after each part."""
     peers = ", ".join(f"{name} {number}" for name, number in alone(PEERS, "-c", ASKED % (SHOWN,)).items())
     ours = ", ".join(
         f"{name} {version(name)}" for name in ("dif", "torch", "numpy", "daqp", "osqp", "clarabel", "cvxpy")
     )
     text = f"""# Benchmarks
 
-Written by `make bench`. {machine()}. {ours}. Peers, in an environment of their own: {peers}. Every
-ratio is of times within this run. NumPy, BLAS and torch are held to one thread.
+Written by `make bench`. {machine()}. {ours}. Other libraries, in a separate environment: {peers}.
+All ratios compare times within this run. NumPy, BLAS and torch use one thread.
 
 """
     for part in (unconstrained, constrained, imports, growth):

@@ -1,4 +1,4 @@
-"""What all benchmarks share: one thread, medians, tables, processes of their own."""
+"""Helpers shared by all benchmarks: timing, subprocesses with one thread, Markdown tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ A = TypeVar("A")
 
 
 def timed(function: Callable[[], A], repeat: int) -> tuple[float, A]:
-    """Median seconds, and the last answer."""
+    """Call the function `repeat` times; return the median time in seconds and the last result."""
     seconds = []
     for _ in range(repeat):
         begun = time.perf_counter()
@@ -32,7 +32,7 @@ def timed(function: Callable[[], A], repeat: int) -> tuple[float, A]:
 
 
 def alone(python: Path, *arguments: str, folder: Path = HERE) -> dict[str, Any]:
-    """What a script prints last, as JSON; it runs in a process of its own with one thread."""
+    """Run Python in a subprocess with one thread; return the last line that it prints, parsed as JSON."""
     done = subprocess.run(
         [str(python), "-W", "ignore", *arguments],
         cwd=folder, env=os.environ | ONE_THREAD, capture_output=True, text=True, timeout=900,
@@ -43,13 +43,13 @@ def alone(python: Path, *arguments: str, folder: Path = HERE) -> dict[str, Any]:
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """In Markdown, numbers to the right."""
+    """Format a Markdown table; all columns but the first are right-aligned."""
     lines = [headings, ["---", *("---:" for _ in headings[1:])], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def machine() -> str:
-    """On what and when."""
+    """Describe the processor, the Python version and the date."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in lines if "model name" in line]
     return (

@@ -1,6 +1,6 @@
-"""Under constraints, which no other library can do: what they add to dif's own time; QPs per sample; layers at a kink.
+"""Benchmarks under constraints: the time they add, one QP per sample, and differentiable layers at a kink.
 
-`python constrained.py overhead|programs|kink` measures one of them and prints it as JSON.
+`python constrained.py overhead|programs|kink` runs one of them and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 
 from common import HERE, LAYERS, OURS, alone, table, timed
 
-ROUNDS = 15
-KINK = {"n": 400, "d": 8, "seed": 0}
+ROUNDS = 15  # runs of each measurement
+KINK = {"n": 400, "d": 8, "seed": 0}  # samples, parameters and seed of the regression at a kink
 
 
 def overhead() -> dict[str, Any]:
-    """Digits as in the other table, with a bound on the risk of some classes that holds them 2 % below their own."""
+    """Time dif on the digits with bounds on the risks of 0, 1, 3 and 9 classes, each 2 % below its unbounded value."""
     import torch
 
     sys.path.insert(0, str(HERE / "peers"))
@@ -66,9 +66,9 @@ def overhead() -> dict[str, Any]:
         return statistics.median(one[part] for one in taken[m, how, assess])
 
     layout, theta = Parameters.of(model)
-    check, _ = timed(lambda: check_derivatives(train, layout, theta), ROUNDS)  # at the start of fit, and at its end
+    check, _ = timed(lambda: check_derivatives(train, layout, theta), ROUNDS)  # done at the start of fit and at its end
     start = {name: torch.zeros_like(t) for name, t in model.named_parameters()}
-    start = type(solved[1].params)(model, start, {})  # the model from zero
+    start = type(solved[1].params)(model, start, {})  # the model with all parameters zero
     fitted, _ = timed(lambda: dif.fit(solved[1].problem, start, show_progress=False), 3)
 
     def judged() -> float:
@@ -91,7 +91,7 @@ def overhead() -> dict[str, Any]:
 
 
 def programs() -> dict[str, Any]:
-    """All removals of the paper's regression: dif, and one QP per sample given H, G and b."""
+    """Time all removals of the paper's regression: dif, and one QP per sample given H, G and b."""
     import clarabel
     import cvxpy as cp
     import daqp
@@ -183,7 +183,7 @@ def programs() -> dict[str, Any]:
 
 
 def _constrained_steps(H: Any, G: Any, b: Any) -> Any:
-    """ω of min bᵀω + ½ωᵀHω, Gω = 0, for each row of b, by the whole KKT matrix."""
+    """Return ω = argmin bᵀω + ½ωᵀHω subject to Gω = 0 for each row of b, from the full KKT matrix."""
     import numpy as np
 
     K = np.block([[H, G.T], [G, np.zeros((len(G), len(G)))]])
@@ -191,9 +191,10 @@ def _constrained_steps(H: Any, G: Any, b: Any) -> Any:
 
 
 def kink(folder: str) -> dict[str, Any]:
-    """Regression with a bound that is met exactly by the free solution: λ = 0, one-sided derivatives differ.
+    """Compare dif and cvxpylayers at a kink, with the bound exactly at the unconstrained solution of a regression.
 
-    The truth is the one-sided difference quotient of re-solving with a sample's weight lowered by ε.
+    There λ = 0 and the one-sided derivatives differ. The ground truth is the one-sided difference quotient of
+    re-solving with the weight of a sample lowered by ε.
     """
     import numpy as np
     import torch
@@ -210,7 +211,7 @@ def kink(folder: str) -> dict[str, Any]:
     tau = float(a @ free)
 
     def resolved(w: np.ndarray) -> np.ndarray:
-        """The changed problem, in closed form."""
+        """Solve the problem with sample weights w in closed form."""
         K, g = (X.T * w) @ X / n, X.T @ (w * y) / n
         theta, back = np.linalg.solve(K, g), np.linalg.solve(K, a)
         return theta - max(a @ theta - tau, 0.0) / (a @ back) * back
@@ -247,7 +248,7 @@ def kink(folder: str) -> dict[str, Any]:
 
 
 def section() -> str:
-    """The tables, and what they show."""
+    """Run the three benchmarks and return their tables as Markdown."""
     added, many = alone(OURS, "constrained.py", "overhead"), alone(OURS, "constrained.py", "programs")
     with tempfile.TemporaryDirectory() as folder:
         bent = alone(OURS, "constrained.py", "kink", folder)
@@ -273,34 +274,37 @@ def section() -> str:
         kinked.append([name, f"{1e3 * bent['seconds'][name]:,.1f}", f"{one['right']} of {bent['n']}", *errors])
     return f"""## What constraints add
 
-The same digits, 1500 samples × 50 test points, with bounds on the risks of 1, 3 and 9 classes, 2 % below what they are
-without; all of them bind. Median of {ROUNDS} runs each, in turn, in one process. One solve with the prepared factors
-takes {1e3 * added["solve"]:.2f} ms; allowed is the time without constraints + 10 % + one solve per active row.
+These are the same digits, 1500 samples × 50 test points, with bounds on the risks of 1, 3 and 9 classes. Each bound is
+2 % below the risk without it, and all of them bind. Each time is the median of {ROUNDS} runs, alternating between the
+settings, in one process. One solve with the prepared factors takes {1e3 * added["solve"]:.2f} ms. The allowed time is
+the time without constraints + 10 % + one solve per active row.
 
-The times are of the derivative (switching=False); the last column has the default, which looks at how far removals
-reach and keeps the constraints that they could switch.
+The times are those of the derivative (switching=False). The last column is the default, switching="auto", which also
+determines which constraints the removals could switch, and keeps these in the step.
 
 {table(["bounds that bind", "active", "ms", "time / time without", "time / allowed", "auto / time without"], costs)}
 ## What it costs to know how far scores can be trusted
 
-The same, with the error to be expected of the 20 strongest removals and of 20 others (assess=20, the default).
+The same problems, with the expected error estimated for the 20 strongest removals and 20 others (assess=20, the
+default).
 
 {table(["bounds that bind", "preparing, ms", "assess=20, ms", "its time / preparing"], checked)}
-Comparing what torch returns as derivatives with differences takes {100 * added["check"]["in fit"]:.1f} % of the time of
-`fit`, and {100 * added["check"]["in preparing"]:.1f} % of preparing (one bound).
+Comparing the derivatives of torch with finite differences takes {100 * added["check"]["in fit"]:.1f} % of the time of
+`fit`, and {100 * added["check"]["in preparing"]:.1f} % of the time of preparing (with one bound).
 
 ## One QP per sample
 
-The paper's regression, {many["n"]} removals, d = {many["d"]}, {many["rows"]} rows hold. The others are given H, G
-and b, which dif computes too ("all included"). Errors against the KKT system solved densely.
+This is the paper's regression with {many["n"]} removals, d = {many["d"]} and {many["rows"]} active rows. The other
+solvers are given H, G and b; the time of dif with "all included" contains computing them. Errors are measured against a
+dense solution of the KKT system.
 
 {table(["", "ms for all", "its time / dif's scores", "its time / dif, all included", "error"], each)}
 ## At a kink
 
-Linear regression, N = {KINK["n"]}, d = {KINK["d"]}, with a bound that the free solution meets exactly (λ = 0).
-Samples that push against it move the solution along the bound, the others away from it, so no linear map is right for
-all. Truth: the one-sided difference quotient of re-solving. cvxpylayers differentiates the same training problem in the
-weights of the samples.
+This is a linear regression with N = {KINK["n"]}, d = {KINK["d"]} and a bound that the unconstrained solution meets
+exactly (λ = 0). Removals that push the solution against the bound move it along the bound, and the others move it away
+from the bound, so no linear map is right for all of them. The ground truth is the one-sided difference quotient of
+re-solving. cvxpylayers differentiates the same training problem with respect to the weights of the samples.
 
 {table(["", "ms for all", "right to 0.1 %", "median error", "worst error", "cosine"], kinked)}"""
 

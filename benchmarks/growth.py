@@ -1,7 +1,7 @@
-"""How time and memory grow with the samples N, the parameters d, the active rows m and the targets T.
+"""Measure how time and memory grow with the samples N, the parameters d, the active rows m and the targets T.
 
-Least squares with a ridge and m equalities, whose solution is known in closed form, so that dif alone is measured; one
-thread, float64, a process of its own for each point. `python growth.py N 1000` measures one point.
+The model is least squares with a ridge and m equalities. Its solution is known in closed form, so only dif is measured.
+Each point is measured in its own process, with one thread and in float64. `python growth.py N 1000` measures one point.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from typing import Any
 
 from common import HERE, OURS, alone, table
 
-SWEEPS: dict[str, tuple[int, ...]] = {
+SWEEPS: dict[str, tuple[int, ...]] = {  # values of the variable that grows
     "N": (1_000, 10_000, 100_000, 1_000_000),
     "d": (100, 1_000, 10_000, 100_000, 1_000_000),
     "m": (1, 3, 10, 30, 100, 300),
     "T": (1, 10, 100, 1_000),
 }
-FIXED = {
+FIXED = {  # the other variables meanwhile
     "N": {"d": 20, "m": 2, "T": 10},
     "d": {"N": 50, "m": 1, "T": 1},
     "m": {"N": 1_000, "d": 650, "T": 1},
     "T": {"N": 1_000, "d": 650, "m": 1},
 }
-MEANING = {
-    "N": "One sweep over the samples; memory is the scores and the weights of the samples.",
-    "d": "Up to 1,000 the curvature is assembled and factorised, beyond that it is met by conjugate gradients: a few "
-    "dozen products, each a few passes over the data; at a million they no longer fit into any cache.",
-    "m": "One solve for each row, and one Gram matrix of them all.",
-    "T": "One solve for each target, and one column of the sweep.",
+MEANING = {  # explanation below each table
+    "N": "There is one sweep over the samples. Memory holds the scores and the weights of the samples.",
+    "d": "Up to 1,000 parameters the Hessian is assembled and factorised. Beyond that, conjugate gradients take a few "
+    "dozen products, each of a few passes over the data; with a million parameters these no longer fit into any cache.",
+    "m": "There is one solve for each row, and one Gram matrix of all rows.",
+    "T": "There is one solve for each target, and one column of the sweep.",
 }
-RIDGE = 0.1
-SECONDS = 10  # a run that takes longer is not repeated
+RIDGE = 0.1  # weight of ½‖θ‖²
+SECONDS = 10  # seconds; a run that takes longer is not repeated
 
 
 def built(N: int, d: int, m: int, T: int) -> Callable[[], tuple[float, float]]:
-    """A run that says how many seconds it took to prepare, and to score all removals."""
+    """Build the problem; return a function that measures the seconds to prepare and to score all removals."""
     import torch
 
     import dif
@@ -53,7 +53,7 @@ def built(N: int, d: int, m: int, T: int) -> Callable[[], tuple[float, float]]:
     test = torch.randn(T, d, generator=generator, dtype=torch.float64) / d**0.5
 
     def inverse(V: Any) -> Any:
-        """(XᵀX/N + cI)⁻¹V by the smaller of its two sides."""
+        """Return (XᵀX/N + cI)⁻¹V by solving with the smaller of the d × d and the N × N matrix."""
         if d <= N:
             return torch.linalg.solve(X.T @ X / N + RIDGE * torch.eye(d).double(), V)
         return (V - X.T @ torch.linalg.solve(X @ X.T + N * RIDGE * torch.eye(N).double(), X @ V)) / RIDGE
@@ -80,14 +80,14 @@ def built(N: int, d: int, m: int, T: int) -> Callable[[], tuple[float, float]]:
 
 
 def point(kind: str, size: int) -> dict[str, float]:
-    """Seconds to prepare and to score all removals, and the bytes that both add to the process at most."""
+    """Measure the seconds to prepare and to score all removals, and the peak memory that both add, in bytes."""
     import torch
 
     torch.set_num_threads(1)
-    built(60, 5, 1, 1)()  # loads what is loaded late
+    built(60, 5, 1, 1)()  # triggers lazy imports
     run = built(*({**FIXED[kind], kind: size}[key] for key in ("N", "d", "m", "T")))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     runs = [run()]
     high = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     if sum(runs[0]) < SECONDS:
@@ -97,21 +97,21 @@ def point(kind: str, size: int) -> dict[str, float]:
 
 
 def slope(sizes: Sequence[int], values: Sequence[float]) -> float:
-    """By what power the values grew over the last step."""
+    """Return the exponent with which the values grew over the last step."""
     return math.log(values[-1] / values[-2]) / math.log(sizes[-1] / sizes[-2])
 
 
 def section() -> str:
-    """Tables, plots, and the slopes in words."""
+    """Measure all points, save the plots and return the tables as Markdown."""
     from matplotlib.figure import Figure
 
     found = {kind: [alone(OURS, "growth.py", kind, str(size)) for size in sizes] for kind, sizes in SWEEPS.items()}
     canvas = Figure(figsize=(15, 3.8), layout="constrained")
     text = [
         "## Growth\n",
-        "Least squares with a ridge and m equalities, whose solution is known in closed form, so that dif alone is\n"
-        "measured: preparing (gradients, curvature, active set, solves), and scoring all removals; median of 3 runs,\n"
-        "a process of its own for each point, float64.\n",
+        "The model is least squares with a ridge and m equalities. Its solution is known in closed form, so only dif\n"
+        "is measured: preparing (gradients, curvature, active set, solves) and scoring all removals. Each point is\n"
+        "the median of 3 runs in its own process, in float64.\n",
     ]
     text.append("![Time and memory against N, d, m and T](figures/growth.png)\n")
     for ax, (kind, sizes) in zip(canvas.subplots(1, 4), SWEEPS.items(), strict=True):

@@ -1,4 +1,4 @@
-"""What removing samples does to a constrained regression, by cvxpylayers: python layers.py kink.npz."""
+"""Predict with cvxpylayers how removing samples changes a constrained regression: python layers.py kink.npz."""
 
 import json
 import statistics
@@ -14,13 +14,13 @@ torch.set_num_threads(1)
 with np.load(sys.argv[1]) as file:
     X, y, a, tau = (file[name] for name in ("X", "y", "a", "tau"))
 n, d = X.shape
-root, theta = cp.Parameter(n, nonneg=True), cp.Variable(d)  # square roots of the weights: the layer wants it so
+root, theta = cp.Parameter(n, nonneg=True), cp.Variable(d)  # square roots of the weights: cvxpylayers needs this form
 objective = cp.Minimize(0.5 / n * cp.sum_squares(cp.multiply(root, X @ theta - y)))
 layer = CvxpyLayer(cp.Problem(objective, [a @ theta <= float(tau)]), parameters=[root], variables=[theta])
 
 
 def removed() -> np.ndarray:
-    """What removing each sample does to θ, (n, d): minus the derivative in its weight."""
+    """Return the predicted change of θ for each removal, (n, d): minus the derivative with respect to its weight."""
     roots = torch.ones(n, dtype=torch.float64, requires_grad=True)
     (solution,) = layer(roots)
     rows = [torch.autograd.grad(solution[j], roots, retain_graph=True)[0] for j in range(d)]

@@ -1,9 +1,9 @@
-"""A network with a million parameters in float32: trained under group constraints, every sample scored, phases timed.
+"""Train a float32 network with a million parameters under group constraints, score every sample, time each phase.
 
-min mean loss + ridge, subject to: the risk of two of three groups of digits (label mod 3: 0 and 2) at most the mean
-risk plus tau (with a row for the third, one would depend on the others where all are at their bounds). A tanh network
-784-1000-300-10 on MNIST. In float32 its curvature is not certified to be positive everywhere, so damping is needed and
-stated; where conjugate gradients meet negative curvature still, they refuse.
+The model is a tanh network 784-1000-300-10 on MNIST. It minimises the mean loss + ridge, subject to the risk of two of
+three groups of digits (label mod 3: 0 and 2) being at most the mean risk plus tau. A constraint on the third group
+would depend on the others where all are at their bounds. In float32 the curvature is not certified to be positive
+everywhere, so damping is needed and reported. Conjugate gradients raise an error if they still meet negative curvature.
 """
 
 import argparse
@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--l2", type=float, default=1e-3)
     parser.add_argument("--tau", type=float, default=0.003)
     parser.add_argument("--epochs", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=60, help="limit of the full-batch phases of fit")
+    parser.add_argument("--seconds", type=float, default=60, help="time limit of the full-batch phases of fit")
     parser.add_argument("--damping", type=float, nargs="+", default=[5e-3])
     parser.add_argument("--targets", type=int, default=10)
     parser.add_argument("--out", type=Path)
@@ -96,16 +96,16 @@ def main() -> None:
                 scores = influence.scores(test, train.remove_each())
                 phase(f"score ({name})", begun)
             except dif.DifError as error:
-                print(f"{name}: refused. {error}")
+                print(f"{name}: no scores. {error}")
                 report[name] = f"refused: {error}"
                 continue
             found = scores.diagnostics
             print(f"{name}: {tuple(scores.values.shape)} scores, solver residual {found['solver_residual']:.1e}")
             report[name] = {"residual": found["solver_residual"], "steps": found["solver_steps"]}
             if found["unanswered"]:
-                print(f"  without an answer (dependent constraints): {len(found['unanswered'])}")
+                print(f"  perturbations without an answer (dependent constraints): {len(found['unanswered'])}")
             elif previous is not None:
-                print(f"  against the one before: {scores.compare(previous)}")
+                print(f"  compared with the previous setting: {scores.compare(previous)}")
             previous = scores if not found["unanswered"] else previous
     if options.out:
         options.out.write_text(json.dumps(report, indent=2) + "\n")

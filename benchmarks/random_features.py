@@ -1,8 +1,9 @@
-"""A convex model with a million parameters: random Fourier features of MNIST, multinomial logistic regression, groups.
+"""Fit and score a convex model with a million parameters: logistic regression on random Fourier features of MNIST.
 
-min mean loss + ridge, subject to: the risk of each of three groups of digits (label mod 3) at most the mean risk + tau.
-Fits it without assembling a Hessian, scores every training sample on a few test points, retrains some of the most
-influential ones, and prints solves, products, seconds and peak memory.
+The multinomial logistic regression minimises the mean loss + ridge, subject to the risk of each of three groups of
+digits (label mod 3) being at most the mean risk + tau. The script fits it without assembling a Hessian, scores every
+training sample on a few test points, retrains without some of the most influential ones, and prints the seconds, the
+columns of Hessian-vector products and the peak memory of each phase.
 
     python benchmarks/random_features.py --data DIR --features 100000 --device cuda --dtype float64
 """
@@ -25,7 +26,7 @@ from dif.evaluation import rows
 
 
 def features(images: np.ndarray, count: int, device: str, dtype: torch.dtype) -> Tensor:
-    """√(2/F)·cos(Wx + b) with fixed random W and b."""
+    """Compute √(2/F)·cos(Wx + b) with fixed random W and b."""
     generator = torch.Generator().manual_seed(0)
     W = torch.randn(784, count, generator=generator).to(device=device, dtype=dtype) / 6
     b = 2 * np.pi * torch.rand(count, generator=generator).to(device=device, dtype=dtype)
@@ -41,7 +42,7 @@ def loss(params, z):
 
 
 class Counter:
-    """Counts columns of Hessian products."""
+    """Counts columns of Hessian-vector products."""
 
     def __init__(self) -> None:
         self.columns = 0

@@ -1,7 +1,8 @@
-"""The scoring sweep: time per column of V relative to a plain forward pass, and whether memory grows with N.
+"""Measure the scoring sweep: time per column of V relative to a plain forward pass, and whether memory grows with N.
 
-Per-sample slopes ∇ℓᵢ·v for all samples and all columns v are what scoring every sample costs beside the solves. Data
-are made on the fly by a Dataset or held in memory; peak memory is measured in a process of its own for each N.
+Besides the solves, the cost of scoring every sample is that of the per-sample slopes ∇ℓᵢ·v for all samples and all
+columns v. A Dataset generates the data on the fly, or they are in memory. Peak memory is measured in a separate process
+for each N.
 
     python benchmarks/sweep.py            CPU, and the accelerator if there is one
 """
@@ -41,7 +42,7 @@ def models():
 
 
 class Made(torch.utils.data.Dataset):
-    """Samples made when asked for: nothing is held."""
+    """Generates samples on demand and stores none."""
 
     def __init__(self, n, shape, dtype):
         self.n, self.shape, self.dtype = n, shape, dtype
@@ -104,27 +105,27 @@ def times(device, dtype, many, report):
 
 
 class Unprepared:
-    """Stands for a solver: only the sweep is measured."""
+    """Replaces the solver by the identity, so that only the sweep is measured."""
 
     residual, steps = 0.0, 0
 
     def solve(self, B):
-        """What it is given."""
+        """Return B unchanged."""
         return B
 
     approximate = solve
 
 
 def host_peak():
-    """Peak resident memory of this process, in MiB (getrusage would count the parent's at the fork)."""
+    """Return the peak resident memory of this process in MiB (getrusage would include the parent's at the fork)."""
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) / 1024 for line in status if line.startswith("VmHWM"))
 
 
 def memory(device, n):
-    """Peak memory of scoring n samples on 10 targets, made on the fly and written to disk, in MiB."""
+    """Print the peak memory in MiB of scoring n samples on 10 targets, with the scores written to disk."""
     model = nn.Sequential(nn.Linear(784, 256), nn.Tanh(), nn.Linear(256, 10)).to(device)
-    # on the CPU made on the fly; for an accelerator (whose memory alone counts) one image seen n times
+    # CPU: data generated on the fly; accelerator, where only its own memory is measured: one image repeated n times
     y = torch.zeros(1, dtype=torch.long).expand(n)
     data = Made(n, (784,), torch.float32) if device == "cpu" else (torch.rand(1, 784).expand(n, 784), y)
     train, solution = solution_of(model, data, batch_size=4096)
@@ -148,11 +149,11 @@ def memory(device, n):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=20_000, help="of the timings; fifty times as many on CUDA")
-    parser.add_argument("--memory", type=int, default=20_000, help="N of the measurement of memory, and ten times it")
+    parser.add_argument("--samples", type=int, default=20_000, help="samples in the timings; 50 times as many on CUDA")
+    parser.add_argument("--memory", type=int, default=20_000, help="N for the peak memory, also taken at 10 N")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--peak-of", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--device", help="cpu or cuda (default: what there is)")
+    parser.add_argument("--device", help="cpu or cuda (default: all that are available)")
     parser.add_argument("--out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

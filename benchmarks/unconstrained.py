@@ -1,7 +1,7 @@
-"""All samples × 50 test points of digits, without constraints, which every library can do: dif and the others.
+"""Compare dif with other libraries without constraints: influence of all training digits on 50 test points.
 
-Each measurement runs in a process of its own, all of them once per round, so that whatever else the machine does
-meets all alike.
+Each measurement runs in its own process. Every round measures all libraries once, so that other load on the machine
+affects all of them alike.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import statistics
 
 from common import HERE, OURS, PEERS, alone, table
 
-ROUNDS = 3
-WORDS = {
+ROUNDS = 3  # each measures every library once
+WORDS = {  # rows of the table
     "dif_": "**dif**, default settings",
     "func_": "torch.func by hand, 20 lines",
     "pydvl_": "pyDVL, DirectInfluence",
@@ -21,16 +21,16 @@ WORDS = {
     "kronfluence_frozen_": "Kronfluence, loaded modules hidden from its garbage collections",
     "numpy_": "NumPy by hand, the closed form of this model alone",
 }
-LIBRARIES = ("pydvl_", "captum_", "dattri_")
+LIBRARIES = ("pydvl_", "captum_", "dattri_")  # other libraries with exact answers
 
 
 def python(name: str):
-    """Whose environment a script belongs to."""
+    """Return the Python interpreter of the environment in which a library is installed."""
     return OURS if name == "dif_" else PEERS
 
 
 def section() -> str:
-    """The table, and what it shows."""
+    """Measure all libraries and return the table as Markdown."""
     folder = HERE / "peers"
     rounds = []
     for _ in range(ROUNDS):
@@ -55,15 +55,16 @@ def section() -> str:
     headings = ["", "median s", "its time / dif's", "peak MB", "largest error / largest score", "r"]
     return f"""## Without constraints
 
-Multinomial logistic regression on scikit-learn's digits, N = 1500, d = 650, float64, L2 0.01; influence of every
-sample on each of 50 test points; from the trained model on (Hessian, factors, scores, and dif's proof that the point
-is a solution). Median of {5 * ROUNDS} runs in {ROUNDS} processes each; the peak is what one call adds to the process.
-The exact answer is computed from its definition by other code.
+The task is the influence of every sample on each of 50 test points in a multinomial logistic regression on
+scikit-learn's digits, N = 1500, d = 650, float64, L2 0.01. The time starts with the trained model and includes the
+Hessian, its factors, the scores, and dif's check that the point is a solution. It is the median of {5 * ROUNDS} runs in
+{ROUNDS} processes each; the peak is the memory that one call adds to the process. The exact answer is computed from its
+definition by separate code.
 
 {table(headings, rows)}
 The fastest library with exact answers ({WORDS[fastest]}) takes {seconds[fastest] / seconds["dif_"]:.1f} times as
-long as dif; the one with the least memory ({WORDS[lightest]}) takes {peaks[lightest] / peaks["dif_"]:.1f} times as
-much. pyinfluence knows two classes only, so it is not in the table: on
+long as dif. The one with the smallest memory use ({WORDS[lightest]}) uses {peaks[lightest] / peaks["dif_"]:.1f} times
+as much. pyinfluence supports only two classes, so it is not in the table: on
 digits ≥ 5 against the others (d = 65) it takes {1e3 * statistics.median(binary["seconds"]):.1f} ms, with an error of
 {binary["error"]:.0e}.
 """

@@ -1,4 +1,4 @@
-"""Influence scores with Captum's NaiveInfluenceFunction."""
+"""Compute influence scores with Captum's NaiveInfluenceFunction."""
 
 import numpy as np
 from captum.influence import NaiveInfluenceFunction
@@ -8,7 +8,10 @@ from torch.utils.data import TensorDataset
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """Eigendecomposition of the summed Hessian, every eigenpair kept; the sum carries the 1/N and scales the ridge."""
+    """Score from the eigendecomposition of the summed Hessian with all eigenpairs.
+
+    The Hessian is a sum, so its inverse contains the 1/N, and the ridge is multiplied by N.
+    """
     influence = NaiveInfluenceFunction(
         nn.Sequential(model),
         TensorDataset(data.x, data.y),

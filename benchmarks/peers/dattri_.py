@@ -1,4 +1,4 @@
-"""Influence scores with dattri's IFAttributorExplicit."""
+"""Compute influence scores with dattri's IFAttributorExplicit."""
 
 import numpy as np
 import torch
@@ -11,7 +11,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """Dense Hessian, one solve, full batch only (batches sum inverses); buffers follow the default dtype."""
+    """Score with a dense Hessian and one solve.
+
+    All data are one batch, because dattri sums the inverses of several batches. Its buffers use the default dtype.
+    """
 
     def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
         x, y = batch

@@ -1,4 +1,4 @@
-"""Influence scores with plain torch.func."""
+"""Compute influence scores with plain torch.func."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from torch.func import functional_call, grad, jacrev, vmap
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
-CHUNK = 32
+CHUNK = 32  # rows of the Hessian computed at once
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """Hessian by chunked reverse-over-reverse (the fastest order here), gradients by vmap, one solve."""
+    """Score with a chunked reverse-over-reverse Hessian (the fastest order here), vmapped gradients and one solve."""
     shapes = {name: p.shape for name, p in model.named_parameters()}
 
     def loss(flat: Tensor, x: Tensor, y: Tensor) -> Tensor:

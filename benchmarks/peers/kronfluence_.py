@@ -1,4 +1,4 @@
-"""Influence scores with Kronfluence's EKFAC: an approximation, the library has no exact method."""
+"""Compute influence scores with Kronfluence's EKFAC, an approximation; the library has no exact method."""
 
 import copy
 import tempfile
@@ -25,10 +25,10 @@ SCORES = ScoreArguments(damping_factor=RIDGE, per_sample_gradient_dtype=F64, pre
 
 
 class CrossEntropy(Task):
-    """Summed cross-entropy; labels drawn from the model when the true Fisher is fitted."""
+    """Summed cross-entropy; labels are drawn from the model when the true Fisher matrix is fitted."""
 
     def compute_train_loss(self, batch: tuple[Tensor, Tensor], model: nn.Module, sample: bool = False) -> Tensor:
-        """Training loss of the batch."""
+        """Return the training loss of the batch."""
         x, y = batch
         logits = model(x)
         if sample:
@@ -36,12 +36,12 @@ class CrossEntropy(Task):
         return cross_entropy(logits, y, reduction="sum")
 
     def compute_measurement(self, batch: tuple[Tensor, Tensor], model: nn.Module) -> Tensor:
-        """Test loss of the batch."""
+        """Return the test loss of the batch."""
         return self.compute_train_loss(batch, model)
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """Fit the factors, then all pairs; Kronfluence returns (test, train) without the 1/N and works through files."""
+    """Fit the factors and score all pairs; Kronfluence returns (test, train) without the 1/N and writes to files."""
     torch.manual_seed(0)
     task, n = CrossEntropy(), len(data.x)
     train, test = TensorDataset(data.x, data.y), TensorDataset(data.x_test, data.y_test)

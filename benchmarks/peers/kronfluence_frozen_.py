@@ -1,4 +1,4 @@
-"""Kronfluence once more: it collects garbage ten times, here without the modules that are loaded."""
+"""Run Kronfluence with all loaded objects excluded from the ten garbage collections that it triggers."""
 
 import gc
 
@@ -9,6 +9,6 @@ from torch import nn
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """The same, with everything that is loaded hidden from the collector."""
+    """Score as in kronfluence_, after excluding all existing objects from garbage collection."""
     gc.freeze()
     return kronfluence_.scores(model, data)

@@ -1,4 +1,4 @@
-"""Measure one library in a process of its own: python measure.py NAME {time,memory}; prints one JSON object."""
+"""Measure one library and print one JSON object: python measure.py NAME {time,memory}."""
 
 import importlib
 import json
@@ -12,16 +12,16 @@ import oracle
 import problem
 import torch
 
-RUNS = 5
+RUNS = 5  # timed runs per process
 
 
 def resident() -> int:
-    """Bytes in memory now."""
+    """Return the current resident memory in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def timed(name: str) -> dict[str, object]:
-    """Seconds of each run after a first one, and the distance from the exact answer, of its largest entry."""
+    """Measure the seconds of each run after a warm-up, and the largest error relative to the largest exact score."""
     module = importlib.import_module(name)
     model, data = getattr(module, "load", problem.load)()
     out, seconds = module.scores(model, data), []
@@ -35,12 +35,12 @@ def timed(name: str) -> dict[str, object]:
 
 
 def memory(name: str) -> dict[str, object]:
-    """Bytes by which memory grows at most during one call, after a call on 20 points that loads what is loaded late."""
+    """Measure the peak memory that one call adds, in bytes, after a warm-up on 20 points that triggers lazy imports."""
     module = importlib.import_module(name)
     model, data = getattr(module, "load", problem.load)()
     getattr(module, "warm", module.scores)(model, problem.Data(*(part[:20] for part in data)))
     before = resident()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     module.scores(model, data)
     high = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     return {"peak": high - before}

@@ -1,4 +1,4 @@
-"""Influence scores in closed form with numpy and scipy."""
+"""Compute influence scores in closed form with numpy and scipy."""
 
 import numpy as np
 from problem import RIDGE, Data, hessian, softmax, with_ones
@@ -7,7 +7,7 @@ from torch import nn
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """One Cholesky of the Hessian; the training gradients are never formed."""
+    """Score with one Cholesky factorisation of the Hessian, without forming the training gradients."""
     x, y, x_test, y_test = (part.numpy() for part in data)
     theta = np.column_stack([model.weight.detach().numpy(), model.bias.detach().numpy()])
     (k, d), a, a_test = theta.shape, with_ones(x), with_ones(x_test)

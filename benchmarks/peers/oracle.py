@@ -1,4 +1,4 @@
-"""The exact answer from its definition, numpy alone; shares no formula with the timed versions."""
+"""Compute the exact scores from their definition with numpy; shares no formula with the timed versions."""
 
 import numpy as np
 from problem import RIDGE, Data
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """s[i, t] = grad l_t' (H + ridge I)^-1 grad l_i / N, with per-sample Hessians summed one by one."""
+    """Return s[i, t] = grad l_t' (H + ridge I)^-1 grad l_i / N, with per-sample Hessians summed one by one."""
     w, b = model.weight.detach().numpy(), model.bias.detach().numpy()
     x, y, x_test, y_test = (part.numpy() for part in data)
 

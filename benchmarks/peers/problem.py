@@ -1,4 +1,4 @@
-"""What all libraries are asked: multinomial logistic regression with a ridge on scikit-learn's digits."""
+"""The problem that all libraries solve: multinomial logistic regression with a ridge on scikit-learn's digits."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-RIDGE = 0.01
+RIDGE = 0.01  # weight of ½‖θ‖²
 N_TRAIN, N_TEST, N_PIXELS, N_CLASSES = 1500, 50, 64, 10
 
 
@@ -20,18 +20,18 @@ class Data(NamedTuple):
 
 
 def softmax(z: np.ndarray) -> np.ndarray:
-    """Row-wise softmax."""
+    """Return the row-wise softmax."""
     e = np.exp(z - z.max(axis=1, keepdims=True))
     return e / e.sum(axis=1, keepdims=True)
 
 
 def with_ones(x: np.ndarray) -> np.ndarray:
-    """Inputs with a constant last column, so that the bias is one more weight."""
+    """Append a constant column to the inputs, so that the bias is one more weight."""
     return np.hstack([x, np.ones((len(x), 1))])
 
 
 def hessian(a: np.ndarray, p: np.ndarray) -> np.ndarray:
-    """Hessian of the mean cross-entropy, class-major order, bias last in each class."""
+    """Return the Hessian of the mean cross-entropy in class-major order, with the bias last in each class."""
     k, d = p.shape[1], a.shape[1]
     z = (p[:, :, None] * a[:, None, :]).reshape(len(a), k * d)
     h = -(z.T @ z)
@@ -42,7 +42,7 @@ def hessian(a: np.ndarray, p: np.ndarray) -> np.ndarray:
 
 
 def train(x: np.ndarray, y: np.ndarray, tol: float = 1e-12) -> np.ndarray:
-    """Newton's method; returns theta of shape (classes, pixels + 1)."""
+    """Train by Newton's method; return theta of shape (classes, pixels + 1)."""
     a, onehot = with_ones(x), np.eye(N_CLASSES)[y]
     theta = np.zeros((N_CLASSES, a.shape[1]))
     for _ in range(50):
@@ -53,11 +53,11 @@ def train(x: np.ndarray, y: np.ndarray, tol: float = 1e-12) -> np.ndarray:
         h = hessian(a, p)
         h[np.diag_indices_from(h)] += RIDGE
         theta = theta - np.linalg.solve(h, gradient.ravel()).reshape(theta.shape)
-    raise RuntimeError("Newton did not converge")
+    raise RuntimeError("Newton's method did not converge.")
 
 
 def load() -> tuple[nn.Linear, Data]:
-    """The trained model and the data."""
+    """Train the model; return it with the data."""
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""Influence scores with pyDVL's DirectInfluence."""
+"""Compute influence scores with pyDVL's DirectInfluence."""
 
 import numpy as np
 from problem import RIDGE, Data
@@ -7,11 +7,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-BATCH = 100  # the fastest here of 50 to 1500; the averaged Hessian does not depend on it
+BATCH = 100  # the fastest of 50 to 1500 here; the averaged Hessian does not depend on it
 
 
 def scores(model: nn.Linear, data: Data) -> np.ndarray:
-    """Dense Hessian averaged over the loader, then one solve; pyDVL returns (test, train) without the 1/N."""
+    """Score with a dense Hessian averaged over the loader and one solve; pyDVL returns (test, train) without 1/N."""
     loader = DataLoader(TensorDataset(data.x, data.y), batch_size=BATCH)
     influence = DirectInfluence(model, cross_entropy, regularization=RIDGE).fit(loader)
     values = influence.influences(data.x_test, data.y_test, data.x, data.y)

@@ -1,4 +1,4 @@
-"""Influence scores with pyinfluence: two classes only, so a binary variant of the problem (digit >= 5)."""
+"""Compute influence scores with pyinfluence on a binary variant of the problem (digit >= 5), as it requires."""
 
 import numpy as np
 import problem
@@ -8,7 +8,10 @@ from sklearn.linear_model import LogisticRegression
 
 
 def load() -> tuple[LogisticRegression, problem.Data]:
-    """Same inputs with a constant column in place of the intercept, which pyinfluence would not regularise (d=65)."""
+    """Train the binary model on the same inputs (d=65).
+
+    A constant column replaces the intercept, which pyinfluence would not regularise.
+    """
     _, data = problem.load()
     x, x_test = problem.with_ones(data.x.numpy()), problem.with_ones(data.x_test.numpy())
     y, y_test = (data.y.numpy() >= 5).astype(int), (data.y_test.numpy() >= 5).astype(int)
@@ -18,7 +21,7 @@ def load() -> tuple[LogisticRegression, problem.Data]:
 
 
 def exact(model: LogisticRegression, data: problem.Data) -> np.ndarray:
-    """Oracle of the binary variant."""
+    """Compute the exact scores of the binary variant."""
     x, y, x_test, y_test = data
     p, p_test = expit(x @ model.coef_[0]), expit(x_test @ model.coef_[0])
     h = (x.T * (p * (1 - p))) @ x / len(x) + problem.RIDGE * np.eye(x.shape[1])
@@ -27,6 +30,6 @@ def exact(model: LogisticRegression, data: problem.Data) -> np.ndarray:
 
 
 def scores(model: LogisticRegression, data: problem.Data) -> np.ndarray:
-    """The ridge comes from the model's C; pyinfluence returns (test, train) with the 1/N."""
+    """Score all pairs; the ridge comes from the model's C, and pyinfluence returns (test, train) with the 1/N."""
     attributor = InfluenceFunctions(mode="loss", damping=0.0).fit(model, data.x, data.y)
     return attributor.explain(data.x_test, data.y_test).T

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A curve that must rise and bend down
-# Engel's data of 1857: what 235 Belgian households earned and spent on food (statsmodels). Theory says that spending
-# rises with income, ever more slowly. A piecewise linear curve under these two constraints: which households hold it
-# up, and what do the constraints change about that?
+# Engel's data of 1857 (from statsmodels) contain the income of 235 Belgian households and their spending on food.
+# According to theory, spending rises with income, but ever more slowly. We fit a piecewise linear curve under these two
+# constraints. Which households determine the curve, and how do the constraints change their influence?
 
 # %%
 import matplotlib.pyplot as plt
@@ -18,7 +18,7 @@ income, food = households["income"].to_numpy() / 1000, households["foodexp"].to_
 knots = np.quantile(income, np.linspace(0, 1, 10))
 hats = np.array([[np.interp(x, knots, unit) for unit in np.eye(len(knots))] for x in income])  # (households, knots)
 
-# %% The problem: values at the knots; slopes ≥ 0, and falling
+# %% The problem: the parameters are the values at the knots; the slopes must be ≥ 0 and decreasing
 slopes = (np.eye(10, k=1) - np.eye(10))[:-1] / np.diff(knots)[:, None]
 train = dif.Samples(
     lambda params, z: (z[0] @ params["value"] - z[1]) ** 2, (torch.tensor(hats), torch.tensor(food)), name="household"
@@ -32,7 +32,7 @@ solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-6), shape), start, sh
 held = [solution.active.names[j] for j in solution.active.binding]
 print(f"{len(held)} of {solution.program.m} rows bind: {', '.join(held)}")
 
-# %% Who moves the spending that is predicted at an income of 1500 francs?
+# %% Which households change the predicted spending at an income of 1500 francs?
 there = np.array([np.interp(1.5, knots, unit) for unit in np.eye(10)])
 target = dif.linear(there, of="value", name="food at 1500").as_term()
 influence = dif.DirectionalInfluence(solution)
@@ -44,7 +44,7 @@ derivative = dif.DirectionalInfluence(solution, switching=False)
 for name, estimator in (("DIF", influence), ("derivative", derivative), ("Newton", dif.NewtonInfluence(solution))):
     print(f"{name:15}", estimator.scores(target, removals, assess=0).compare(actual))
 
-# %% What do the constraints change? The same scores for a curve that may bend as it likes
+# %% What do the constraints change? Compare with the scores of a curve without constraints
 bent = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-6)), start, show_progress=False)
 free = dif.DirectionalInfluence(bent).scores(target, train.remove_each(), assess=0).values[:, 0]
 held = scores.values[:, 0]

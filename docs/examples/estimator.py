@@ -8,7 +8,7 @@ from dif.optimality.targets import Targets
 
 
 class Unconstrained:
-    """−H⁻¹b: what classical influence would say with the Hessian of the Lagrangian, no constraint held."""
+    """Predicts Δθ = −H⁻¹b: classical influence with the Hessian of the Lagrangian, without the constraints."""
 
     name = "unconstrained"
 

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # Who shapes a fair regression?
-# Disease progression of 442 patients (scikit-learn's diabetes data), predicted by least squares whose error may be at
-# most a little larger for one sex than on average. Which patients set the coefficients, and which do so only because of
-# the fairness constraint?
+# A least-squares regression predicts the disease progression of 442 patients (scikit-learn's diabetes data). A fairness
+# constraint limits how far the error for either sex may exceed the mean error. Which patients determine the
+# coefficients, and which of them do so only because of the fairness constraint?
 
 # %%
 import matplotlib.pyplot as plt
@@ -16,10 +16,10 @@ from dif import plots
 data = load_diabetes()
 X = torch.tensor(data.data / data.data.std(0))
 y = torch.tensor((data.target - data.target.mean()) / data.target.std())
-sex = torch.tensor(data.data[:, data.feature_names.index("sex")] > 0)  # coded 1 and 2, not said which is which
+sex = torch.tensor(data.data[:, data.feature_names.index("sex")] > 0)  # which code is which sex is not documented
 
 
-# %% The problem: each group's error at most the mean error + 0.005
+# %% The problem: the error of each group is at most the mean error + 0.005
 def squared(params, batch):
     return (batch[0] @ params["coef"] + params["intercept"] - batch[1]) ** 2
 
@@ -32,7 +32,7 @@ fair = [(group <= risk + 0.005).named(name) for name, group in groups.items()]
 solution = dif.fit(dif.Problem(risk + dif.ridge(1e-3), fair), start, show_progress=False)
 print(solution.active)
 
-# %% Every patient's influence on the prediction for the first one, and through which term it acts
+# %% Every patient's influence on the prediction for the first patient, and the term through which it acts
 prediction = dif.Samples(
     lambda params, x: x @ params["coef"] + params["intercept"], X[:1], name="prediction of patient"
 )

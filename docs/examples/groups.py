@@ -1,7 +1,7 @@
 # %% [markdown]
 # # More than one credit at a time
-# A credit score that may not serve the young worse (real credits of a German bank). What if whole groups of them were
-# left out, what does fairness cost, and which credits should go?
+# The model is a credit score with a bound on the loss of young applicants (real loans of a German bank). What changes
+# if whole groups of loans are left out, what does fairness cost, and which loans should be removed?
 
 # %%
 import warnings
@@ -30,7 +30,7 @@ problem = dif.Problem(risk + dif.ridge(0.01), [limit])
 solution = dif.fit(problem, {"w": torch.zeros(credit.X.shape[1], dtype=torch.float64)}, show_progress=False)
 young_loss = test.mean(where=young[700:])
 
-# %% Groups: the first order says by itself where it cannot be trusted, and the next estimator takes over
+# %% Groups: a warning says where the first order cannot be trusted, and `accuracy` switches to a better estimator
 order = torch.argsort(credit.age[:700]).tolist()
 groups = train.remove_groups([order[-7:], order[-70:], order[-210:]])  # the oldest 1 %, 10 % and 30 %
 with warnings.catch_warnings(record=True) as said:
@@ -42,23 +42,23 @@ actual = dif.Retraining(solution, show_progress=False).scores(young_loss, groups
 for p, by in enumerate(careful.diagnostics["by"]):
     print(f"{by}: {float(careful.values[p, 0]):+.6f}, retrained {float(actual.values[p, 0]):+.6f}")
 
-# %% The path: what happens on the way, and where the constraint lets go
+# %% The path: follow the solution during the removal, and find where the constraint becomes inactive
 path = dif.PathInfluence(solution).follow(train.remove(order[:70]), stops=torch.linspace(0, 1, 21).tolist())
 print(*path.events, sep="\n")
 
-# %% What fairness costs: the price against the bound, with kinks, and who sets it
+# %% What fairness costs: the price as a function of the bound, its kinks, and the samples that determine it
 curve = dif.bound_curve(solution, limit, torch.linspace(-0.05, 0.1, 31), [young_loss, test.mean()])
 print(*curve.kinks, sep="\n")
 prices = dif.DirectionalInfluence(solution).prices(train.remove_each())
 for one in prices.top(3):
     print(f"{one.label}: price {one.value:+.4f}")
 
-# %% Which credits to leave out: chosen one by one, and verified by training without them
+# %% Which loans to leave out: chosen one by one, and verified by training without them
 choice = dif.choose(solution, young_loss, train, 10, show_progress=False)
 ranked = dif.choose(solution, young_loss, train, 10, greedy=False, show_progress=False)
 print(f"greedy:  {choice}\nranking: {ranked}")
 
-# %% The fewest whose absence brings the gap on the test set down to 0.07
+# %% A small set whose removal reduces the gap on the test set to 0.07
 gap = young_loss - test.mean(where=~young[700:])
 print(dif.smallest_set(solution, gap, train, 0.07, show_progress=False))
 

@@ -1,6 +1,6 @@
 # %% [markdown]
 # # A small network under a fairness constraint
-# From an untrained `nn.Module` to scores of every sample, and a check by retraining the ten strongest.
+# This example starts with an untrained `nn.Module`, scores every sample, and verifies the ten strongest by retraining.
 
 # %%
 import torch
@@ -13,7 +13,7 @@ X = torch.randn(400, 5).double()
 group = torch.arange(400) % 2
 y = ((X[:, 0] * X[:, 1] + 0.7 * group + 0.3 * torch.randn(400)) > 0.3).double()
 
-# %% The model, and its loss per sample
+# %% The model and its loss per sample
 
 
 def loss(model, z):
@@ -22,19 +22,19 @@ def loss(model, z):
 
 model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)).double()
 
-# %% The problem: each group's risk at most 0.01 above the mean
+# %% The problem: the risk of each group is at most 0.01 above the mean risk
 train = dif.Samples(loss, (X, y), name="train")
 risk = train.mean()
 problem = dif.Problem(
     risk + dif.ridge(0.02), [(train.mean(where=group == g) <= risk + 0.01).named(f"group {g}") for g in (0, 1)]
 )
 
-# %% Fit: mini-batches first, then to a certified point
+# %% Fit: mini-batches first, then full-batch steps to a certified solution
 solution = dif.fit(problem, model, epochs=20, batch_size=64, rate=1e-2)
 print(solution.kkt)
 print(solution.active)
 
-# %% Score everyone, verify the ten strongest
+# %% Score every sample and verify the ten strongest
 estimator = dif.DirectionalInfluence(solution)
 scores = estimator.scores(risk, train.remove_each())
 strongest = [one.index for one in scores.top(10)]

@@ -1,8 +1,8 @@
 # %% [markdown]
 # # A network that must obey a law
-# The population of the United States in the censuses from 1790 to 1990 (millions), fitted by a small network u(t) that
-# must nearly obey Verhulst's law u' = r·u·(1 − u/K): the mean squared residual of the equation over the years is a
-# constraint; r and K are fitted too, and appear in the law alone. Which censuses decide the limit K?
+# A small network u(t) is fitted to the population of the United States (millions) in the censuses from 1790 to 1990. It
+# must nearly obey Verhulst's law u' = r·u·(1 − u/K): a constraint bounds the mean squared residual of the equation over
+# the years. r and K are fitted too, and appear only in the law. Which censuses determine the limit K?
 
 # %%
 import matplotlib.pyplot as plt
@@ -48,7 +48,7 @@ limit, rate = 100 * float(solution.params["K"]), float(solution.params["r"])
 print(f"K = {limit:.0f} million, r = {rate:.2f} per century; the law's price λ = {float(solution.lam):.3g}")
 print(solution.active)
 
-# %% Which censuses decide K?
+# %% Which censuses determine K?
 target = dif.Function(lambda p: 100 * p["K"], "K").as_term()
 influence = dif.DirectionalInfluence(solution)
 predicted = influence.scores(target, census.remove_each(), show_progress=False)

@@ -1,7 +1,7 @@
 # %% [markdown]
 # # Which weeks make an index tracker what it is?
-# A portfolio of 20 stocks that follows the S&P 500: no short sales (θ ≥ 0), all money invested (Σθ = 1). The prices
-# come with the package skfolio. Some weights are exactly 0 (bounds that bind), others nearly so.
+# A portfolio of 20 stocks follows the S&P 500 without short sales (θ ≥ 0) and with all money invested (Σθ = 1). The
+# prices come with the package skfolio. Some weights are exactly 0 (their bounds bind), others nearly so.
 
 # %%
 import matplotlib.pyplot as plt
@@ -30,7 +30,7 @@ share = solution.params["share"]
 out = [name for name, held in zip(names, share, strict=True) if held < 1e-9]
 print(f"tracking error {solution.objective**0.5:.2f} % a week; not held: {', '.join(out)}")
 
-# %% How would each week's absence move the weight of the largest position?
+# %% How would the weight of the largest position change without each week?
 largest = int(share.argmax())
 target = dif.linear(torch.eye(len(names))[largest], of="share", name=f"weight of {names[largest]}").as_term()
 influence = dif.DirectionalInfluence(solution)
@@ -38,7 +38,7 @@ scores = influence.scores(target, train.remove_each(), show_progress=False)
 for one in scores.top(5):
     print(f"without the week to {weeks[one.index]}: {names[largest]} {100 * one.value:+.2f} points")
 
-# %% Retraining without the 30 strongest; what ignores the constraints lets money appear and shares turn negative
+# %% Retraining without each of the 30 strongest weeks, compared with DIF and with an estimator without constraints
 top = [one.index for one in scores.top(30)]
 removals = train.remove_each(top)
 actual = dif.Retraining(solution, show_progress=False).scores(target, removals)

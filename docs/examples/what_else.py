@@ -1,6 +1,7 @@
 # %% [markdown]
 # # Not only removal
-# Reweighting, adding, correcting, moving a bound; groups of samples; and what happens to the multipliers.
+# This example shows other perturbations: groups of samples, reweighting, adding and correcting samples, and shifting a
+# bound. It also shows how the multipliers change.
 
 # %%
 import torch
@@ -22,17 +23,17 @@ problem = dif.Problem(train.mean() + dif.ridge(0.01), [budget])
 solution = dif.fit(problem, {"w": torch.zeros(4).double()})
 dif_ = dif.DirectionalInfluence(solution)
 
-# %% One sample, half a sample, several at once
+# %% Remove one sample, half of its weight, or several samples at once
 print(dif_.change(train.remove([3])).theta["w"])
 print(dif_.change(0.5 * train.remove([3])).theta["w"])
 print(dif_.change(train.remove([3, 8, 21])).theta["w"])
 
-# %% A new sample; a corrected label (remove the old one, add the new one)
+# %% Add a sample; correct a label (remove the old sample and add the corrected one)
 new = (torch.zeros(1, 4).double(), torch.ones(1).double())
 print(dif_.change(train.add(new)).theta["w"])
 corrected = train.remove([3]) + train.add((X[3:4], y[3:4] + 0.5))
 print(dif_.change(corrected).theta["w"])
 
-# %% What if the budget were a little larger? Δθ and the new price λ
+# %% What if the budget were a little larger? Δθ and the change of the price λ
 change = dif_.change(problem.constraints[0].shift(0.01))
 print(change.theta["w"], change.multipliers["budget"])

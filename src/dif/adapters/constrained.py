@@ -62,7 +62,8 @@ class _InfluenceMixin:
         group_column = getattr(self, "_group_column", None)
         if group_column is not None and hasattr(self, "feature_names_in_"):
             features.pop(group_column)
-        return [f"coef[{feature}]" for feature in features] + ["intercept"] * self.fit_intercept  # type: ignore[attr-defined]
+        names = [f"coef[{feature}]" for feature in features]
+        return [*names, "intercept"] if self.fit_intercept else names  # type: ignore[attr-defined]
 
     def _solve(self) -> None:
         """Fit the problem and set the fitted attributes."""
@@ -248,9 +249,7 @@ class FairLogisticRegression(_InfluenceMixin, ClassifierMixin, BaseEstimator):
         invalid = [value for value in members.tolist() if not isinstance(value, str | int | float)]
         if invalid:
             name = type(invalid[0]).__name__
-            raise TypeError(
-                f"The group column of X contains a {name}. The argument must be a string or a number there."
-            )
+            raise TypeError(f"The group column of X contains a {name}. An argument must be a string or a number.")
         return check_array(np.delete(X, self._group_column, 1), dtype="float64"), members.astype(str)
 
     def _build_problem(self) -> dif.Problem:

@@ -49,7 +49,7 @@ def test_weights_from_disk(tmp_path, wrap):
         restored(model, tmp_path / "last.ckpt", prefix="net.inner.")
         with pytest.raises(dif.InvalidInputError, match=r"there are metric.total \(1,\), net.inner") as caught:
             restored(model, tmp_path / "last.ckpt", prefix="model.")
-        assert caught.value.meaning == ("The file holds another model, several of them, or names that begin otherwise.")
+        assert caught.value.meaning == ("The file holds another model, several models, or names with another prefix.")
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
@@ -63,7 +63,7 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
         with pytest.raises(dif.InvalidInputError) as caught:
             restored(network(), tmp_path / f"{name}.ckpt")
         assert caught.value.meaning == (
-            "It is damaged, or holds other objects, which would have to be executed to be read."
+            "It is damaged, or contains other objects, and reading those would execute code."
         )
     assert not (tmp_path / "broken").exists()
 

@@ -1,4 +1,4 @@
-"""Cooper's mini-batch point: not a solution, polished to one, and then influence is what retraining says."""
+"""The Cooper adapter: mini-batch training, polishing with dif.fit, and influence compared with retraining."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def loss(model, batch):
     return nn.functional.softplus(-batch[1] * model(batch[0])[:, 0])
 
 
-def stated():
+def fair_problem():
     samples = dif.Samples(loss, (X, Y), name="train")
     risk = samples.mean()
     fair = [(samples.mean(where=GROUP == g) <= risk + 0.02).named(f"group {g}") for g in range(3)]
@@ -37,12 +37,12 @@ def stated():
 
 
 def test_from_mini_batches_to_a_certified_solution():
-    samples, problem = stated()
+    samples, problem = fair_problem()
     start = network()
     before = [p.detach().clone() for p in start.parameters()]
     rough = train(problem, start, epochs=60, batch_size=32, dual_rate=0.1, seed=0)
     for old, new in zip(before, start.parameters(), strict=True):
-        assert torch.equal(old, new)  # the user's model is read, not trained
+        assert torch.equal(old, new)  # the user's model is not changed
     assert not rough.converged
     assert 1e-4 < rough.kkt.residual < 0.5
     with pytest.raises(dif.NotASolutionError, match="KKT residual of the given point"):
@@ -59,8 +59,8 @@ def test_from_mini_batches_to_a_certified_solution():
 
 
 def test_estimates_from_batches_add_up_to_the_whole():
-    """Each batch is an unbiased estimate: over a partition into equal batches the mean is the value at all samples."""
-    _, problem = stated()
+    """Batches give unbiased estimates: their mean over a partition into equal batches is the value on all samples."""
+    _, problem = fair_problem()
     cmp = Constrained(problem, network())
     whole = cmp.compute_cmp_state()
     parts = [cmp.compute_cmp_state(indices) for indices in torch.randperm(N).split(40)]
@@ -68,20 +68,20 @@ def test_estimates_from_batches_add_up_to_the_whole():
     solution = dif.Solution(problem, network())
     np.testing.assert_allclose(whole.loss.item(), solution.objective, rtol=1e-12)
     for constraint, row in zip(cmp.constraints(), solution.c, strict=True):
-        several = [p.observed_constraints[constraint].violation.item() for p in parts]
-        np.testing.assert_allclose(np.mean(several), float(row), atol=1e-12)
+        estimates = [p.observed_constraints[constraint].violation.item() for p in parts]
+        np.testing.assert_allclose(np.mean(estimates), float(row), atol=1e-12)
         np.testing.assert_allclose(whole.observed_constraints[constraint].violation.item(), float(row), atol=1e-12)
 
 
-def test_the_gradient_is_of_the_users_own_tensors():
-    _, problem = stated()
+def test_gradients_reach_the_users_own_tensors():
+    _, problem = fair_problem()
     model = network()
     Constrained(problem, model).compute_cmp_state(torch.arange(10)).loss.backward()
     assert all(p.grad is not None for p in model.parameters())
 
 
 def test_multipliers_by_name_and_sign():
-    """min (a − 1)² + (b − 2)² s.t. a + b = 1, a ≥ 0.5, a user's own Cooper problem that measures both otherwise."""
+    """Solve min (a − 1)² + (b − 2)² s.t. a + b = 1, a ≥ 0.5, with other signs and scales in Cooper."""
     points = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0]], dtype=F64), name="point")
     line, side = dif.linear([1.0, 1.0]), dif.linear([1.0, 0.0])
     problem = dif.Problem(points.mean(), [(line == 1.0).named("line"), (side >= 0.5).named("side")])
@@ -102,9 +102,9 @@ def test_multipliers_by_name_and_sign():
         def compute_cmp_state(self):
             raise NotImplementedError
 
-    taken = solution_of(problem, solution.params, Mine(), signs={"line": -1.0, "side": 10.0})
-    np.testing.assert_allclose(taken.lam, solution.lam, atol=1e-6)  # Cooper keeps float32
-    assert taken.converged
+    solution_read = solution_of(problem, solution.params, Mine(), signs={"line": -1.0, "side": 10.0})
+    np.testing.assert_allclose(solution_read.lam, solution.lam, atol=1e-6)  # Cooper stores multipliers in float32
+    assert solution_read.converged
     assert not solution_of(problem, solution.params, Mine()).converged
 
     with pytest.raises(dif.InvalidInputError) as caught:
@@ -113,15 +113,15 @@ def test_multipliers_by_name_and_sign():
     wide = dif.Problem(points.mean(), [(dif.linear(torch.eye(2)) <= 9.0).named("side"), (line == 1.0).named("line")])
     with pytest.raises(dif.InvalidInputError, match="1 values") as caught:
         solution_of(wide, solution.params, Mine())
-    assert caught.value.meaning == "Every row of every constraint has one multiplier."
+    assert caught.value.meaning == "Each row of the constraint has one multiplier."
     with pytest.raises(dif.InvalidInputError) as caught:
         train(problem, solution.params, batch_size=0)
-    assert caught.value.meaning == "Nothing would be trained."
+    assert caught.value.meaning == "Otherwise no training step is made."
 
     other = dif.Problem(points.mean(), [(line == 1.0).named("budget")])
-    with pytest.raises(dif.InvalidInputError, match="none for budget; there are line, side") as caught:
+    with pytest.raises(dif.InvalidInputError, match="no multipliers for budget, only for line, side") as caught:
         solution_of(other, solution.params, Mine())
-    assert caught.value.meaning == "Multipliers are taken over by name."
+    assert caught.value.meaning == "Multipliers are matched to constraints by name."
 
     class Implied(cooper.multipliers.ImplicitMultiplier):
         expects_constraint_features = False
@@ -136,12 +136,12 @@ def test_multipliers_by_name_and_sign():
     mine.line.multiplier = Implied()
     with pytest.raises(dif.InvalidInputError) as caught:
         solution_of(problem, solution.params, mine)
-    assert caught.value.meaning == "An implicit multiplier has no value of its own for each row."
+    assert caught.value.meaning == "An implicit multiplier does not store a value for each row."
 
 
 @pytest.mark.parametrize("augmented", [False, True])
-def test_cooper_goes_to_where_dif_does(augmented):
-    """All samples in every step, dict params, a vector of rows, an equality: the same solution by both."""
+def test_cooper_converges_to_the_solution_of_dif(augmented):
+    """Full batches, params in a dict, a vector-valued constraint and an equality."""
     points = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0], [0.0, 3.0]]).double())
     rows = (dif.linear(torch.eye(2)) <= torch.tensor([0.2, 5.0])).named("limits")
     problem = dif.Problem(points.mean(), [rows, (dif.linear([1.0, 1.0]) == 2.0).named("sum")])
@@ -153,20 +153,20 @@ def test_cooper_goes_to_where_dif_does(augmented):
             init=torch.ones(size).double()
         )
     cmp = Constrained(problem, params, **options)
-    together = cooper.optim.SimultaneousOptimizer(
+    optimizer = cooper.optim.SimultaneousOptimizer(
         cmp=cmp,
         primal_optimizers=torch.optim.SGD(params.values(), lr=0.05),
         dual_optimizers=torch.optim.SGD(cmp.dual_parameters(), lr=0.05, maximize=True),
     )
     for _ in range(3000):
-        together.roll()
+        optimizer.roll()
     found, expected = solution_of(problem, params, cmp), dif.fit(problem, params, show_progress=False)
     np.testing.assert_allclose(found.theta, expected.theta, atol=1e-5)
     np.testing.assert_allclose(found.lam, expected.lam, atol=1e-4)
     assert found.converged
 
 
-def test_a_module_of_another_type_than_the_data_is_named_before_training():
+def test_mixed_dtypes_are_refused_before_training():
     X = torch.randn(20, 3, dtype=torch.float64)
     samples = dif.Samples(lambda m, z: m(z)[:, 0] ** 2, X, name="train")
     with pytest.raises(dif.InvalidInputError, match="Mixed types lose digits silently"):

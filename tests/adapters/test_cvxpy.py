@@ -1,4 +1,4 @@
-"""The CVXPY adapter against solving again: each branch of a kink, duals and values, every kind of parameter."""
+"""The CVXPY adapter, compared with solving again: both sides of kinks, duals and values, all kinds of parameters."""
 
 import numpy as np
 import pytest
@@ -12,32 +12,34 @@ from dif.adapters.cvxpy import Sensitivity  # noqa: E402
 TIGHT = {"solver": "CLARABEL", "tol_gap_abs": 1e-13, "tol_gap_rel": 1e-13, "tol_feas": 1e-13}
 
 
-def state(things):
-    return [np.array(t.value if isinstance(t, cp.Variable) else t.dual_value, dtype=float) for t in things]
+def read_values(items):
+    return [np.array(t.value if isinstance(t, cp.Variable) else t.dual_value, dtype=float) for t in items]
 
 
-def solved_again(problem, parameter, directions, things, eps):
-    """One-sided difference quotients of the values and duals, and of the optimal value."""
+def difference_quotients(problem, parameter, directions, items, eps):
+    """Return one-sided difference quotients of the values and duals, and of the optimal value."""
     before = np.array(parameter.value, dtype=float)
     problem.solve(**TIGHT)
-    here, value, rows = state(things), problem.value, []
+    here, value, rows = read_values(items), problem.value, []
     for direction in directions:
         parameter.value = before + eps * direction
         problem.solve(**TIGHT)
-        rows.append([*((b - a) / eps for a, b in zip(here, state(things), strict=True)), (problem.value - value) / eps])
+        rows.append(
+            [*((b - a) / eps for a, b in zip(here, read_values(items), strict=True)), (problem.value - value) / eps]
+        )
     parameter.value = before
     problem.solve(**TIGHT)
-    return [np.stack([row[k] for row in rows]) for k in range(len(things) + 1)]
+    return [np.stack([row[k] for row in rows]) for k in range(len(items) + 1)]
 
 
-def agrees(problem, parameter, directions, things, eps=1e-5, atol=2e-5):
+def check_against_differences(problem, parameter, directions, items, eps=1e-5, atol=2e-5):
     problem.solve()
     sensitivity = Sensitivity(problem)
     found = sensitivity.along({parameter: directions})
-    *expected, value = solved_again(problem, parameter, directions, things, eps)
-    for thing, change in zip(things, expected, strict=True):
-        assert found[thing].shape == change.shape
-        np.testing.assert_allclose(found[thing], change, atol=atol * max(1.0, float(np.abs(change).max())))
+    *expected, value = difference_quotients(problem, parameter, directions, items, eps)
+    for item, change in zip(items, expected, strict=True):
+        assert found[item].shape == change.shape
+        np.testing.assert_allclose(found[item], change, atol=atol * max(1.0, float(np.abs(change).max())))
     np.testing.assert_allclose(found.objective, value, atol=10 * eps * max(1.0, float(np.abs(value).max())))
     assert max(float(np.abs(change).max()) for change in expected) > 1e-3
     return sensitivity
@@ -55,7 +57,7 @@ def toy():
 def test_both_branches_at_the_kink_of_the_toy():
     problem, w, theta, ball = toy()
     sensitivity = Sensitivity(problem)
-    assert len(sensitivity.qp.weak) == 3  # two sides of |θ| and the ball: no row binds
+    assert len(sensitivity.qp.weak) == 3  # both sides of |θ| and the ball; no row binds
     assert len(sensitivity.qp.binding) == 0
     removal = np.array([[0.0, -1 / 3, 0.0]])
     found = sensitivity.along({w: np.concatenate([removal, -removal])})
@@ -71,7 +73,7 @@ def test_both_branches_at_the_kink_of_the_toy():
 
 @pytest.mark.parametrize("bounds", ["paper", "binding"])
 def test_the_papers_regression_all_samples_at_once(bounds):
-    """Equal to DirectionalInfluence on the same problem, and to solving again without some of the samples."""
+    """Compare with DirectionalInfluence on the same problem and with solving again without some of the samples."""
     X, y = (t.numpy() for t in regression.data(0))
     train, stated = regression.problem(0, bounds)
     limits, n = stated.constraints[1].tau.numpy(), regression.N
@@ -98,7 +100,7 @@ def test_a_portfolio_that_is_maximised():
     budget, most = cp.sum(share) == 1, share <= 0.2
     risk = cp.quad_form(share, B @ B.T / 12 + 0.1 * np.eye(12))
     problem = cp.Problem(cp.Maximize(gain @ share - risk), [budget, most])
-    sensitivity = agrees(problem, gain, rng.normal(size=(5, 12)), [share, budget, most], atol=1e-4)
+    sensitivity = check_against_differences(problem, gain, rng.normal(size=(5, 12)), [share, budget, most], atol=1e-4)
     assert len(sensitivity.qp.binding) > 1
 
 
@@ -110,8 +112,8 @@ def test_the_dual_of_a_support_vector_machine():
     rows = [a >= 0, a <= most, y @ a == 0]
     problem = cp.Problem(cp.Minimize(0.5 * cp.sum_squares((y[:, None] * X).T @ a) - cp.sum(a)), rows)
     problem.solve(**TIGHT)
-    full = np.flatnonzero(a.value > 1 - 1e-6)[:6]  # at their bound: the solution moves with it
-    agrees(problem, most, -np.eye(30)[full], [a, rows[2]])
+    full = np.flatnonzero(a.value > 1 - 1e-6)[:6]  # at their bound, with which the solution moves
+    check_against_differences(problem, most, -np.eye(30)[full], [a, rows[2]])
 
 
 @pytest.mark.parametrize("kind", ["lasso", "matrix", "symmetric", "hinge", "scalar"])
@@ -122,26 +124,32 @@ def test_other_parameters(kind):
     error = cp.sum_squares(X @ theta - y) / 30
     if kind == "lasso":
         price = cp.Parameter(nonneg=True, value=0.2)
-        agrees(cp.Problem(cp.Minimize(error + price * cp.norm1(theta))), price, np.array([1.0, -1.0]), [theta])
+        check_against_differences(
+            cp.Problem(cp.Minimize(error + price * cp.norm1(theta))), price, np.array([1.0, -1.0]), [theta]
+        )
     elif kind == "matrix":
         rows = cp.Parameter((2, 3), value=rng.normal(size=(2, 3)))
         below = rows @ theta <= -0.2
         directions = rng.normal(size=(3, 2, 3))
-        agrees(cp.Problem(cp.Minimize(error), [below]), rows, directions, [theta, below], eps=1e-6, atol=1e-4)
+        check_against_differences(
+            cp.Problem(cp.Minimize(error), [below]), rows, directions, [theta, below], eps=1e-6, atol=1e-4
+        )
     elif kind == "symmetric":
         S, trace = cp.Variable((3, 3), symmetric=True), cp.Parameter(value=0.5)
         fixed = cp.trace(S) == trace
         problem = cp.Problem(cp.Minimize(cp.sum_squares(S - rng.normal(size=(3, 3)))), [fixed])
-        agrees(problem, trace, np.array([1.0, -2.0]), [S, fixed])
+        check_against_differences(problem, trace, np.array([1.0, -2.0]), [S, fixed])
     elif kind == "hinge":
         w = cp.Parameter(30, nonneg=True, value=np.full(30, 1 / 30))
         sides = np.sign(y + 0.3 * rng.normal(size=30))
         loss = cp.multiply(w, cp.square(cp.pos(1 - cp.multiply(sides, X @ theta))))
-        agrees(cp.Problem(cp.Minimize(0.05 * cp.sum_squares(theta) + cp.sum(loss))), w, -np.eye(30) / 30, [theta])
+        check_against_differences(
+            cp.Problem(cp.Minimize(0.05 * cp.sum_squares(theta) + cp.sum(loss))), w, -np.eye(30) / 30, [theta]
+        )
     else:
         shift = cp.Parameter(value=1.0)
-        far = cp.norm1(theta) <= 100  # its epigraph has no curvature and no force: not unique, and of no matter
-        sensitivity = agrees(
+        far = cp.norm1(theta) <= 100  # its epigraph variable is not unique, which does not matter
+        sensitivity = check_against_differences(
             cp.Problem(cp.Minimize(cp.sum_squares(theta - shift)), [far]), shift, np.array([1.0]), [theta]
         )
         assert len(sensitivity.qp.binding) == len(sensitivity.qp.weak) == 0
@@ -157,7 +165,7 @@ def test_other_parameters(kind):
     ],
     ids=str,
 )
-def test_attributes_of_variables_do_not_bend_the_answer(attributes, start):
+def test_attributes_of_variables_do_not_change_the_derivative(attributes, start):
     c, v = cp.Parameter(2, value=start), cp.Variable(2, **attributes)
     problem = cp.Problem(cp.Minimize(cp.sum_squares(v - c)))
     problem.solve()
@@ -171,8 +179,8 @@ def test_a_diagonal_variable():
     np.testing.assert_allclose(Sensitivity(problem).along({g: 1.0})[D], np.eye(2)[None], atol=1e-9)
 
 
-def test_solutions_that_are_not_unique_are_refused_however_they_lie():
-    words = "The solution or its multipliers are not unique, so there is no derivative."
+def test_solutions_that_are_not_unique_are_refused_wherever_they_are():
+    meaning = "The solution or its multipliers are not unique, so there is no derivative."
     x, c = cp.Variable(2, nonneg=True), cp.Parameter(2, value=[1.0, 1.0])
     line = cp.Problem(cp.Minimize(c @ x), [cp.sum(x) == 1])
     w, v = cp.Parameter(4, nonneg=True, value=np.full(4, 0.25)), cp.Variable()
@@ -186,7 +194,7 @@ def test_solutions_that_are_not_unique_are_refused_however_they_lie():
     one_side = cp.Problem(cp.Minimize(cp.square(b[0]) + cp.pos(b[0] - b[1]) + p * b[1]), [b[1] <= 1e9])
     for problem in (line, median, cp.Problem(cp.Minimize(loss)), one_side):
         problem.solve()
-        refused(problem, "singular", words)
+        refused(problem, "singular", meaning)
     shrunk = cp.Problem(cp.Minimize(loss + 1e-6 * cp.sum_squares(theta)))
     shrunk.solve()
     H = 2 * X.T @ X / 50 + 2e-6 * np.eye(6)
@@ -196,18 +204,18 @@ def test_solutions_that_are_not_unique_are_refused_however_they_lie():
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def refused(problem, words, meaning):
+def refused(problem, text, meaning):
     with pytest.raises(dif.DifError) as caught:
         Sensitivity(problem)
-    assert words in str(caught.value)
+    assert text in str(caught.value)
     assert caught.value.meaning == meaning
 
 
-def test_what_is_not_such_a_problem_is_refused_by_name():
+def test_unsupported_problems_are_refused():
     z, g = cp.Variable(2), cp.Parameter(value=1.0)
-    quadratic = "The derivative is taken on the canonical quadratic program, whose data are affine in the parameters."
+    quadratic = "The canonical quadratic program is differentiated, and its data must be affine in the parameters."
     refused(cp.Problem(cp.Minimize(cp.sum(cp.exp(z)) + g * z[0])), "exp", quadratic)
-    refused(cp.Problem(cp.Minimize(cp.sum_squares(z))), "it has no Parameter", quadratic)
+    refused(cp.Problem(cp.Minimize(cp.sum_squares(z))), "has no Parameter", quadratic)
     refused(cp.Problem(cp.Minimize(g**2 * cp.sum_squares(z))), "DPP", quadratic)
     whole = cp.Variable(2, integer=True)
     refused(cp.Problem(cp.Minimize(cp.sum_squares(whole - g))), "integer", quadratic)
@@ -219,26 +227,26 @@ def test_what_is_not_such_a_problem_is_refused_by_name():
     g.value = 0.0
     still.solve()
     g.value = 5.0  # the same optimal value, another solution
-    refused(still, "at best", "Its parameters have changed since, or the solver stopped early.")
+    refused(still, "at the optimum", "The parameters have changed since the solve, or the solver stopped early.")
     g.value = 1.0
     z = cp.Variable(2)
     refused(cp.Problem(cp.Minimize(cp.sum_squares(z - g))), "None", "The derivative is taken at a solution.")
-    refused(z, "Variable", "Its canonical quadratic program is what is differentiated.")
+    refused(z, "Variable", "The canonical quadratic program of a problem is differentiated.")
 
 
-def test_no_derivative_no_number():
+def test_missing_derivatives_and_invalid_directions_are_refused():
     z, g = cp.Variable(2), cp.Parameter(value=1.0)
-    words = "The solution or its multipliers are not unique, so there is no derivative."
+    meaning = "The solution or its multipliers are not unique, so there is no derivative."
     flat = cp.Problem(cp.Minimize(cp.square(z[0] + z[1] - g)))
     flat.solve()
-    refused(flat, "singular", words)
+    refused(flat, "singular", meaning)
     twice = cp.Problem(cp.Minimize(cp.sum_squares(z - g)), [z[0] <= 0.5, z[0] <= 0.5])
     twice.solve()
-    refused(twice, "singular", words)
+    refused(twice, "singular", meaning)
     sound = cp.Problem(cp.Minimize(cp.sum_squares(z - g)), [z[0] <= 0.5])
     sound.solve()
     g.value = 7.0
-    refused(sound, "42.25", "Its parameters have changed since, or the solver stopped early.")
+    refused(sound, "42.25", "The parameters have changed since the solve, or the solver stopped early.")
     sound.solve()
     sensitivity = Sensitivity(sound)
     g.value = 8.0
@@ -246,13 +254,15 @@ def test_no_derivative_no_number():
         sensitivity.along({g: 1.0})
     assert caught.value.meaning == "It was prepared at another solution."
     g.value = 7.0
-    for wrong, meaning in (
-        ({g: [1.0, np.nan]}, "A direction says how much each entry of a parameter changes."),
-        ({cp.Parameter(): 1.0}, "A direction says how much each entry of a parameter changes."),
+    for direction, found in (
+        ({g: [1.0, np.nan]}, "has 1 of 2 entries that are not finite."),
+        ({g: [[1.0]]}, "has shape (1, 1)."),
+        ({cp.Parameter(): 1.0}, "was given, but the problem has no such parameter."),
     ):
         with pytest.raises(dif.InvalidInputError) as caught:
-            sensitivity.along(wrong)
-        assert caught.value.meaning == meaning
+            sensitivity.along(direction)
+        assert caught.value.found.endswith(found)
+        assert caught.value.meaning == "A direction says how much each entry of a parameter of the problem changes."
     with pytest.raises(dif.InvalidInputError) as caught:
         sensitivity.remove_each(g)
     assert caught.value.meaning == "Removing a sample sets its weight to 0."
@@ -261,14 +271,15 @@ def test_no_derivative_no_number():
     assert caught.value.meaning == "Only those have a value at the solution."
 
 
-def test_an_unreadable_solution_is_refused(monkeypatch):
+def test_an_active_set_that_keeps_changing_is_refused(monkeypatch):
     z, g = cp.Variable(2), cp.Parameter(value=1.0)
     problem = cp.Problem(cp.Minimize(cp.sum_squares(z - g)), [z >= g, cp.sum(z) <= 4.0])
     problem.solve()
     monkeypatch.setattr("dif.adapters.quadratic_program._ROUNDS", 0)
-    refused(problem, "still changing", "The solution is too degenerate to be read: rows are added and dropped in turn.")
+    meaning = "The solution is too degenerate: the same constraints are added and dropped in turn."
+    refused(problem, "still changing after 0 rounds", meaning)
     g.value = 3.0
-    refused(problem, "status", "It has no solution at these values of its parameters, or is too badly scaled.")
+    refused(problem, "status", "It has no solution for the current values of its parameters, or is too badly scaled.")
 
 
 def test_directions_of_several_parameters_go_together():
@@ -284,11 +295,11 @@ def test_directions_of_several_parameters_go_together():
     assert caught.value.meaning == "Each direction moves all parameters together."
 
 
-# Rows that pin the solution, terms of parameters alone, scales
+# Solutions fixed by the active rows, terms of parameters only, scales
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_rows_alone_may_pin_the_solution(seed):
+def test_the_active_rows_may_fix_the_solution(seed):
     rng = np.random.default_rng(seed)
     d = int(rng.integers(1, 6))
     R, at, x = rng.normal(size=(d + 3, d)), rng.normal(size=d), cp.Variable(d)
@@ -327,7 +338,7 @@ def offsets():
 
 
 @pytest.mark.parametrize("case", offsets())
-def test_terms_of_parameters_alone(case):
+def test_terms_of_parameters_only(case):
     s, term, rows, value, moved = offsets()[case]
     x, w = cp.Variable(2), cp.Parameter(2, nonneg=True, value=[1.0, 1.5])
     loss = cp.sum(cp.multiply(w, cp.square(x - 1))) + term
@@ -353,7 +364,7 @@ def test_both_sides_of_a_kink_of_the_parameters_and_none_at_the_edge_of_a_domain
     np.testing.assert_allclose(sensitivity.along({s: [1.0, -2.0]}).objective, [1.0, 2.0], atol=1e-9)
     with pytest.raises(dif.DegenerateError) as caught:
         sensitivity.along({n: 1.0})
-    assert caught.value.meaning == "The term has no derivative along a direction that was asked for."
+    assert caught.value.meaning == "The term has no derivative along one of the directions."
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
@@ -392,23 +403,24 @@ def test_problems_at_zero_and_far_below_one():
 
 
 def at_a_kink(seed):
-    """A problem whose solution is chosen, with rows that bind, are weak and are slack, and two directions.
+    """Build a random problem with a known solution and with binding, weak and inactive rows.
 
-    Also whether its active rows depend on each other. The cost is what makes the chosen point a solution.
+    Return it with two directions, its variable and constraints, and whether its active rows are dependent. The cost is
+    chosen so that the given point is a solution.
     """
     rng = np.random.default_rng(seed)
     kind, d = ("rows", "box", "lasso", "ball", "pieces", "largest")[seed % 6], int(rng.integers(1, 6))
     at = rng.normal(size=d) * float(rng.random() < 0.9)
     if kind in ("lasso", "ball"):
         at = at * (rng.random(d) < 0.5)
-    count = int(rng.choice([0, max(d - 1, 1), d + 5], p=[0.15, 0.15, 0.7]))  # none: vertices, or not unique
+    count = int(rng.choice([0, max(d - 1, 1), d + 5], p=[0.15, 0.15, 0.7]))  # 0: a vertex, or not unique
     X, y = rng.normal(size=(count, d)) * 10.0 ** rng.uniform(-0.3, 0.3, size=d), rng.normal(size=count)
     x, cost = cp.Variable(d), cp.Parameter(d)
     loss, slope = 0.5 * cp.sum_squares(X @ x - y) if count else 0.0, X.T @ (X @ at - y)
     rows, dependent = [], False
 
     def matrix(active):
-        """Rows, of which the active ones are far from dependent, and from parallel to what X does not see."""
+        """Return rows whose active ones are far from dependent, and from orthogonal to the null space of X."""
         unseen = np.linalg.svd(X)[2][count:] if count else np.eye(d)
         while True:
             G = rng.normal(size=(active + 3, d))
@@ -464,14 +476,16 @@ SOLVERS = (
 )
 
 
-def moved_solution(problem, moves, length, things, solver):
-    """Variables, duals and value when the parameters are moved, in one vector; infinite where there is no solution."""
+def moved_solution(problem, moves, length, items, solver):
+    """Return variables, duals and value for moved parameters in one vector; infinite if there is no solution."""
     before = {p: p.value for p in moves}
     try:
         for p, move in moves.items():
             p.value = before[p] + length * move
         problem.solve(**solver)
-        found = [*map(np.ravel, state(things)), [problem.value]] if problem.status == cp.OPTIMAL else [[problem.value]]
+        found = (
+            [*map(np.ravel, read_values(items)), [problem.value]] if problem.status == cp.OPTIMAL else [[problem.value]]
+        )
     except (cp.SolverError, ValueError):  # the step is longer than the sign of a parameter allows
         found = [[np.nan]]
     for p, value in before.items():
@@ -479,12 +493,15 @@ def moved_solution(problem, moves, length, things, solver):
     return np.concatenate(found)
 
 
-def matches_one_sided_differences(problem, moves, things, mine):
-    """Within 1e-5 at two successive steps; x and the duals move in a line, the value in a parabola, up to a switch."""
+def matches_one_sided_differences(problem, moves, items, mine):
+    """Tell whether `mine` is within 1e-5 of difference quotients at two successive step sizes.
+
+    Up to a change of the active set, x and the duals are linear and the value is quadratic in the step.
+    """
     for solver in SOLVERS:
         near = 0
         for step in 10.0 ** np.arange(-1.0, -6.5, -0.5) / max(1.0, np.abs(mine).max()):
-            after = [moved_solution(problem, moves, k * step, things, solver) for k in (1, 2, 3)]
+            after = [moved_solution(problem, moves, k * step, items, solver) for k in (1, 2, 3)]
             if any(len(one) < len(mine) for one in after):
                 continue
             slope = (-2.5 * after[0] + 4.0 * after[1] - 1.5 * after[2]) / step
@@ -494,15 +511,15 @@ def matches_one_sided_differences(problem, moves, things, mine):
     return False
 
 
-def jumps(problem, directions, things):
-    """Tilted this way and that by 1e-6, the solution or a multiplier moves by 1e-3 or more: it is not unique.
+def jumps(problem, directions, items):
+    """Tell whether the solution or a multiplier changes by 1e-3 when the parameters change by 1e-6: it is not unique.
 
-    A solve that fails shows nothing.
+    Solves that fail are ignored.
     """
     rng = np.random.default_rng(0)
     for solver in SOLVERS * 3:
-        tilt = {p: rng.normal(size=p.shape) for p in directions}
-        one, other = (moved_solution(problem, tilt, length, things, solver) for length in (1e-6, -1e-6))
+        change = {p: rng.normal(size=p.shape) for p in directions}
+        one, other = (moved_solution(problem, change, length, items, solver) for length in (1e-6, -1e-6))
         if np.isinf(one).any() or np.isinf(other).any():
             return True
         if len(one) == len(other) > 1 and np.abs(one - other)[:-1].max() > 1e-3:
@@ -510,44 +527,44 @@ def jumps(problem, directions, things):
     return False
 
 
-def counted(seeds):
-    """Each is right, or is refused and a second solve confirms it."""
+def count_outcomes(seeds):
+    """Count the outcomes; each answer must be right, and each refusal confirmed by a second solve."""
     counts = {"right": 0, "right, with weak rows": 0, "refused": 0, "refused: dependent rows": 0}
     for seed in seeds:
-        problem, directions, things, dependent = at_a_kink(seed)
+        problem, directions, items, dependent = at_a_kink(seed)
         problem.solve(solver="CLARABEL")
         try:
             sensitivity = Sensitivity(problem)
             found = sensitivity.along(directions)
         except dif.DifError:
-            assert dependent or jumps(problem, directions, things), seed
+            assert dependent or jumps(problem, directions, items), seed
             counts["refused: dependent rows" if dependent else "refused"] += 1
             continue
         for k in range(2):
-            mine = np.append(np.concatenate([np.ravel(found[thing][k]) for thing in things]), found.objective[k])
+            mine = np.append(np.concatenate([np.ravel(found[item][k]) for item in items]), found.objective[k])
             moves = {p: value[k] for p, value in directions.items()}
-            assert matches_one_sided_differences(problem, moves, things, mine), (seed, k)
+            assert matches_one_sided_differences(problem, moves, items, mine), (seed, k)
         counts["right, with weak rows" if len(sensitivity.qp.weak) else "right"] += 1
     return counts
 
 
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
 def test_a_hundred_random_problems_at_kinks_and_vertices():
-    assert counted(range(100))["right, with weak rows"] > 25
+    assert count_outcomes(range(100))["right, with weak rows"] > 25
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Solution may be inaccurate")
 def test_five_hundred_random_problems_at_kinks_and_vertices():
-    counts = counted(range(500))
+    counts = count_outcomes(range(500))
     print(counts)
     assert counts["right"] + counts["right, with weak rows"] > 350
 
 
-@pytest.mark.parametrize("junk", [[[1.0], [1.0, 2.0]], "a", {}])
-def test_directions_that_are_no_numbers_are_refused(junk):
+@pytest.mark.parametrize("direction", [[[1.0], [1.0, 2.0]], "a", {}])
+def test_directions_that_are_not_numbers_are_refused(direction):
     x, c = cp.Variable(2), cp.Parameter(2, value=[1.0, 1.0])
     problem = cp.Problem(cp.Minimize(cp.sum_squares(x - c)), [x >= 0])
     problem.solve(solver="CLARABEL")
     with pytest.raises(dif.InvalidInputError, match="cannot be read as numbers"):
-        Sensitivity(problem).along({c: junk})
+        Sensitivity(problem).along({c: direction})

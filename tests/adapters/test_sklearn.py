@@ -1,4 +1,4 @@
-"""scikit-learn's own refits as the oracle; its own checks for the estimators with constraints."""
+"""The scikit-learn adapter, checked against refits; the constrained estimators pass scikit-learn's own checks."""
 
 import pickle
 
@@ -25,7 +25,7 @@ EPS = 1e-4
 
 
 def downweighted(estimator, i, labels=Y):
-    """How coefficients move per unit of weight taken from sample i, by refits with a little of it taken."""
+    """Return the change of the coefficients per unit of weight taken from sample i, by a refit with slightly less."""
     weights = np.ones(len(labels))
     before = np.ravel(clone(estimator).fit(X, labels, sample_weight=weights).coef_)
     weights[i] = 1 - EPS
@@ -84,13 +84,13 @@ def test_leave_one_out_refits_with_a_bound():
     predicted = dif.DirectionalInfluence(solution).scores([c.as_term() for c in coefficients], removals).values
     refits = []
     for i in range(40):
-        kept = np.arange(len(Y)) != i
-        refits.append(LinearRegression(positive=True).fit(X[kept], Y[kept]).coef_ - estimator.coef_)
+        others = np.arange(len(Y)) != i
+        refits.append(LinearRegression(positive=True).fit(X[others], Y[others]).coef_ - estimator.coef_)
     assert dif.Agreement.of(predicted, torch.as_tensor(np.array(refits))).pearson > 0.99
 
 
-def test_a_coefficient_at_zero_that_nothing_holds_there():
-    """A weak bound: y is orthogonal to the last column. Taking weight from one sample or giving it more differ."""
+def test_a_weakly_active_bound_has_different_derivatives_on_both_sides():
+    """The residual is orthogonal to the last column; the weight of a sample is decreased and increased."""
     rng = np.random.default_rng(0)
     A = rng.normal(size=(40, 3))
     y = A[:, 0] + 0.5 * A[:, 1] + 0.3 * rng.normal(size=40)
@@ -103,7 +103,7 @@ def test_a_coefficient_at_zero_that_nothing_holds_there():
     assert solution.active.weak == (2,)
     (train,) = solution.problem.samples
     influence = dif.DirectionalInfluence(solution)
-    seen = []
+    last_changes = []
     for i in range(6):
         for side in (1.0, -1.0):
             weights = np.ones(40)
@@ -111,16 +111,16 @@ def test_a_coefficient_at_zero_that_nothing_holds_there():
             refit = LinearRegression(positive=True, fit_intercept=False).fit(A, y, sample_weight=weights)
             found = influence.change(side * train.remove([i])).flat.numpy()
             np.testing.assert_allclose(found, (refit.coef_ - solution.theta.numpy()) / EPS, atol=1e-4)
-            seen.append(float(found[2]))
-    assert min(map(abs, seen)) < 1e-15  # one side stays at the bound
-    assert max(seen) > 1e-4  # the other leaves it
+            last_changes.append(float(found[2]))
+    assert min(map(abs, last_changes)) < 1e-15  # on one side it stays at the bound
+    assert max(last_changes) > 1e-4  # on the other it leaves the bound
 
 
 @pytest.mark.parametrize("classes", [2, 3])
 @pytest.mark.parametrize("weight", [None, "balanced"])
 def test_logistic_regression_to_first_order(classes, weight):
     labels = np.digitize(Y, [0.0] if classes == 2 else [-0.5, 0.5])
-    fixed = None  # weights that a refit keeps
+    fixed = None  # class weights that a refit does not recompute
     if weight == "balanced":
         fixed = {int(k): len(labels) / (classes * np.sum(labels == k)) for k in np.unique(labels)}
     estimator = LogisticRegression(C=0.5, tol=1e-13, solver="newton-cholesky", class_weight=fixed).fit(X, labels)
@@ -135,8 +135,8 @@ def test_logistic_regression_to_first_order(classes, weight):
         np.testing.assert_allclose(found, downweighted(estimator, i, labels), atol=1e-4)
 
 
-def test_what_cannot_be_read_is_refused():
-    for make, words, meaning in (
+def test_unsupported_estimators_and_options_are_refused():
+    for action, text, meaning in (
         (
             lambda: solution_of(Lasso().fit(X, Y), X, Y),
             "Lasso",
@@ -146,23 +146,23 @@ def test_what_cannot_be_read_is_refused():
             lambda: solution_of(
                 LogisticRegression(l1_ratio=0.5, solver="saga", max_iter=10_000).fit(X, Y > 0), X, Y > 0
             ),
-            "l1_ratio 0.5",
-            "The 1-norm has kinks, at which a solution is no stationary point.",
+            "l1_ratio=0.5",
+            "The 1-norm is not differentiable at 0, where it puts coefficients.",
         ),
         (
             lambda: solution_of(LinearRegression().fit(X, Y), X, Y[::-1].copy()),
             "KKT residual",
-            "They do not solve the problem of this X and y: it was fitted on other data, or stopped early.",
+            "The estimator was fitted on other data, or its solver stopped early.",
         ),
         (
             lambda: FairLogisticRegression(group="sex").fit(X, Y > 0),
             "'sex'",
-            "It names the column of X that says who belongs together.",
+            "It names the column of X with the group of each sample.",
         ),
         (
             lambda: solution_of(LogisticRegression(solver="liblinear").fit(X, Y > 0), X, Y > 0),
             "liblinear",
-            "liblinear shrinks the intercept, so it solves another problem than the others.",
+            "Unlike the other solvers, liblinear penalises the intercept.",
         ),
         (
             lambda: solution_of(LogisticRegressionCV(Cs=2, l1_ratios=(0.0,)).fit(X, Y > 0), X, Y > 0),
@@ -172,25 +172,25 @@ def test_what_cannot_be_read_is_refused():
         (
             lambda: FairLogisticRegression(C=-1.0).fit(X, Y > 0),
             "-1.0",
-            "It weighs a part of the objective, or loosens a bound.",
+            "It scales a term of the objective, or relaxes a constraint.",
         ),
         (
             lambda: FairLogisticRegression().fit(X, Y > 0).influence(X[:3], ["cat"] * 3),
             "'cat'",
-            "A loss is taken against a class that the model knows.",
+            "The loss is only defined for classes that the model was fitted on.",
         ),
         (
             lambda: FairLogisticRegression(group=1, tau=0.0).fit(X, Y > 0),
-            "above 0",
-            "At 0 the constraints repeat each other, so that their multipliers are not unique.",
+            "must be above 0",
+            "At 0 the constraints depend on each other, so their multipliers are not unique.",
         ),
     ):
         with pytest.raises(dif.InvalidInputError) as caught:
-            make()
-        assert words in str(caught.value)
+            action()
+        assert text in str(caught.value)
         assert caught.value.meaning == meaning
     rough = solution_of(Ridge(alpha=1.0, solver="lsqr", tol=1e-3).fit(X, Y), X, Y, polish=False)
-    assert rough.kkt.residual > 1e-6  # as it was fitted
+    assert rough.kkt.residual > 1e-6  # not polished
 
 
 def test_constrained_regression():
@@ -209,45 +209,45 @@ def test_constrained_regression():
     moved = model.influence(indices=[4, 9])
     assert moved.targets == (*(f"coef[{j}]" for j in range(10)), "intercept")
     for row, i in zip(moved.values, (4, 9), strict=True):
-        kept = np.arange(len(Y)) != i
-        again = clone(model).fit(X[kept], Y[kept])
-        np.testing.assert_allclose(row[:10], again.coef_ - model.coef_, atol=0.2 * np.abs(row[:10]).max())
+        others = np.arange(len(Y)) != i
+        refit = clone(model).fit(X[others], Y[others])
+        np.testing.assert_allclose(row[:10], refit.coef_ - model.coef_, atol=0.2 * np.abs(row[:10]).max())
     tested = model.influence(X[:3], Y[:3])
     assert tested.values.shape == (150, 3)
     reloaded = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(reloaded.influence(X[:3], Y[:3]).values, tested.values)
 
 
-@pytest.mark.parametrize("free", [False, True])
-def test_without_a_penalty_and_with_both_kinds_of_weights(free):
+@pytest.mark.parametrize("no_penalty", [False, True])
+def test_without_a_penalty_and_with_both_kinds_of_weights(no_penalty):
     labels, weights = Y > 0, np.random.default_rng(0).uniform(0.5, 1.5, len(Y))
-    options = {"C": np.inf} if free else {"class_weight": "balanced", "C": 0.3}
+    options = {"C": np.inf} if no_penalty else {"class_weight": "balanced", "C": 0.3}
     estimator = LogisticRegression(tol=1e-12, solver="newton-cholesky", **options).fit(X, labels, sample_weight=weights)
     solution = solution_of(estimator, X, labels, sample_weight=weights)
     np.testing.assert_allclose(solution.params["coef"], estimator.coef_[0], atol=1e-6)
 
 
 def test_influence_on_coefficients_is_that_of_refits():
-    """To first order, on average over the samples too: the shrinking must not change with their number."""
+    """Also on average over the samples: the strength of the penalty must not depend on their number."""
     labels = Y > 0
     model = FairLogisticRegression(C=0.1).fit(X, labels)
     found = model.influence(indices=range(0, 150, 3)).values.numpy()
     refits = []
     for i in range(0, 150, 3):
-        kept = np.arange(150) != i
-        again = clone(model).fit(X[kept], labels[kept])
-        refits.append(np.append(again.coef_ - model.coef_, again.intercept_ - model.intercept_))
+        others = np.arange(150) != i
+        refit = clone(model).fit(X[others], labels[others])
+        refits.append(np.append(refit.coef_ - model.coef_, refit.intercept_ - model.intercept_))
     refits = np.array(refits)
     assert dif.Agreement.of(torch.as_tensor(found), torch.as_tensor(refits)).pearson > 0.995
     plain = solution_of(LogisticRegression(C=0.1, tol=1e-12, solver="newton-cholesky").fit(X, labels), X, labels)
     entries = [dif.linear(np.eye(11)[j]).as_term() for j in range(11)]
     removals = plain.problem.samples[0].remove_each(range(0, 150, 3))
     same = dif.DirectionalInfluence(plain).scores(entries, removals, show_progress=False).values
-    np.testing.assert_allclose(found, same, atol=1e-7)  # no group: the same problem as scikit-learn's
+    np.testing.assert_allclose(found, same, atol=1e-7)  # without groups it is the problem of scikit-learn
     np.testing.assert_allclose(found.mean(0), refits.mean(0), atol=0.1 * np.abs(refits).mean())
 
 
-def test_what_was_fitted_is_what_is_asked():
+def test_influence_uses_the_data_and_options_of_fit():
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(X[:, :3], columns=["a", "b", "c"])
     model = ConstrainedLinearRegression(A_ub=[[1.0, 0.0, 0.0]], b_ub=0.0).fit(frame, Y)
@@ -276,15 +276,15 @@ def test_fair_logistic_regression_on_frames_and_in_pipelines():
     assert (model.multipliers_ > 0).sum() == 1
     losses = -np.log(model.predict_proba(frame)[np.arange(200), (labels == "malignant").astype(int)])
     risks = [losses[frame["site"] == g].mean() for g in ("north", "south")]
-    np.testing.assert_allclose(max(risks), losses.mean() + 0.01, atol=1e-9)  # it binds
+    np.testing.assert_allclose(max(risks), losses.mean() + 0.01, atol=1e-9)  # the constraint binds
     assert model.score(frame, labels) > 0.8
     shown = model.influence(frame.iloc[:2], labels[:2]).to_frame()
     assert isinstance(shown, pandas.DataFrame)
     assert shown.shape == (200, 2)
     i = int(np.argmax(np.abs(shown.iloc[:, 0])))
-    kept = np.arange(200) != i
-    again = clone(model).fit(frame[kept], labels[kept])
-    before, after = (-np.log(m.predict_proba(frame[:1])[0, int(labels[0] == "malignant")]) for m in (model, again))
+    others = np.arange(200) != i
+    refit = clone(model).fit(frame[others], labels[others])
+    before, after = (-np.log(m.predict_proba(frame[:1])[0, int(labels[0] == "malignant")]) for m in (model, refit))
     np.testing.assert_allclose(after - before, shown.iloc[i, 0], rtol=0.3)
 
     numbers = frame.drop(columns="site")
@@ -297,7 +297,7 @@ def test_fair_logistic_regression_on_frames_and_in_pipelines():
 
 
 @pytest.mark.parametrize("kind", [np.float16, np.float32, np.int8, bool])
-def test_answers_of_any_numeric_type(kind):
+def test_targets_of_any_numeric_type(kind):
     rng = np.random.default_rng(0)
     X = rng.normal(size=(40, 3))
     y = (X[:, 0] > 0).astype(kind)

@@ -72,17 +72,17 @@ def test_a_linear_solve_that_misses_its_tolerance_is_refused():
     error = refused(
         dif.NotConvergedError, lambda: solver.solve(drawn(2, 5)), "relative residual of the linear solve", text
     )
-    assert error.measured == f"{solver.residual:.3g}"
-    assert error.threshold == "0"
+    assert error.found == f"The relative residual of the linear solve is {solver.residual:.3g}."
+    assert error.allowed == "It must be at most 0."
 
 
 def test_a_pivot_of_rounding_size_is_refused():
     thin = dif.Function(lambda p: 0.5 * p["w"].sum() ** 2 + 0.5e-15 * p["w"][1] ** 2, name="thin")
     at = dif.Solution(dif.Problem(thin), START)
     error = refused(dif.DegenerateError, lambda: dif.ClassicalInfluence(at), "The curvature is not positive definite")
-    assert error.measured.startswith("smallest ")
-    assert 0 <= float(error.measured.split()[1]) < 2.2e-14
-    assert error.threshold == "all above 2.2e-14"
+    assert error.found.startswith("The smallest of the pivots of the curvature is ")
+    assert 0 <= float(error.found.split()[9]) < 2.2e-14
+    assert error.allowed == "All must be above 2.2e-14."
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Conjugate gradients against the factorised matrix, and what they refuse."""
+"""Conjugate gradients compared with the dense factorisation, and the errors of the linear solvers."""
 
 import numpy as np
 import pytest
@@ -15,16 +15,16 @@ from dif.linalg.preconditioner import Nystrom, Scaled
 from dif.linalg.refinement import Refinement
 
 
-def positive(d=60, condition=1e4, seed=0):
+def positive_definite(d=60, condition=1e4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     Q = torch.linalg.qr(torch.randn(d, d, generator=generator, dtype=F64)).Q
     return Q @ torch.diag(torch.logspace(0, -np.log10(condition), d, dtype=F64)) @ Q.T
 
 
 @pytest.mark.parametrize("rank", [0, 10, 60])
-def test_solves_all_columns_whatever_their_size(rank):
-    """Column norms of 1e-8 … 1e8 in one block: each meets its own tolerance."""
-    H = positive()
+def test_columns_of_any_size_are_solved(rank):
+    """With column norms of 1e-8 … 1e8 in one block, each column meets its own tolerance."""
+    H = positive_definite()
     B = torch.randn(60, 9, dtype=F64, generator=torch.Generator().manual_seed(1)) * torch.logspace(-8, 8, 9, dtype=F64)
     B[:, 4] = 0
     solver = ConjugateGradients(Matrix(H), rank=rank)
@@ -38,39 +38,39 @@ def test_solves_all_columns_whatever_their_size(rank):
     assert 0 < solver.residual <= solver.tolerance
 
 
-def test_one_column_or_many_is_the_same():
-    H = positive()
+def test_columns_are_solved_alike_one_by_one_and_together():
+    H = positive_definite()
     B = torch.randn(60, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
     solver = ConjugateGradients(Matrix(H))
     singles = torch.cat([solver.solve(B[:, i : i + 1]) for i in range(5)], 1)
     assert float((solver.solve(B) - singles).norm() / singles.norm()) <= 1e-8
 
 
-def test_the_tolerance_is_honoured():
-    H = positive(condition=1e6)
+def test_the_residual_meets_the_tolerance():
+    H = positive_definite(condition=1e6)
     B = torch.randn(60, 3, dtype=F64, generator=torch.Generator().manual_seed(1))
     steps = []
     for tolerance in (1e-2, 1e-5, 1e-9):
         solver = ConjugateGradients(Matrix(H), tolerance=tolerance, rank=0)
         root = H.diagonal().sqrt()[:, None]
-        left = (B - H @ solver.solve(B)) / root
-        assert float((left.norm(dim=0) / (B / root).norm(dim=0)).max()) <= tolerance
+        residual = (B - H @ solver.solve(B)) / root
+        assert float((residual.norm(dim=0) / (B / root).norm(dim=0)).max()) <= tolerance
         steps.append(solver.steps)
     assert steps == sorted(set(steps))
 
 
 def test_the_preconditioner_saves_steps():
-    H = positive(d=200, condition=1e5)
+    H = positive_definite(d=200, condition=1e5)
     B = torch.randn(200, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
-    plain, helped = ConjugateGradients(Matrix(H), rank=0), ConjugateGradients(Matrix(H), rank=100)
-    plain.solve(B), helped.solve(B)
-    assert helped.steps < 0.7 * plain.steps
+    plain, preconditioned = ConjugateGradients(Matrix(H), rank=0), ConjugateGradients(Matrix(H), rank=100)
+    plain.solve(B), preconditioned.solve(B)
+    assert preconditioned.steps < 0.7 * plain.steps
     eigenvalues = torch.linalg.eigvals(Nystrom(Scaled(Matrix(H), torch.ones(200, dtype=F64)), 200).apply(H)).real
-    assert float(eigenvalues.max() / eigenvalues.min()) < 1.01  # of full rank it is the inverse
+    assert float(eigenvalues.max() / eigenvalues.min()) < 1.01  # with full rank it is the inverse
 
 
 def test_negative_curvature_is_refused():
-    H = positive()
+    H = positive_definite()
     eigenvalues, Q = torch.linalg.eigh(H)
     eigenvalues[-1] = -0.5
     H = Q @ torch.diag(eigenvalues) @ Q.T
@@ -81,7 +81,7 @@ def test_negative_curvature_is_refused():
 
 
 def test_a_stall_is_refused():
-    H = positive(condition=1e10)
+    H = positive_definite(condition=1e10)
     B = torch.randn(60, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
     with pytest.raises(dif.NotConvergedError, match="after 5 iterations of conjugate gradients") as caught:
         ConjugateGradients(Matrix(H), max_iter=5, rank=0).solve(B)
@@ -100,10 +100,10 @@ def test_influence_is_the_same_without_the_matrix(make):
         (dif.ClassicalInfluence, {}),
     ):
         dense = kind(solution, **options).scores(train, removals)
-        free = kind(solution, solver=ConjugateGradients, **options).scores(train, removals)
+        iterative = kind(solution, solver=ConjugateGradients, **options).scores(train, removals)
         scale = float(dense.values.abs().max())
-        assert float((dense.values - free.values).abs().max()) <= 1e-8 * scale
-        assert 0 < free.diagnostics["solver_residual"] <= 1e-10
+        assert float((dense.values - iterative.values).abs().max()) <= 1e-8 * scale
+        assert 0 < iterative.diagnostics["solver_residual"] <= 1e-10
 
 
 def test_products_and_matrix_agree():
@@ -115,12 +115,12 @@ def test_products_and_matrix_agree():
     expected = expected + 0.1 * torch.eye(4, dtype=F64)
     np.testing.assert_allclose(curvature.product(V), expected @ V, rtol=1e-12)
     np.testing.assert_allclose(curvature.dense(), expected, rtol=1e-12)
-    again = Curvature(solution.program.rows, solution.theta, solution.program.weights(solution.lam))
-    np.testing.assert_allclose(again.dense(), torch.func.hessian(_lagrangian(solution))(solution.theta), rtol=1e-10)
+    curvature = Curvature(solution.program.rows, solution.theta, solution.program.weights(solution.lam))
+    np.testing.assert_allclose(curvature.dense(), torch.func.hessian(_lagrangian(solution))(solution.theta), rtol=1e-10)
 
 
 def _lagrangian(solution):
-    """L(θ) written out by hand from the data."""
+    """Return L(θ), written out from the data."""
     train = solution.program.rows.tables[0].samples
     group = torch.arange(60) % 3
 
@@ -134,7 +134,7 @@ def _lagrangian(solution):
 
 
 def test_tangent_curvature_by_lanczos(monkeypatch):
-    H = positive(d=80, condition=30)
+    H = positive_definite(d=80, condition=30)
     H = H - 0.02 * torch.eye(80, dtype=F64)
     G = torch.randn(3, 80, dtype=F64, generator=torch.Generator().manual_seed(3))
     ones = torch.ones(80, dtype=F64)

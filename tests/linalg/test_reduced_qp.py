@@ -1,74 +1,74 @@
-"""The small QP against its own optimality conditions and against CVXPY."""
+"""The QP in the multipliers, checked against its optimality conditions and against CVXPY."""
 
 import cvxpy as cp
 import numpy as np
 import pytest
 
-from dif.linalg.multiplier_qp import _daqp, solve_reduced_qp
+from dif.linalg.multiplier_qp import _solve_daqp, solve_reduced_qp
 
 
-def conditions(S, a, free, nu):
-    """How far ν is from solving it, relative to the size of a, worst over the rows."""
+def violation(S, a, equal, nu):
+    """Return how far ν is from satisfying the conditions, relative to the size of a; the largest over all rows."""
     t = a - nu @ S
     size = np.abs(a).max(1, keepdims=True)
     wrong = np.where(
-        free, np.abs(t), np.maximum(np.maximum(t, -nu * np.diag(S)), np.minimum(np.abs(t), np.abs(nu) * np.diag(S)))
+        equal, np.abs(t), np.maximum(np.maximum(t, -nu * np.diag(S)), np.minimum(np.abs(t), np.abs(nu) * np.diag(S)))
     )
     return float((wrong / size).max())
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 6, 12, 40])
-@pytest.mark.parametrize("share_free", [0.0, 0.4, 1.0])
-def test_solves_its_conditions(m, share_free):
+@pytest.mark.parametrize("share_equal", [0.0, 0.4, 1.0])
+def test_solution_satisfies_the_conditions(m, share_equal):
     rng = np.random.default_rng(m)
     for _ in range(5):
         G = rng.standard_normal((m, m + 3)) * 10.0 ** rng.uniform(-3, 3, (m, 1))  # rows of very different scales
-        S, free = G @ G.T, rng.uniform(size=m) < share_free
+        S, equal = G @ G.T, rng.uniform(size=m) < share_equal
         a = rng.standard_normal((300, m)) * np.sqrt(np.diag(S))
-        nu, failed = solve_reduced_qp(S, a, free)
+        nu, failed = solve_reduced_qp(S, a, equal)
         assert not failed
         scaled = S / np.sqrt(np.outer(np.diag(S), np.diag(S)))
-        assert conditions(scaled, a / np.sqrt(np.diag(S)), free, nu * np.sqrt(np.diag(S))) <= 1e-9
+        assert violation(scaled, a / np.sqrt(np.diag(S)), equal, nu * np.sqrt(np.diag(S))) <= 1e-9
 
 
 def test_pivoting_and_daqp_agree():
     rng = np.random.default_rng(0)
     for m in (3, 8, 20):
         G = rng.standard_normal((m, m + 2))
-        S, free = G @ G.T, np.arange(m) < 2
+        S, equal = G @ G.T, np.arange(m) < 2
         a = rng.standard_normal((20, m))
-        batched, _ = solve_reduced_qp(S, a, free)
-        single = np.stack([_daqp(S, row, free, np.ones(m)) for row in a])
+        batched, _ = solve_reduced_qp(S, a, equal)
+        single = np.stack([_solve_daqp(S, row, equal, np.ones(m)) for row in a])
         np.testing.assert_allclose(batched, single, rtol=1e-7, atol=1e-8)
 
 
-@pytest.mark.parametrize("free_rows", [0, 1, 2])
-def test_dependent_rows_against_cvxpy(free_rows):
-    """More rows than dimensions, boxes with both sides, a row stated twice: ω is unique, ν need not be."""
+@pytest.mark.parametrize("equal_rows", [0, 1, 2])
+def test_dependent_rows_against_cvxpy(equal_rows):
+    """More rows than dimensions, two-sided bounds, a duplicated row: ω is unique, ν need not be."""
     rng = np.random.default_rng(5)
     d = 4
     G = np.concatenate([rng.standard_normal((2, d)), np.eye(d), -np.eye(d), np.ones((1, d))])
-    G = np.concatenate([G, 2.0 * G[:1]])  # the first row again
+    G = np.concatenate([G, 2.0 * G[:1]])  # a copy of the first row
     m = len(G)
     H = np.diag(rng.uniform(0.5, 2.0, d))
     S = G @ np.linalg.solve(H, G.T)
-    free = np.zeros(m, dtype=bool)
-    free[: min(free_rows, 1)] = True
-    free[m - 1] = free_rows == 2  # its copy too
+    equal = np.zeros(m, dtype=bool)
+    equal[: min(equal_rows, 1)] = True
+    equal[m - 1] = equal_rows == 2  # and its copy
     for _ in range(10):
         g = 3 * rng.standard_normal(d)
         c = np.concatenate([np.zeros(2), -np.ones(2 * d), [-1.0], [0.0]])
-        nu = solve_reduced_qp(S, (c - G @ np.linalg.solve(H, g))[None], free)[0][0]
+        nu = solve_reduced_qp(S, (c - G @ np.linalg.solve(H, g))[None], equal)[0][0]
         omega = -np.linalg.solve(H, g + G.T @ nu)
         x = cp.Variable(d)
-        rows = [G[free] @ x + c[free] == 0] if free.any() else []
-        problem = cp.Problem(cp.Minimize(g @ x + 0.5 * cp.quad_form(x, H)), [*rows, G[~free] @ x + c[~free] <= 0])
+        rows = [G[equal] @ x + c[equal] == 0] if equal.any() else []
+        problem = cp.Problem(cp.Minimize(g @ x + 0.5 * cp.quad_form(x, H)), [*rows, G[~equal] @ x + c[~equal] <= 0])
         problem.solve(solver=cp.CLARABEL, tol_gap_abs=1e-12, tol_gap_rel=1e-12, tol_feas=1e-12)
         np.testing.assert_allclose(omega, x.value, atol=1e-8)
-        assert nu[~free].min() >= 0
+        assert nu[~equal].min() >= 0
 
 
-def test_inconsistent_rows_are_named_and_the_others_answered():
+def test_inconsistent_rows_are_reported_and_the_others_solved():
     S, both = np.ones((2, 2)), np.array([True, True])
     nu, failed = solve_reduced_qp(S, np.array([[1.0, -1.0], [2.0, 2.0]]), both)
     assert set(failed) == {0}

@@ -187,7 +187,7 @@ def test_no_positive_curvature_on_the_tangent_space_is_refused():
         assert error.allowed == f"It must be above {at.active.curvature_floor:.1e} of each coordinate's own."
     # without strict there is still no unique answer, and none is given
     error = refused(dif.DegenerateError, lambda: dif.DirectionalInfluence(at, strict=False), "pivots of the curvature")
-    assert error.measured == "one not positive"
+    assert error.found == "One of the pivots of the curvature is not positive."
     none = dif.NewtonInfluence(at, strict=False).change(SADDLE.remove(0))
     assert bool(torch.isnan(none.flat).all())
     assert "The quadratic problem of this step is not convex" in none.diagnostics["unanswered"]

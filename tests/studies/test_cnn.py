@@ -33,13 +33,13 @@ def test_embedded_digits():
 
 
 def test_digits_that_are_not_there(tmp_path):
-    with pytest.raises(dif.InvalidInputError, match=r"measured 60001 and 1000, .* There are no more."):
+    with pytest.raises(dif.InvalidInputError, match=r"`n` is 60001 and `n_test` is 1000. .* MNIST has no more images."):
         mnist(60_001)
-    with pytest.raises(FileNotFoundError, match="four files of MNIST"):
+    with pytest.raises(FileNotFoundError, match="the four files of MNIST"):
         mnist(10, data=tmp_path)
     name = "train-images-idx3-ubyte.gz"
     (tmp_path / name).write_bytes(gzip.compress(b"\0\0\x08\x03 something else"))
-    with pytest.raises(dif.InvalidInputError, match=r"It is damaged, or another file of that name."):
+    with pytest.raises(dif.InvalidInputError, match=r"The file is damaged, or is another file with the same name."):
         mnist(10, data=tmp_path)
     (tmp_path / name).write_bytes(b"no gzip at all")
     with pytest.raises(dif.InvalidInputError, match="BadGzipFile"):

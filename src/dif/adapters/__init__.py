@@ -1,1 +1,1 @@
-"""What users already have, read by dif: each adapter is an extra and uses the public API alone."""
+"""Adapters to CVXPY, Cooper, scikit-learn and checkpoint files. They use only the public API of dif."""

@@ -1,4 +1,4 @@
-"""Trained weights on disk, as Lightning and plain training loops write them."""
+"""Trained weights from checkpoint files, as Lightning and plain training loops write them."""
 
 from __future__ import annotations
 
@@ -12,59 +12,69 @@ from torch import Tensor, nn
 
 from dif import InvalidInputError
 
-_INSIDE = ("state_dict", "model_state_dict", "model")  # where the weights lie in files that hold more than them
+_STATE_KEYS = ("state_dict", "model_state_dict", "model")  # keys under which checkpoints store the weights
+_SHOWN = 4  # tensors of the file that an error lists
 
 
 def restored(
     model: nn.Module, path: str | os.PathLike[str], *, prefix: str | None = None, dtype: torch.dtype = torch.float64
 ) -> nn.Module:
-    """A copy of the model with the weights of a file, in evaluation mode and in double precision.
+    """Return a copy of the model with the weights of a file, in evaluation mode and in double precision.
 
     Args:
-        model: Of the architecture that was trained; not changed.
+        model: A model with the trained architecture; it is not changed.
         path: A state dict, or a checkpoint with one under "state_dict" (Lightning), "model_state_dict" or "model".
-            Read with weights_only=True: nothing in it is executed.
-        prefix: What the names begin with in the file ("model." where a LightningModule holds the network as
-            self.model); found by itself when left out.
-        dtype: Of the copy.
+            It is read with weights_only=True, so no code in it is executed.
+        prefix: Prefix of the names in the file, for example "model." if a LightningModule stores the network as
+            self.model. None: found automatically.
+        dtype: Precision of the copy.
+
+    Raises:
+        InvalidInputError: The file cannot be read, or its weights do not fit the model.
     """
-    try:
-        found: Any = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise
-    except Exception as error:
-        first = str(error).strip().splitlines()[:1]
-        raise InvalidInputError(
-            f"checkpoint {os.fspath(path)!r}",
-            measured=f"{type(error).__name__}: {first[0] if first else 'no text'}",
-            threshold="tensors and plain numbers alone, as torch.load(weights_only=True) reads",
-            meaning="It is damaged, or holds other objects, which would have to be executed to be read.",
-            cure="Save the weights alone where you trust the file: torch.save(model.state_dict(), path).",
-        ) from error
-    inside = [found[key] for key in _INSIDE if isinstance(found, Mapping) and isinstance(found.get(key), Mapping)]
-    state = inside[0] if inside else found
-    own = {name: tuple(t.shape) for name, t in model.state_dict().items()}
-    named = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
-    tensors: dict[str, Tensor] = {k: t for k, t in state.items() if isinstance(t, Tensor)} if named else {}
-    begins = {""} if prefix is None else {prefix}
+    shapes = {name: tuple(t.shape) for name, t in model.state_dict().items()}
+    tensors = _load_tensors(path)
+    prefixes = {""} if prefix is None else {prefix}
     if prefix is None:
-        begins |= {name[: -len(mine)] for name in tensors for mine in own if name.endswith(f".{mine}")}
-    fitting = [b for b in sorted(begins) if _under(tensors, b) == own]
+        prefixes |= {name[: -len(own)] for name in tensors for own in shapes if name.endswith(f".{own}")}
+    fitting = [start for start in sorted(prefixes) if _shapes_under(tensors, start) == shapes]
     if len(fitting) != 1:
-        there = ", ".join(f"{name} {tuple(t.shape)}" for name, t in sorted(tensors.items())[:4]) or "none"
-        several = f"fit under {', '.join(map(repr, fitting))}" if fitting else "do not fit"
+        listed = ", ".join(f"{name} {tuple(t.shape)}" for name, t in sorted(tensors.items())[:_SHOWN]) or "no tensors"
+        how = f"fit under the prefixes {', '.join(map(repr, fitting))}" if fitting else "do not fit the model"
         raise InvalidInputError(
-            f"weights in {os.fspath(path)!r}",
-            measured=f"{several}; there are {there}",
-            threshold="one set with the names and shapes of the model",
-            meaning="The file holds another model, several of them, or names that begin otherwise.",
-            cure="Build the model as it was trained; name the beginning with prefix='model.'.",
+            f"The weights in {os.fspath(path)!r} {how}; there are {listed}.",
+            "One set of weights must have the names and shapes of the model.",
+            "The file holds another model, several models, or names with another prefix.",
+            "Build the model as it was trained, or pass the prefix, for example prefix='model.'.",
         )
     copy = deepcopy(model)
-    copy.load_state_dict({name: tensors[fitting[0] + name] for name in own})
+    copy.load_state_dict({name: tensors[fitting[0] + name] for name in shapes})
     return copy.to(dtype).eval()
 
 
-def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors whose names begin so."""
+def _load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Load the named tensors of a state dict, or of the state dict inside a checkpoint."""
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).strip().splitlines()[:1]).rstrip(".") or "no further details"
+        raise InvalidInputError(
+            f"The checkpoint {os.fspath(path)!r} cannot be read ({type(error).__name__}: {reason}).",
+            "It must contain only tensors and plain numbers, which torch.load(weights_only=True) reads.",
+            "It is damaged, or contains other objects, and reading those would execute code.",
+            "If you trust the file, load it yourself and save only the weights: torch.save(model.state_dict(), path).",
+        ) from error
+    inner = [
+        content[key] for key in _STATE_KEYS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)
+    ]
+    state = inner[0] if inner else content
+    if not isinstance(state, Mapping) or not all(isinstance(name, str) for name in state):
+        return {}
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+
+def _shapes_under(tensors: dict[str, Tensor], prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors whose names start with the prefix, by the rest of the name."""
     return {name[len(prefix) :]: tuple(t.shape) for name, t in tensors.items() if name.startswith(prefix)}

@@ -1,4 +1,4 @@
-"""Estimators with constraints that follow scikit-learn's contract, and know the influence of their samples."""
+"""Constrained estimators with the scikit-learn interface that report the influence of their training samples."""
 
 from __future__ import annotations
 
@@ -14,77 +14,89 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
-from dif.adapters.linear_models import logistic, params_of, samples_of, shrunk, squared, strength
+from dif.adapters.linear_models import (
+    build_params,
+    build_ridge,
+    build_samples,
+    check_strength,
+    logistic_loss,
+    squared_loss,
+)
 
 
-class _Influenced:
-    """What the constrained estimators share: the solution behind them, and its influence."""
+class _InfluenceMixin:
+    """What the constrained estimators share: fitting, `solution_` and `influence`."""
 
     @property
     def solution_(self) -> dif.Solution:
-        """θ̄ and λ̄ of the problem that was solved, made anew from what fit kept."""
+        """The fitted problem with its parameters and multipliers, rebuilt from the fitted attributes."""
         check_is_fitted(self, "coef_")
-        params = self._params(self.coef_, self.intercept_)
-        return dif.Solution(self._stated(), params, torch.as_tensor(self.multipliers_))  # type: ignore[attr-defined]
+        params = self._build_params(self.coef_, self.intercept_)
+        return dif.Solution(self._build_problem(), params, torch.as_tensor(self.multipliers_))  # type: ignore[attr-defined]
 
     def influence(self, X: Any = None, y: Any = None, *, indices: Any = None) -> dif.Influence:
-        """What would change without each training sample, predicted without fitting again.
+        """Predict what would change without each training sample, without refitting.
 
         Args:
-            X: Test samples: the change of the loss of each of them. None: the change of every coefficient, and of
-                the intercept.
-            y: Their targets.
-            indices: Of the training samples asked about; None: all.
+            X: Test samples, to predict the change of the loss of each. None: predict the change of every coefficient
+                and of the intercept.
+            y: Targets of the test samples.
+            indices: Indices of the training samples to remove, one at a time. None: all.
 
         Returns:
-            (training samples, test samples or coefficients): `.top()`, `.to_frame()`, `.save()`.
+            Scores (training samples, test samples or coefficients), with `.top()`, `.to_frame()` and `.save()`.
         """
         solution = self.solution_
         (train,) = solution.problem.samples
         if X is None:
-            d = solution.theta.numel()
-            features = list(getattr(self, "feature_names_in_", range(solution.params["coef"].numel() + 1)))
-            place = getattr(self, "_place", None)
-            if place is not None and hasattr(self, "feature_names_in_"):
-                features.pop(place)
-            names = [f"coef[{features[j] if j < len(features) else j}]" for j in range(d)]
-            if self.fit_intercept:  # type: ignore[attr-defined]
-                names[-1] = "intercept"
-            target: Any = [dif.linear(np.eye(d)[j], name=names[j]).as_term() for j in range(d)]
+            names = self._parameter_names()
+            rows = np.eye(len(names))
+            target: Any = [dif.linear(row, name=name).as_term() for row, name in zip(rows, names, strict=True)]
         else:
-            target = dif.Samples(train.loss, self._seen(X, y), name="test")  # type: ignore[attr-defined]
+            target = dif.Samples(train.loss, self._read_test_samples(X, y), name="test")  # type: ignore[attr-defined]
         return dif.DirectionalInfluence(solution).scores(target, train.remove_each(indices), show_progress=False)
 
+    def _parameter_names(self) -> list[str]:
+        """Return the names of the coefficients, and of the intercept if there is one."""
+        features = list(getattr(self, "feature_names_in_", range(len(self.coef_))))
+        group_column = getattr(self, "_group_column", None)
+        if group_column is not None and hasattr(self, "feature_names_in_"):
+            features.pop(group_column)
+        names = [f"coef[{feature}]" for feature in features]
+        return [*names, "intercept"] if self.fit_intercept else names  # type: ignore[attr-defined]
+
     def _solve(self) -> None:
-        found = dif.fit(self._stated(), self._params(np.zeros(self._X.shape[1]), 0.0), show_progress=False)  # type: ignore[attr-defined]
-        self.coef_ = found.params["coef"].numpy()
-        self.intercept_ = float(found.params["intercept"]) if "intercept" in found.params else 0.0
-        self.multipliers_ = found.lam.numpy()
-        self.kkt_residual_ = found.kkt.residual
-        self.n_iter_ = 1
+        """Fit the problem and set the fitted attributes."""
+        start = self._build_params(np.zeros(self._X.shape[1]), 0.0)  # type: ignore[attr-defined]
+        solution = dif.fit(self._build_problem(), start, show_progress=False)  # type: ignore[attr-defined]
+        self.coef_ = solution.params["coef"].numpy()
+        self.intercept_ = float(solution.params["intercept"]) if "intercept" in solution.params else 0.0
+        self.multipliers_ = solution.lam.numpy()
+        self.kkt_residual_ = solution.kkt.residual
+        self.n_iter_ = 1  # scikit-learn requires this attribute
 
-    def _params(self, coef: Any, intercept: float) -> dict[str, Tensor]:
-        return params_of(coef, intercept if self.fit_intercept else None)  # type: ignore[attr-defined]
+    def _build_params(self, coef: Any, intercept: float) -> dict[str, Tensor]:
+        return build_params(coef, intercept if self.fit_intercept else None)  # type: ignore[attr-defined]
 
 
-class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
+class ConstrainedLinearRegression(_InfluenceMixin, RegressorMixin, BaseEstimator):
     """Least squares under linear constraints on the coefficients: A_eq·coef = b_eq, A_ub·coef ≤ b_ub.
 
     Minimises Σ(yᵢ − xᵢ·coef − intercept)² + alpha‖coef‖².
 
     Args:
         A_eq: (rows, n_features), or None.
-        b_eq: One number, or one per row.
+        b_eq: One number, or one per row of A_eq.
         A_ub: (rows, n_features), or None.
-        b_ub: One number, or one per row.
-        alpha: Ridge on the coefficients.
-        fit_intercept: Whether there is an intercept, which is neither shrunk nor constrained.
+        b_ub: One number, or one per row of A_ub.
+        alpha: Strength of the ridge on the coefficients.
+        fit_intercept: Whether there is an intercept. It is neither penalised nor constrained.
 
     Attributes:
         coef_, intercept_: The solution.
-        multipliers_: Of the rows of A_eq, then of A_ub.
-        kkt_residual_: How well the conditions of optimality hold.
-        solution_: All of it as a dif.Solution.
+        multipliers_: One per row of A_eq, then one per row of A_ub.
+        kkt_residual_: Residual of the optimality conditions.
+        solution_: The fitted problem as a dif.Solution.
 
     >>> X, y = np.arange(12.0).reshape(6, 2) % 5, np.arange(6.0)
     >>> model = ConstrainedLinearRegression(A_eq=[[1.0, 1.0]], b_eq=1.0).fit(X, y)
@@ -106,52 +118,52 @@ class ConstrainedLinearRegression(_Influenced, RegressorMixin, BaseEstimator):
         self.alpha, self.fit_intercept = alpha, fit_intercept
 
     def fit(self, X: Any, y: Any) -> ConstrainedLinearRegression:
-        """Solve it; to a KKT residual of 1e-10."""
-        found: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._X, self._y = (np.array(part, dtype=np.float64) for part in found)
-        self._fitted = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), strength(self.alpha, "alpha")
+        """Solve the problem to a KKT residual of 1e-10."""
+        validated: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+        self._X, self._y = (np.array(part, dtype=np.float64) for part in validated)
+        self._settings = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), check_strength(self.alpha, "alpha")
         self._solve()
         return self
 
     def predict(self, X: Any) -> Any:
-        """X·coef + intercept."""
+        """Return X·coef + intercept."""
         check_is_fitted(self, "coef_")
         return validate_data(self, X, dtype=np.float64, reset=False) @ self.coef_ + self.intercept_
 
-    def _stated(self) -> dif.Problem:
-        risk = samples_of(squared, self._X, self._y).sum()
+    def _build_problem(self) -> dif.Problem:
+        risk = build_samples(squared_loss, self._X, self._y).sum()
         rows = []
-        (A_eq, b_eq, A_ub, b_ub), alpha = self._fitted
+        (A_eq, b_eq, A_ub, b_ub), alpha = self._settings
         for A, b, equal in ((A_eq, b_eq, True), (A_ub, b_ub, False)):
             if A is not None:
                 left = dif.linear(np.atleast_2d(np.asarray(A, dtype=float)), of="coef")
                 right = torch.as_tensor(np.array(b, dtype=float))
                 rows.append((left == right).named("A_eq") if equal else (left <= right).named("A_ub"))
-        return dif.Problem(risk + shrunk(2 * alpha) if alpha else risk, rows)
+        return dif.Problem(risk + build_ridge(2 * alpha) if alpha else risk, rows)
 
-    def _seen(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
         X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=False)
         return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
 
 
-class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
-    """Logistic regression whose risk in every group is at most the mean risk + tau.
+class FairLogisticRegression(_InfluenceMixin, ClassifierMixin, BaseEstimator):
+    """Logistic regression in which the mean loss of every group is at most the mean loss of all samples + tau.
 
-    Minimises C·(sum of log-losses) + ½‖coef‖², as LogisticRegression does.
+    Minimises C·(sum of log-losses) + ½‖coef‖², as scikit-learn's LogisticRegression does.
 
     Args:
-        group: The column of X that says who belongs together: a name (pandas), a number; None: no constraint. It is
-            not used as a feature.
-        tau: How much larger the risk of a group may be than the mean risk.
-        C: Inverse strength of the shrinking, as in LogisticRegression.
+        group: The column of X with the group of each sample, as a name (pandas) or a number. It is not used as a
+            feature. None: no constraint.
+        tau: How much the mean loss of a group may exceed the mean loss of all samples.
+        C: Inverse of the strength of the penalty, as in LogisticRegression.
         fit_intercept: Whether there is an intercept.
 
     Attributes:
         coef_, intercept_: The solution.
-        groups_: The values of the group column, in the order of the constraints.
-        multipliers_: One for each group, in the units of that objective: 0 where the constraint does not bind.
-        kkt_residual_: How well the conditions of optimality hold.
-        solution_: All of it as a dif.Solution.
+        groups_: The values in the group column, in the order of the constraints.
+        multipliers_: One per group, in the units of the objective; 0 if its constraint does not bind.
+        kkt_residual_: Residual of the optimality conditions.
+        solution_: The fitted problem as a dif.Solution.
     """
 
     def __init__(self, group: Any = None, tau: float = 0.01, *, C: float = 1.0, fit_intercept: bool = True) -> None:
@@ -163,20 +175,18 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
         return tags
 
     def fit(self, X: Any, y: Any) -> FairLogisticRegression:
-        """Solve it; to a KKT residual of 1e-10."""
+        """Solve the problem to a KKT residual of 1e-10."""
         check_classification_targets(y)
-        numeric = self.group is None
-        found: Any = validate_data(self, X, y, dtype=np.float64 if numeric else None)
-        X, y = found
-        place = self._column()
-        C, tau = strength(self.C, "C"), strength(self.tau, "tau")
-        if place is not None and not tau > 0:
+        validated: Any = validate_data(self, X, y, dtype=np.float64 if self.group is None else None)
+        X, y = validated
+        group_column = self._find_group_column()
+        C, tau = check_strength(self.C, "C"), check_strength(self.tau, "tau")
+        if group_column is not None and not tau > 0:
             raise InvalidInputError(
-                "tau",
-                measured=self.tau,
-                threshold="above 0",
-                meaning="At 0 the constraints repeat each other, so that their multipliers are not unique.",
-                cure="Allow a little, 0.001 say.",
+                f"`tau` is {self.tau}.",
+                "It must be above 0 if there is a group column.",
+                "At 0 the constraints depend on each other, so their multipliers are not unique.",
+                "Pass a small number, for example 0.001.",
             )
         kind = type_of_target(y, input_name="y", raise_unknown=True)
         self.classes_ = np.unique(y)
@@ -185,78 +195,80 @@ class FairLogisticRegression(_Influenced, ClassifierMixin, BaseEstimator):
                 f"Only binary classification is supported. The type of the target is {kind}, "
                 f"with {len(self.classes_)} class{'' if len(self.classes_) == 1 else 'es'}."
             )
-        self._place, self._fitted = place, (C, tau)
-        self._X, members = self._parted(X)
-        self.groups_, self._group = (None, None) if members is None else np.unique(members, return_inverse=True)
+        self._group_column, self._settings = group_column, (C, tau)
+        self._X, members = self._split_group(X)
+        self.groups_, self._group_index = (None, None) if members is None else np.unique(members, return_inverse=True)
         self._y = np.where(y == self.classes_[1], 1.0, -1.0)
         self._solve()
         return self
 
     def decision_function(self, X: Any) -> Any:
-        """X·coef + intercept."""
+        """Return X·coef + intercept."""
         check_is_fitted(self, "coef_")
-        X = self._checked(X)
-        return self._parted(X)[0] @ self.coef_ + self.intercept_
+        X = self._validate(X)
+        return self._split_group(X)[0] @ self.coef_ + self.intercept_
 
     def predict_proba(self, X: Any) -> Any:
-        """The probability of each class."""
+        """Return the probability of each class, (n, 2)."""
         first = 1.0 / (1.0 + np.exp(self.decision_function(X)))
         return np.stack([first, 1.0 - first], 1)
 
     def predict(self, X: Any) -> Any:
-        """The more probable class."""
+        """Return the more probable class of each sample."""
         check_is_fitted(self, "coef_")
         return self.classes_[(self.decision_function(X) > 0).astype(int)]
 
-    def _column(self) -> int | None:
+    def _find_group_column(self) -> int | None:
+        """Return the number of the group column; None if there is none."""
         if self.group is None:
             return None
         names, columns = list(getattr(self, "feature_names_in_", [])), int(getattr(self, "n_features_in_", 0))
         if columns < 2:
-            raise ValueError(f"n_features = {columns}: beside the group column there must be one to learn from")
+            raise ValueError(f"X has n_features = {columns}. It needs at least one feature beside the group column.")
         if isinstance(self.group, str) and self.group in names:
             return names.index(self.group)
         if isinstance(self.group, int | np.integer) and 0 <= int(self.group) < columns:
             return int(self.group)
         raise InvalidInputError(
-            "group",
-            measured=repr(self.group),
-            threshold=f"one of {', '.join(map(str, names))}" if names else f"a column 0 … {columns - 1}",
-            meaning="It names the column of X that says who belongs together.",
-            cure="Pass the name of a column of a DataFrame, or its number.",
+            f"`group` is {self.group!r}.",
+            f"It must be one of the columns {', '.join(map(str, names))}, or a column number from 0 to {columns - 1}."
+            if names
+            else f"It must be a column number from 0 to {columns - 1}.",
+            "It names the column of X with the group of each sample.",
+            "Pass the number of a column, or its name if X is a DataFrame.",
         )
 
-    def _checked(self, X: Any) -> Any:
-        return validate_data(self, X, dtype=None if self._place is not None else np.float64, reset=False)
+    def _validate(self, X: Any) -> Any:
+        return validate_data(self, X, dtype=None if self._group_column is not None else np.float64, reset=False)
 
-    def _parted(self, X: Any) -> tuple[Any, Any]:
-        """Features and group membership."""
-        if self._place is None:
+    def _split_group(self, X: Any) -> tuple[Any, Any]:
+        """Return the features of X and the group of each sample; None for the latter if there is no group column."""
+        if self._group_column is None:
             return np.array(X), None
-        members = X[:, self._place]
-        strange = [value for value in members.tolist() if not isinstance(value, str | int | float)]
-        if strange:
-            raise TypeError(f"argument must be a string or a number, not {type(strange[0]).__name__}, to name a group")
-        return check_array(np.delete(X, self._place, 1), dtype="float64"), members.astype(str)
+        members = X[:, self._group_column]
+        invalid = [value for value in members.tolist() if not isinstance(value, str | int | float)]
+        if invalid:
+            name = type(invalid[0]).__name__
+            raise TypeError(f"The group column of X contains a {name}. An argument must be a string or a number.")
+        return check_array(np.delete(X, self._group_column, 1), dtype="float64"), members.astype(str)
 
-    def _stated(self) -> dif.Problem:
-        train = samples_of(logistic, self._X, self._y)
-        risk, (C, tau) = train.mean(), self._fitted
-        several = enumerate(() if self.groups_ is None else self.groups_)
-        rows = [(train.mean(where=self._group == g) <= risk + tau).named(str(name)) for g, name in several]
-        return dif.Problem(C * train.sum() + shrunk(1.0), rows)
+    def _build_problem(self) -> dif.Problem:
+        train = build_samples(logistic_loss, self._X, self._y)
+        risk, (C, tau) = train.mean(), self._settings
+        groups = enumerate(() if self.groups_ is None else self.groups_)
+        rows = [(train.mean(where=self._group_index == g) <= risk + tau).named(str(name)) for g, name in groups]
+        return dif.Problem(C * train.sum() + build_ridge(1.0), rows)
 
-    def _seen(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X = self._checked(X)
+    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
+        X = self._validate(X)
         unknown = sorted(set(np.asarray(y).tolist()) - set(self.classes_.tolist()), key=str)
         if unknown or len(y) != len(X):
             raise InvalidInputError(
-                "labels of the test samples",
-                measured=f"{len(y)} for {len(X)} samples, {len(unknown)} unknown"
-                + (f" ({unknown[0]!r})" if unknown else ""),
-                threshold=f"one per sample, each {self.classes_[0]!r} or {self.classes_[1]!r}",
-                meaning="A loss is taken against a class that the model knows.",
-                cure="Use the labels of fit.",
+                f"There are {len(y)} labels for {len(X)} test samples"
+                + (f", with {len(unknown)} unknown labels, the first {unknown[0]!r}." if unknown else "."),
+                f"Each sample must have one label, {self.classes_[0]!r} or {self.classes_[1]!r}.",
+                "The loss is only defined for classes that the model was fitted on.",
+                "Use the labels that were passed to fit.",
             )
-        sides = np.where(np.asarray(y) == self.classes_[1], 1.0, -1.0)
-        return torch.as_tensor(np.array(self._parted(X)[0])), torch.as_tensor(sides)
+        labels = np.where(np.asarray(y) == self.classes_[1], 1.0, -1.0)
+        return torch.as_tensor(np.array(self._split_group(X)[0])), torch.as_tensor(labels)

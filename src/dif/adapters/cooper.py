@@ -1,6 +1,6 @@
-"""Cooper: train a dif.Problem with its mini-batch primal–dual optimisers, and take over what it has trained.
+"""Cooper: train a dif.Problem with mini-batch primal–dual optimisers, and read what Cooper has trained.
 
-What mini-batches end at is near a solution, not at one: `Solution.kkt` says how far, `dif.fit` goes the rest.
+Mini-batch training ends near a solution, not at one. `Solution.kkt` measures the distance; `dif.fit` continues from it.
 """
 # pyright: reportPrivateImportUsage=false
 
@@ -25,13 +25,14 @@ Params = nn.Module | dict[str, Tensor]
 
 
 class Constrained(cooper.ConstrainedMinimizationProblem):
-    """A dif.Problem as Cooper sees it: the loss and the violations, from all samples or estimated from some.
+    """A dif.Problem as a Cooper problem: loss and constraint violations, exact or estimated from a mini-batch.
 
     Args:
-        problem: Its constraints keep their names; λ has the same sign and scale in both.
+        problem: The problem. Its constraints keep their names, and λ has the same sign and scale in dif and Cooper.
         params: An nn.Module, or a dict of tensors that require gradients; trained in place by Cooper's optimisers.
-        formulation: Of every constraint; an augmented Lagrangian takes a `penalty` too.
-        penalty: Makes the penalty coefficient for a number of rows, where the formulation needs one.
+        formulation: Cooper's formulation of every constraint.
+        penalty: Function of the number of rows that builds the penalty coefficient, for formulations that need one
+            (augmented Lagrangian).
 
     Example:
         cmp = Constrained(problem, model)
@@ -56,50 +57,54 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         self.problem, self.params = problem, params
         first = next(iter(_tensors(params).values()))
         for name, constraint in zip(problem.names, problem.constraints, strict=True):
-            size = _rows(constraint, params)
+            rows = _count_rows(constraint, params)
             kind = cooper.ConstraintType.EQUALITY if constraint.kind.value == "==" else cooper.ConstraintType.INEQUALITY
             multiplier = cooper.multipliers.DenseMultiplier(
-                num_constraints=size, device=first.device, dtype=first.dtype
+                num_constraints=rows, device=first.device, dtype=first.dtype
             )
-            options = {} if penalty is None else {"penalty_coefficient": penalty(size)}
-            made = cooper.Constraint(
+            options = {} if penalty is None else {"penalty_coefficient": penalty(rows)}
+            registered = cooper.Constraint(
                 constraint_type=kind, formulation_type=formulation, multiplier=multiplier, **options
             )
-            self._register_constraint(name, made)
+            self._register_constraint(name, registered)
 
     def compute_cmp_state(self, indices: Tensor | Mapping[Any, Tensor] | None = None) -> cooper.CMPState:
-        """The loss and the violations.
+        """Evaluate the loss and the constraint violations.
 
-        indices: Which samples they are estimated from: of the problem's Samples, or per Samples where there are
-        several. None: all of them.
+        indices: Samples to estimate them from, as indices into the problem's Samples, or as a dict with indices for
+        each Samples. None: all samples.
         """
-        bound, observed = _bound(self.params), {}
-        known = {id(samples): self._losses(samples, indices, bound) for samples in self.problem.samples}
-        loss = self._evaluated(self.problem.objective, bound, known).reshape(())
-        for constraint, mine in zip(self.problem.constraints, self.constraints(), strict=True):
-            violation = self._evaluated(constraint.term, bound, known) - constraint.tau.to(loss)
-            observed[mine] = cooper.ConstraintState(violation=violation.reshape(-1))
+        arguments, observed = _loss_arguments(self.params), {}
+        losses = {id(samples): self._evaluate_losses(samples, indices, arguments) for samples in self.problem.samples}
+        loss = self._evaluate_term(self.problem.objective, arguments, losses).reshape(())
+        for constraint, registered in zip(self.problem.constraints, self.constraints(), strict=True):
+            violation = self._evaluate_term(constraint.term, arguments, losses) - constraint.tau.to(loss)
+            observed[registered] = cooper.ConstraintState(violation=violation.reshape(-1))
         return cooper.CMPState(loss=loss, observed_constraints=observed)
 
     @staticmethod
-    def _evaluated(term: Any, bound: dict[str, Tensor], known: dict[int, tuple[Tensor, Tensor | None]]) -> Tensor:
-        """A Term at the params as they are, sums over samples scaled up from those that are looked at."""
-        first = next(iter(bound.values()))
+    def _evaluate_term(
+        term: Any, arguments: dict[str, Tensor], losses: dict[int, tuple[Tensor, Tensor | None]]
+    ) -> Tensor:
+        """Evaluate a Term at the current params; a sum over a mini-batch is scaled up to all samples."""
+        first = next(iter(arguments.values()))
         total = term.constant.to(first)
         for factor, part in term.sums:
-            losses, which = known[id(part.samples)]
+            values, which = losses[id(part.samples)]
             weights = part.weights.to(first) if which is None else part.weights[which].to(first)
-            total = total + factor * len(part.samples) / len(weights) * (weights @ losses)
+            total = total + factor * len(part.samples) / len(weights) * (weights @ values)
         for factor, function in term.functions:
-            total = total + factor * function.fn(bound)
+            total = total + factor * function.fn(arguments)
         return total
 
     @staticmethod
-    def _losses(samples: Any, indices: Any, bound: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+    def _evaluate_losses(samples: Any, indices: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the losses of the selected samples and their indices; None for all samples."""
         which = indices.get(samples) if isinstance(indices, Mapping) else indices
         which = None if which is None else torch.as_tensor(which).cpu()
-        device = next(iter(bound.values())).device
-        return torch.cat([samples.loss(bound, batch) for _, batch in samples.batches(which, device=device)]), which
+        device = next(iter(arguments.values())).device
+        losses = [samples.loss(arguments, batch) for _, batch in samples.batches(which, device=device)]
+        return torch.cat(losses), which
 
 
 def solution_of(
@@ -109,57 +114,54 @@ def solution_of(
     *,
     signs: Mapping[str, float] | None = None,
 ) -> dif.Solution:
-    """Where Cooper ended, as a Solution: the multipliers of `cmp` by the names of the problem's constraints.
+    """Return the point at which Cooper ended, with the multipliers of `cmp`, as a Solution.
 
     Args:
-        problem: Its constraints are named as the attributes of `cmp`: (a <= b).named("fair") for cmp.fair.
-        params: What was trained.
-        cmp: Yours, or `Constrained`.
-        signs: Factors for constraints whose violation `cmp` measures otherwise: −1 for an equality written the other
-            way round, s where it is s times as large (λ of dif is s times λ of Cooper).
+        problem: The problem. Its constraints have the names of the attributes of `cmp`: (a <= b).named("fair") for
+            cmp.fair.
+        params: The trained parameters.
+        cmp: The trained Cooper problem, your own or `Constrained`.
+        signs: Factors s for constraints whose violation in `cmp` is s times that in dif: −1 for an equality with its
+            sides exchanged. λ of dif is s times λ of Cooper.
 
     Returns:
-        Not polished: `solution.kkt` tells how far it is from a solution, `dif.fit(problem, params,
-        multipliers=solution.lam)` goes the rest of the way.
+        The point as it is. `solution.kkt` measures how far it is from a solution; `dif.fit(problem, params,
+        multipliers=solution.lam)` continues from it.
     """
-    found = dict(cmp.named_multipliers())
+    multipliers = dict(cmp.named_multipliers())
     unknown = [name for name in signs or {} if name not in problem.names]
     if unknown:
         raise InvalidInputError(
-            "signs",
-            measured=", ".join(map(repr, unknown)),
-            threshold=f"names of constraints: {', '.join(problem.names)}",
-            meaning="No constraint of the problem has such a name.",
-            cure="Use the names of the dif.Problem's constraints.",
+            f"`signs` has the names {', '.join(map(repr, unknown))}.",
+            f"Its names must be among those of the constraints: {', '.join(problem.names)}.",
+            "No constraint of the problem has such a name.",
+            "Use the names of the constraints of the dif.Problem.",
         )
-    missing = [name for name in problem.names if name not in found]
+    missing = [name for name in problem.names if name not in multipliers]
     if missing:
         raise InvalidInputError(
-            "multipliers of the Cooper problem",
-            measured=f"none for {', '.join(missing)}; there are {', '.join(found) or 'none'}",
-            threshold="one for each constraint of the problem",
-            meaning="Multipliers are taken over by name.",
-            cure="Name the constraints of the dif.Problem like the attributes of the Cooper problem: .named('fair').",
+            f"There are no multipliers for {', '.join(missing)}, only for {', '.join(multipliers) or 'no constraint'}.",
+            "The Cooper problem must have one for each constraint of the dif.Problem.",
+            "Multipliers are matched to constraints by name.",
+            "Name the constraints of the dif.Problem after the attributes of the Cooper problem: .named('fair').",
         )
     lam = []
     for name, constraint in zip(problem.names, problem.constraints, strict=True):
-        weight = getattr(found[name], "weight", None)
+        weight = getattr(multipliers[name], "weight", None)
         if weight is None:
             raise InvalidInputError(
-                f"multiplier of {name!r}",
-                measured=type(found[name]).__name__,
-                threshold="a DenseMultiplier or an IndexedMultiplier",
-                meaning="An implicit multiplier has no value of its own for each row.",
-                cure="Leave the multipliers to dif: dif.Solution(problem, params) finds those nearest to stationarity.",
+                f"The multiplier of {name!r} is of type {type(multipliers[name]).__name__}.",
+                "It must be a DenseMultiplier or an IndexedMultiplier.",
+                "An implicit multiplier does not store a value for each row.",
+                "Use dif.Solution(problem, params), which finds the multipliers nearest to stationarity.",
             )
-        rows = _rows(constraint, params)
+        rows = _count_rows(constraint, params)
         if weight.numel() != rows:
             raise InvalidInputError(
-                f"multiplier of {name!r}",
-                measured=f"{weight.numel()} values",
-                threshold=f"{rows}, one per row of the constraint",
-                meaning="Every row of every constraint has one multiplier.",
-                cure="State the constraint in dif with the rows that Cooper has.",
+                f"The multiplier of {name!r} has {weight.numel()} values.",
+                f"It must have {rows}.",
+                "Each row of the constraint has one multiplier.",
+                "Write the constraint in dif with the same rows as in Cooper.",
             )
         lam.append(float((signs or {}).get(name, 1.0)) * weight.detach().reshape(-1).clone())
     return dif.Solution(problem, params, lam)
@@ -176,77 +178,83 @@ def train(
     optimizer: Any = cooper.optim.SimultaneousOptimizer,
     seed: int = 0,
 ) -> dif.Solution:
-    """Train by mini-batches: Adam on θ, ascent on λ, rates that fall to zero; the point it ends at, as it is.
+    """Train by mini-batches with Adam on θ and gradient ascent on λ; return the last point, without polishing.
+
+    Both learning rates decrease to zero (cosine schedule).
 
     Args:
-        problem: What is trained.
+        problem: The problem to train.
         params: The start; not changed.
         epochs: Passes over the data.
         batch_size: Samples per mini-batch.
-        rate: Of Adam.
-        dual_rate: Of the ascent on the multipliers; too large, λ swings without end.
-        optimizer: Cooper's class that rolls both (one that does with torch's own optimisers).
-        seed: Of the order of the samples.
+        rate: Initial learning rate of Adam.
+        dual_rate: Initial learning rate of the multipliers. If it is too large, λ oscillates.
+        optimizer: Cooper's class that combines both optimisers; it must accept plain torch optimisers.
+        seed: Seed of the order of the samples.
+
+    Raises:
+        InvalidInputError: epochs or batch_size is less than 1, or a loss cannot be evaluated on its data.
     """
     if min(epochs, batch_size) < 1:
         raise InvalidInputError(
-            "training",
-            measured=f"epochs={epochs}, batch_size={batch_size}",
-            threshold="both at least 1",
-            meaning="Nothing would be trained.",
-            cure="Leave them out for the defaults.",
+            f"`epochs` is {epochs} and `batch_size` is {batch_size}.",
+            "Both must be at least 1.",
+            "Otherwise no training step is made.",
+            "Leave them out to use the defaults.",
         )
-    nothing = [torch.zeros(_rows(constraint, params)) for constraint in problem.constraints]
-    dif.Solution(problem, params, nothing)  # refuses losses and data that cannot be trained, before any training
-    model = _copied(params)
+    zeros = [torch.zeros(_count_rows(constraint, params)) for constraint in problem.constraints]
+    dif.Solution(problem, params, zeros)  # raises for invalid losses and data before training starts
+    model = _copy_params(params)
     cmp = Constrained(problem, model)
     primal = torch.optim.Adam(_tensors(model).values(), lr=rate)
     dual = torch.optim.SGD(
         list(cmp.dual_parameters()) or [torch.zeros(1, requires_grad=True)], lr=dual_rate, maximize=True
     )
-    together = optimizer(cmp=cmp, primal_optimizers=primal, dual_optimizers=dual)
-    falling = [torch.optim.lr_scheduler.CosineAnnealingLR(one, T_max=epochs) for one in (primal, dual)]
+    joint = optimizer(cmp=cmp, primal_optimizers=primal, dual_optimizers=dual)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(part, T_max=epochs) for part in (primal, dual)]
     generator = torch.Generator().manual_seed(seed)
     steps = max((-(-len(samples) // batch_size) for samples in problem.samples), default=1)
     for _ in range(epochs):
         orders = {samples: torch.randperm(len(samples), generator=generator) for samples in problem.samples}
         for step in range(steps):
-            indices = {samples: _turn(order, step, batch_size) for samples, order in orders.items()}
-            together.roll(compute_cmp_state_kwargs={"indices": indices})
-        for schedule in falling:
+            indices = {samples: _take_batch(order, step, batch_size) for samples, order in orders.items()}
+            joint.roll(compute_cmp_state_kwargs={"indices": indices})
+        for schedule in schedules:
             schedule.step()
     return solution_of(problem, model, cmp)
 
 
-def _rows(constraint: dif.Constraint, params: Params) -> int:
-    """How many it has: sums over samples are numbers, functions may be vectors."""
+def _count_rows(constraint: dif.Constraint, params: Params) -> int:
+    """Return the number of rows of a constraint: sums over samples are scalars, functions may be vectors."""
     with torch.no_grad():
-        parts = [function.fn(_bound(params)) for _, function in constraint.term.functions]
+        parts = [function.fn(_loss_arguments(params)) for _, function in constraint.term.functions]
     return max(part.numel() for part in (constraint.tau, *parts))
 
 
-def _turn(order: Tensor, step: int, batch_size: int) -> Tensor:
-    """Batch number `step` of an order, from its beginning again where it ends."""
+def _take_batch(order: Tensor, step: int, batch_size: int) -> Tensor:
+    """Return batch number `step` of the order, starting over at its end."""
     size = min(batch_size, len(order))
     return order[torch.arange(step * size, (step + 1) * size) % len(order)]
 
 
 def _tensors(params: Params) -> dict[str, Tensor]:
+    """Return the tensors to train, by name."""
     if isinstance(params, nn.Module):
         return {name: t for name, t in params.named_parameters() if t.requires_grad}
     return params
 
 
-def _bound(params: Params) -> dict[str, Tensor]:
-    """What a loss gets as its first argument, with the tensors themselves in it."""
+def _loss_arguments(params: Params) -> dict[str, Tensor]:
+    """Return the first argument of a loss, containing the tensors to train themselves."""
     if not isinstance(params, nn.Module):
         return params
-    bound = dif.variable(params, list(_tensors(params)))
-    bound.update(_tensors(params))
-    return bound
+    arguments = dif.variable(params, list(_tensors(params)))
+    arguments.update(_tensors(params))
+    return arguments
 
 
-def _copied(params: Params) -> Params:
+def _copy_params(params: Params) -> Params:
+    """Return a copy of the params that can be trained."""
     if isinstance(params, nn.Module):
         return deepcopy(params)
     return {name: t.detach().clone().requires_grad_() for name, t in params.items()}

@@ -1,4 +1,4 @@
-"""Linear models: their losses, the samples of a design matrix, and their parameters by name."""
+"""Linear models: losses, samples and parameters that the scikit-learn adapters share."""
 
 from __future__ import annotations
 
@@ -11,63 +11,63 @@ from torch import Tensor
 import dif
 from dif import InvalidInputError
 
-# Losses of one sample; params: coef (d,) or (k, d), and intercept () or (k,) where there is one
+# Losses of a batch (X, targets), one number per sample.
+# params: "coef" (d,) or (k, d), and "intercept" () or (k,) if the model has one.
 
 
-def squared(params: dict[str, Tensor], batch: Any) -> Tensor:
-    """(x·coef + intercept − y)²."""
-    return (linear_part(params, batch[0]) - batch[1]) ** 2
+def squared_loss(params: dict[str, Tensor], batch: Any) -> Tensor:
+    """Return (x·coef + intercept − y)² for every sample."""
+    return (predict_linear(params, batch[0]) - batch[1]) ** 2
 
 
-def logistic(params: dict[str, Tensor], batch: Any) -> Tensor:
-    """Log-loss of a label in {−1, 1}."""
-    return torch.nn.functional.softplus(-batch[1] * linear_part(params, batch[0]))
+def logistic_loss(params: dict[str, Tensor], batch: Any) -> Tensor:
+    """Return the log-loss for every sample, with labels −1 and 1."""
+    return torch.nn.functional.softplus(-batch[1] * predict_linear(params, batch[0]))
 
 
-def softmax(params: dict[str, Tensor], batch: Any) -> Tensor:
-    """Log-loss of a class number."""
-    return torch.nn.functional.cross_entropy(linear_part(params, batch[0]), batch[1], reduction="none")
+def softmax_loss(params: dict[str, Tensor], batch: Any) -> Tensor:
+    """Return the log-loss for every sample, with labels 0 … k − 1."""
+    return torch.nn.functional.cross_entropy(predict_linear(params, batch[0]), batch[1], reduction="none")
 
 
-def linear_part(params: dict[str, Tensor], X: Tensor) -> Tensor:
-    """X·coef + intercept."""
-    found = X @ params["coef"].mT if params["coef"].dim() == 2 else X @ params["coef"]
-    return found + params["intercept"] if "intercept" in params else found
+def predict_linear(params: dict[str, Tensor], X: Tensor) -> Tensor:
+    """Return X·coef + intercept."""
+    product = X @ params["coef"].mT if params["coef"].dim() == 2 else X @ params["coef"]
+    return product + params["intercept"] if "intercept" in params else product
 
 
-def shrunk(strength: float) -> dif.Function:
-    """½ strength ‖coef‖²: the intercept is not shrunk."""
+def build_ridge(strength: float) -> dif.Function:
+    """Build ½ strength ‖coef‖²; the intercept is not penalised."""
     return dif.Function(lambda params: 0.5 * strength * (params["coef"] ** 2).sum(), name=f"½·{strength:g}‖coef‖²")
 
 
-def samples_of(loss: Any, X: Any, y: Any) -> dif.Samples:
-    """Rows of X with their targets."""
+def build_samples(loss: Any, X: Any, y: Any) -> dif.Samples:
+    """Build Samples "train" from the rows of X and their targets."""
     target = torch.as_tensor(np.array(y))
     return dif.Samples(loss, (torch.as_tensor(np.array(X, dtype=np.float64)), target), name="train")
 
 
-def risk_of(loss: Any, X: Any, y: Any, weights: Any) -> dif.Term:
-    """The sum of the losses, weighted where there are weights."""
-    train = samples_of(loss, X, y)
+def build_risk(loss: Any, X: Any, y: Any, weights: Any) -> dif.Term:
+    """Build the sum of the losses, weighted unless weights is None."""
+    train = build_samples(loss, X, y)
     return train.sum() if weights is None else train.weighted(np.asarray(weights, dtype=float))
 
 
-def strength(value: Any, name: str) -> float:
-    """A number ≥ 0; of C, not 0."""
-    number = np.asarray(value)
-    known = number.ndim == 0 and number.dtype.kind in "if" and np.isfinite(number) and float(number) >= 0
-    if not known or (name == "C" and float(number) == 0):
-        raise InvalidInputError(
-            name,
-            measured=repr(value),
-            threshold="one finite number, ≥ 0" + (", not 0" if name == "C" else ""),
-            meaning="It weighs a part of the objective, or loosens a bound.",
-            cure="Pass a number.",
-        )
-    return float(number)
-
-
-def params_of(coef: Any, intercept: Any) -> dict[str, Tensor]:
-    """coef, and intercept where there is one, in double precision."""
+def build_params(coef: Any, intercept: Any) -> dict[str, Tensor]:
+    """Build the parameters coef, and intercept unless it is None, in double precision."""
     params = {"coef": torch.tensor(np.array(coef, dtype=np.float64))}
     return params if intercept is None else params | {"intercept": torch.tensor(np.array(intercept, dtype=np.float64))}
+
+
+def check_strength(value: Any, name: str) -> float:
+    """Return the option `name` as a float; it must be finite and ≥ 0, or > 0 if it is C."""
+    number = np.asarray(value)
+    valid = number.ndim == 0 and number.dtype.kind in "if" and np.isfinite(number) and float(number) >= 0
+    if not valid or (name == "C" and float(number) == 0):
+        raise InvalidInputError(
+            f"`{name}` is {value!r}.",
+            f"It must be one finite number {'>' if name == 'C' else '≥'} 0.",
+            "It scales a term of the objective, or relaxes a constraint.",
+            "Pass a single number.",
+        )
+    return float(number)

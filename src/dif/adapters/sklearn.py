@@ -1,4 +1,4 @@
-"""scikit-learn: what is fitted, read as a Solution; and estimators with constraints that follow its contract."""
+"""scikit-learn: fitted models as a Solution, and constrained estimators with the scikit-learn interface."""
 
 from __future__ import annotations
 
@@ -17,104 +17,110 @@ except ImportError as error:
     raise ImportError('dif.adapters.sklearn needs scikit-learn 1.6 or newer: pip install "dif[sklearn]"') from error
 
 from dif.adapters.constrained import ConstrainedLinearRegression, FairLogisticRegression
-from dif.adapters.linear_models import logistic, params_of, risk_of, shrunk, softmax, squared, strength
+from dif.adapters.linear_models import (
+    build_params,
+    build_ridge,
+    build_risk,
+    check_strength,
+    logistic_loss,
+    softmax_loss,
+    squared_loss,
+)
 
 __all__ = ["ConstrainedLinearRegression", "FairLogisticRegression", "solution_of"]
 
-_FAR = 0.01  # relative KKT residual beyond which a point was fitted on something else
+_MAX_RESIDUAL = 0.01  # relative KKT residual above which the fitted values belong to other data
 
 
 def solution_of(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None, polish: bool = True) -> dif.Solution:
-    """A fitted `LinearRegression`, `Ridge` (both also with positive=True) or `LogisticRegression` as a Solution.
+    """Return a fitted `LinearRegression` or `Ridge` (also with positive=True) or `LogisticRegression` as a Solution.
 
-    The samples are `solution.problem.samples[0]`: removing one is what fitting again without it does (but weights that
-    class_weight="balanced" made stay as they are). Coefficients at a bound of 0 are weak or binding rows of the
-    constraint "positive".
+    Its samples are `solution.problem.samples[0]`. Removing one of them stands for fitting without it, except that the
+    weights of class_weight="balanced" are not recomputed. Coefficients at their bound 0 are weak or binding rows of
+    the constraint "positive".
 
     Args:
-        estimator: Fitted on X and y.
-        X: What it was fitted on, (n, d).
-        y: Likewise.
-        sample_weight: Likewise.
-        polish: Go on to a certified solution from the fitted point, which solvers leave at their tolerance.
+        estimator: A fitted estimator.
+        X: The features it was fitted on, (n, d).
+        y: The targets it was fitted on, (n,).
+        sample_weight: The sample weights it was fitted with.
+        polish: Continue with `dif.fit` from the fitted point, which is only accurate to the solver's tolerance.
 
     Raises:
-        InvalidInputError: Another estimator, a penalty that is not smooth, or a point that does not solve the problem
-            of this X and y.
+        InvalidInputError: The estimator is not supported, its penalty is not smooth, or it was fitted on other data.
     """
     if isinstance(estimator, LogisticRegression) and not isinstance(estimator, LogisticRegressionCV):
-        problem, params = _of_classifier(estimator, X, y, sample_weight)
+        problem, params = _read_classifier(estimator, X, y, sample_weight)
     elif isinstance(estimator, LinearRegression | Ridge):
-        problem, params = _of_regressor(estimator, X, y, sample_weight)
+        problem, params = _read_regressor(estimator, X, y, sample_weight)
     else:
         raise InvalidInputError(
-            "estimator",
-            measured=type(estimator).__name__,
-            threshold="LinearRegression, Ridge or LogisticRegression",
-            meaning="The objective of an estimator must be known to differentiate its solution.",
-            cure="State it as a dif.Problem, and hand in the fitted values as dif.Solution(problem, params).",
+            f"`estimator` is of type {type(estimator).__name__}.",
+            "It must be a LinearRegression, Ridge or LogisticRegression.",
+            "The objective of an estimator must be known to differentiate its solution.",
+            "Write the objective as a dif.Problem and pass the fitted values to dif.Solution(problem, params).",
         )
-    given = dif.Solution(problem, params)
-    if not given.kkt.residual <= _FAR:
+    fitted = dif.Solution(problem, params)
+    if not fitted.kkt.residual <= _MAX_RESIDUAL:
         raise InvalidInputError(
-            f"fitted values of {type(estimator).__name__}",
-            measured=f"KKT residual {given.kkt.residual:.3g} on these samples",
-            threshold=f"{_FAR:g}",
-            meaning="They do not solve the problem of this X and y: it was fitted on other data, or stopped early.",
-            cure="Pass the X, y and sample_weight of fit; raise max_iter or lower tol.",
+            f"The fitted {type(estimator).__name__} has a KKT residual of {fitted.kkt.residual:.3g} on this X and y.",
+            f"It must be at most {_MAX_RESIDUAL:g}.",
+            "The estimator was fitted on other data, or its solver stopped early.",
+            "Pass the X, y and sample_weight that were passed to fit, raise max_iter, or lower tol.",
         )
-    return dif.fit(problem, given.params, multipliers=given.lam, show_progress=False) if polish else given
+    return dif.fit(problem, fitted.params, multipliers=fitted.lam, show_progress=False) if polish else fitted
 
 
-def _of_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
+def _read_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
+    """Return the problem that a LinearRegression or Ridge solves, and its fitted parameters."""
     check_is_fitted(estimator, "coef_")
     X, y = check_X_y(X, y, dtype="float64", y_numeric=True)
-    risk = risk_of(squared, X, y, sample_weight)
-    alpha = strength(getattr(estimator, "alpha", 0.0), "alpha")
-    params = params_of(np.reshape(estimator.coef_, -1), estimator.intercept_ if estimator.fit_intercept else None)
+    risk = build_risk(squared_loss, X, y, sample_weight)
+    alpha = check_strength(getattr(estimator, "alpha", 0.0), "alpha")
+    params = build_params(np.reshape(estimator.coef_, -1), estimator.intercept_ if estimator.fit_intercept else None)
     bounds = [(dif.linear(np.eye(X.shape[1]), of="coef") >= 0.0).named("positive")] if estimator.positive else []
-    return dif.Problem(risk + shrunk(2 * alpha) if alpha else risk, bounds), params
+    return dif.Problem(risk + build_ridge(2 * alpha) if alpha else risk, bounds), params
 
 
-def _of_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
+def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
+    """Return the problem that a LogisticRegression solves, and its fitted parameters."""
     check_is_fitted(estimator, "coef_")
     X, y = check_X_y(X, y, dtype="float64")
     if estimator.l1_ratio or getattr(estimator, "penalty", None) in ("l1", "elasticnet"):
         raise InvalidInputError(
-            "penalty of LogisticRegression",
-            measured=f"l1_ratio {estimator.l1_ratio}",
-            threshold="0: the squared norm alone",
-            meaning="The 1-norm has kinks, at which a solution is no stationary point.",
-            cure="Fit with l1_ratio=0; or state the problem in CVXPY and use dif.adapters.cvxpy.",
+            f"The LogisticRegression has l1_ratio={estimator.l1_ratio}.",
+            "It must be 0, so that the penalty is the squared norm.",
+            "The 1-norm is not differentiable at 0, where it puts coefficients.",
+            "Fit with l1_ratio=0, or write the problem in CVXPY and use dif.adapters.cvxpy.",
         )
     if estimator.solver == "liblinear" and estimator.fit_intercept:
         raise InvalidInputError(
-            "solver of LogisticRegression",
-            measured="liblinear, with an intercept",
-            threshold="another solver, or fit_intercept=False",
-            meaning="liblinear shrinks the intercept, so it solves another problem than the others.",
-            cure="Fit with solver='lbfgs' or 'newton-cholesky'.",
+            "The LogisticRegression was fitted with solver='liblinear' and an intercept.",
+            "It must be fitted with another solver, or with fit_intercept=False.",
+            "Unlike the other solvers, liblinear penalises the intercept.",
+            "Fit with solver='lbfgs' or solver='newton-cholesky'.",
         )
-    number = np.searchsorted(estimator.classes_, y)
+    class_index = np.searchsorted(estimator.classes_, y)
     weights = np.ones(len(y)) if sample_weight is None else np.asarray(sample_weight, dtype=float)
     if estimator.class_weight is not None:
         from sklearn.utils.class_weight import compute_class_weight
 
-        each = compute_class_weight(
+        class_weights = compute_class_weight(
             estimator.class_weight, classes=estimator.classes_, y=y, sample_weight=sample_weight
         )
-        weights = weights * each[number]
-    two = len(estimator.classes_) == 2
-    uniform = sample_weight is None and estimator.class_weight is None
-    labels = 2.0 * number - 1.0 if two else number
-    risk = risk_of(logistic if two else softmax, X, labels, None if uniform else weights)
+        weights = weights * class_weights[class_index]
+    binary = len(estimator.classes_) == 2
+    unweighted = sample_weight is None and estimator.class_weight is None
+    labels = 2.0 * class_index - 1.0 if binary else class_index
+    risk = build_risk(logistic_loss if binary else softmax_loss, X, labels, None if unweighted else weights)
     intercept = estimator.intercept_ if estimator.fit_intercept else None
-    if two:
-        params = params_of(estimator.coef_[0], None if intercept is None else intercept[0])
+    if binary:
+        params = build_params(estimator.coef_[0], None if intercept is None else intercept[0])
     else:
-        params = params_of(estimator.coef_, intercept)
-    fixed = []
-    if not two and intercept is not None:  # a number added to all of them changes nothing
-        fixed = [(dif.linear(np.ones(len(intercept)), of="intercept") == float(np.sum(intercept))).named("intercepts")]
-    free = getattr(estimator, "penalty", "l2") is None or np.isinf(estimator.C)
-    return dif.Problem(risk if free else risk + shrunk(1.0 / estimator.C), fixed), params
+        params = build_params(estimator.coef_, intercept)
+    constraints = []
+    if not binary and intercept is not None:  # adding a constant to all intercepts changes no loss
+        total = dif.linear(np.ones(len(intercept)), of="intercept")
+        constraints = [(total == float(np.sum(intercept))).named("intercepts")]
+    no_penalty = getattr(estimator, "penalty", "l2") is None or np.isinf(estimator.C)
+    return dif.Problem(risk if no_penalty else risk + build_ridge(1.0 / estimator.C), constraints), params

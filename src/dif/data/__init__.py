@@ -1,4 +1,4 @@
-"""Real data for studies: a part of MNIST comes with the package, the rest from a folder or by download."""
+"""MNIST for the studies: a part is included in the package, the rest is read from a folder or downloaded."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 
-EMBEDDED = (6_000, 1_000)  # the first of the training and of the test set
-_ALL = (60_000, 10_000)
-_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
-_FILES = {  # sha256 as distributed, and unpacked
+EMBEDDED = (6_000, 1_000)  # training and test images included in the package, the first of each set
+_ALL = (60_000, 10_000)  # training and test images of the full data set
+_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"  # address of the files
+_FILES = {  # name: (sha256 as distributed, sha256 unpacked)
     "train-images-idx3-ubyte.gz": (
         "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609",
         "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
@@ -41,7 +41,7 @@ _FILES = {  # sha256 as distributed, and unpacked
 
 @dataclass(frozen=True, eq=False)
 class Digits:
-    """Images, (n, 28, 28) uint8, and what they show, (n,)."""
+    """Images, (n, 28, 28) uint8, and labels, (n,), of the training and of the test set."""
 
     train: Tensor
     train_labels: Tensor
@@ -50,13 +50,13 @@ class Digits:
 
 
 def mnist(n: int = EMBEDDED[0], n_test: int = EMBEDDED[1], *, data: str | os.PathLike[str] | None = None) -> Digits:
-    """The first n training and n_test test images of MNIST (LeCun, Cortes, Burges; CC BY-SA 3.0).
+    """Return the first n training and n_test test images of MNIST (LeCun, Cortes, Burges; CC BY-SA 3.0).
 
     Args:
-        n: Of the training set.
-        n_test: Of the test set.
-        data: A folder with the four files as distributed (idx, gzip). None: the part that comes with the package, and
-            where more is asked for, a download into the user's cache (pooch). Either way checksums are verified.
+        n: Number of training images.
+        n_test: Number of test images.
+        data: A folder with the four files as distributed (idx, gzip). None: use the part included in the package, or
+            if that is too small, download the files into the user's cache (with pooch). Checksums are verified.
 
     >>> digits = mnist(100, 10)
     >>> digits.train.shape, digits.train_labels[:3].tolist()
@@ -64,11 +64,10 @@ def mnist(n: int = EMBEDDED[0], n_test: int = EMBEDDED[1], *, data: str | os.Pat
     """
     if not (1 <= n <= _ALL[0] and 1 <= n_test <= _ALL[1]):
         raise InvalidInputError(
-            "MNIST images asked for",
-            measured=f"{n} and {n_test}",
-            threshold=f"1 … {_ALL[0]} for training, 1 … {_ALL[1]} for the test",
-            meaning="There are no more.",
-            cure="Ask for fewer.",
+            f"`n` is {n} and `n_test` is {n_test}.",
+            f"They must be from 1 to {_ALL[0]} and from 1 to {_ALL[1]}.",
+            "MNIST has no more images.",
+            "Ask for fewer images, and at least one of each set.",
         )
     if data is not None:
         arrays = [_read(Path(data) / name) for name in _FILES]
@@ -76,12 +75,13 @@ def mnist(n: int = EMBEDDED[0], n_test: int = EMBEDDED[1], *, data: str | os.Pat
         with as_file(files("dif.data") / "mnist.npz") as path, np.load(path, allow_pickle=False) as stored:
             arrays = [stored[f"{part}_{kind}"] for part in ("train", "test") for kind in ("images", "labels")]
     else:
-        arrays = [_read(_downloaded(name)) for name in _FILES]
+        arrays = [_read(_download(name)) for name in _FILES]
     tensors = [torch.tensor(array[:count]) for array, count in zip(arrays, (n, n, n_test, n_test), strict=True)]
     return Digits(tensors[0], tensors[1].long(), tensors[2], tensors[3].long())
 
 
-def _downloaded(name: str) -> Path:
+def _download(name: str) -> Path:
+    """Download a file of MNIST into the user's cache, unless it is there, and return its path."""
     import pooch
 
     return Path(
@@ -92,26 +92,28 @@ def _downloaded(name: str) -> Path:
 
 
 def _read(path: Path) -> np.ndarray:
-    """An array in the format that MNIST is distributed in, its checksum verified."""
+    """Read an array from a file of MNIST (idx, gzip) and verify its checksum."""
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path.name!r} in {str(path.parent)!r}: --data names a folder with the four "
-                                "files of MNIST, " + ", ".join(_FILES))  # fmt: skip
+        raise FileNotFoundError(
+            f"The folder {str(path.parent)!r} has no file {path.name!r}. "
+            f"A data folder must contain the four files of MNIST: {', '.join(_FILES)}."
+        )
     try:
         raw = gzip.decompress(path.read_bytes())
     except (OSError, EOFError) as error:
-        raise _damaged(path, f"{type(error).__name__}: {error}") from error
-    found = hashlib.sha256(raw).hexdigest()
-    if found != _FILES[path.name][1]:
-        raise _damaged(path, f"sha256 {found[:16]}… unpacked")
+        raise _damaged_error(path, f"is no gzip file ({type(error).__name__}: {error})") from error
+    checksum = hashlib.sha256(raw).hexdigest()
+    if checksum != _FILES[path.name][1]:
+        raise _damaged_error(path, f"has the sha256 {checksum[:16]}… when unpacked")
     dimensions = struct.unpack(f">{raw[3]}I", raw[4 : 4 + 4 * raw[3]])
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * raw[3]).reshape(dimensions)
 
 
-def _damaged(path: Path, found: str) -> InvalidInputError:
+def _damaged_error(path: Path, state: str) -> InvalidInputError:
+    """Build the error for a file whose content is not that of MNIST."""
     return InvalidInputError(
-        f"MNIST file {str(path)!r}",
-        measured=found,
-        threshold=f"sha256 {_FILES[path.name][1][:16]}… unpacked",
-        meaning="It is damaged, or another file of that name.",
-        cure="Fetch it again, or leave --data out.",
+        f"The MNIST file {str(path)!r} {state}.",
+        f"It must have the sha256 {_FILES[path.name][1][:16]}… when unpacked.",
+        "The file is damaged, or is another file with the same name.",
+        "Download it again, or do not pass a data folder.",
     )

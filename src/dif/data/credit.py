@@ -1,4 +1,4 @@
-"""A thousand credits of a German bank, and whether they were paid back: real data for a fairness example."""
+"""German credit data: 1000 loans of a bank and whether they were paid back, for the fairness example."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from importlib.resources import files
 import torch
 from torch import Tensor
 
-_NUMBERS = {"months": 1, "amount (DM)": 4, "instalment (% of income)": 7, "age": 12, "credits here": 15}
-_WORDS: dict[str, tuple[int, dict[str, str]]] = {  # column, codes in words
+# Name of each numeric attribute: its column in the file
+_NUMERIC = {"months": 1, "amount (DM)": 4, "instalment (% of income)": 7, "age": 12, "credits here": 15}
+# Name of each categorical attribute: its column in the file, and the meaning of each code
+_CATEGORICAL: dict[str, tuple[int, dict[str, str]]] = {
     "account": (0, {"A11": "overdrawn", "A12": "below 200 DM", "A13": "200 DM or more", "A14": "none"}),
     "history": (2, {"A30": "no credits", "A31": "all paid here", "A32": "paid so far", "A33": "late before",
                     "A34": "critical"}),
@@ -24,17 +26,17 @@ _WORDS: dict[str, tuple[int, dict[str, str]]] = {  # column, codes in words
 
 @dataclass(frozen=True, eq=False)
 class Credit:
-    """The credits, as numbers for a model and as words for people."""
+    """The loans as numbers for a model, and in words for readers."""
 
-    X: Tensor  # (1000, k) standardised numbers, 0/1 for words, a column of ones last
-    paid: Tensor  # (1000,) +1 paid back, −1 not
+    X: Tensor  # (1000, k) standardised numeric attributes, one 0/1 column per category, a column of ones last
+    paid: Tensor  # (1000,) +1 if paid back, −1 if not
     age: Tensor  # (1000,) years
-    columns: tuple[str, ...]  # of X
-    features: dict[str, list[str]]
+    columns: tuple[str, ...]  # names of the columns of X
+    features: dict[str, list[str]]  # attribute → its value for every loan, in words
 
 
 def german_credit() -> Credit:
-    """The Statlog data set (Hofmann, UCI, CC BY 4.0), without the attributes whose codes are in doubt.
+    """Return the Statlog data set (Hofmann, UCI, CC BY 4.0), without the attributes whose codes are in doubt.
 
     >>> credit = german_credit()
     >>> tuple(credit.X.shape), int((credit.paid > 0).sum()), int((credit.age <= 25).sum())
@@ -42,19 +44,19 @@ def german_credit() -> Credit:
     """
     raw = gzip.decompress((files("dif.data") / "german.data.gz").read_bytes())
     lines = [line.split() for line in raw.decode().splitlines() if line]
-    pieces, columns, features = [], [], {}
-    for name, place in _NUMBERS.items():
-        numbers = torch.tensor([float(line[place]) for line in lines], dtype=torch.float64)
-        pieces.append((numbers - numbers.mean()) / numbers.std())
+    values, columns, features = [], [], {}
+    for name, column in _NUMERIC.items():
+        numbers = torch.tensor([float(line[column]) for line in lines], dtype=torch.float64)
+        values.append((numbers - numbers.mean()) / numbers.std())
         columns.append(name)
-        features[name] = [line[place] for line in lines]
-    for name, (place, words) in _WORDS.items():
-        for code, word in words.items():
-            pieces.append(torch.tensor([float(line[place] == code) for line in lines], dtype=torch.float64))
-            columns.append(f"{name}: {word}")
-        features[name] = [words[line[place]] for line in lines]
-    pieces.append(torch.ones(len(lines), dtype=torch.float64))
+        features[name] = [line[column] for line in lines]
+    for name, (column, meanings) in _CATEGORICAL.items():
+        for code, meaning in meanings.items():
+            values.append(torch.tensor([float(line[column] == code) for line in lines], dtype=torch.float64))
+            columns.append(f"{name}: {meaning}")
+        features[name] = [meanings[line[column]] for line in lines]
+    values.append(torch.ones(len(lines), dtype=torch.float64))
     paid = torch.tensor([1.0 if line[20] == "1" else -1.0 for line in lines], dtype=torch.float64)
     features["paid back"] = ["yes" if p > 0 else "no" for p in paid.tolist()]
     age = torch.tensor([int(line[12]) for line in lines])
-    return Credit(torch.stack(pieces, 1), paid, age, (*columns, "constant"), features)
+    return Credit(torch.stack(values, 1), paid, age, (*columns, "constant"), features)

@@ -1,1 +1,1 @@
-"""Linear algebra on tensors: operators, solvers, small quadratic programs. It knows no losses and no data."""
+"""Linear algebra on tensors: operators, solvers, small quadratic programs. Nothing here knows losses or data."""

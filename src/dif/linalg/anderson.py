@@ -1,4 +1,4 @@
-"""Fixed-point steps of many problems at once, combined with those before them (Anderson's acceleration)."""
+"""Anderson acceleration of fixed-point iterations, for many problems at once."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_DEPTH = 10  # steps remembered
-_HELD = 2**26  # numbers that may be remembered
-_NEGLIGIBLE = 1e-12  # relative size, squared, of what is left of a remembered step beside the others
+_DEPTH = 10  # past steps that are combined
+_MAX_NUMBERS = 2**26  # numbers that the stored steps of all problems may take
+_NEGLIGIBLE = 1e-12  # eigenvalue, per stored step, of the Gram matrix of normalised moves that counts as 0
 
 
 class Extrapolation:
-    """Of moves r(z) that lead to r = 0, the combination of the past ones that cancels best is taken.
+    """Anderson acceleration: combine the latest move r(z) with past ones so that their sum is as small as possible.
 
-    Where z → z + r(z) closes in slowly along a few directions only (a curvature that differs by a few samples), as many
-    steps find these out, and the rest goes quickly: each move costs what it costs, no derivatives of it are needed.
+    The iteration z → z + r(z) may converge slowly along a few directions only, for example because the Hessian in use
+    differs from the true one by a few samples. As many past steps identify these directions. No derivatives of r are
+    needed.
 
     >>> A = torch.diag(torch.tensor([1.9, 1.0, 0.2])).double()
     >>> extrapolation, z = Extrapolation(1, 3, lambda moves: moves), torch.ones(1, 3).double()
@@ -24,44 +25,53 @@ class Extrapolation:
     ...     z = z + extrapolation.combined(torch.tensor([0]), z, -z @ A)
     >>> bool(z.abs().max() < 1e-9)
     True
+
+    Args:
+        problems: Number of problems P.
+        length: Number of coordinates of z.
+        rescale: Map moves (..., length) to coordinates in which their norm is meaningful.
     """
 
-    def __init__(self, problems: int, length: int, measured: Callable[[Tensor], Tensor]) -> None:
-        self.measured = measured  # moves (..., length) in coordinates in which their lengths mean something
-        self.depth = min(_DEPTH, _HELD // max(1, 2 * problems * length))
-        self._points: list[Tensor] = []  # differences of successive points and moves, (P, length), newest last
-        self._moves: list[Tensor] = []
+    def __init__(self, problems: int, length: int, rescale: Callable[[Tensor], Tensor]) -> None:
+        self.rescale = rescale
+        self.depth = min(_DEPTH, _MAX_NUMBERS // max(1, 2 * problems * length))
+        self._point_differences: list[Tensor] = []  # of successive points, (P, length) each, newest last
+        self._move_differences: list[Tensor] = []  # of successive moves, likewise
         self._shape = (problems, length)
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor] | None = None  # last point and last move, NaN where there is none
 
     def forget(self, which: Tensor) -> None:
-        """Those problems begin anew: their moves are of another kind from now on."""
-        for past in (*self._points, *self._moves):
-            past[which] = 0.0
+        """Discard the history of these problems, because their moves are of another kind from now on."""
+        for difference in (*self._point_differences, *self._move_differences):
+            difference[which] = 0.0
         if self._last is not None:
             self._last[0][which] = float("nan")
 
     def combined(self, which: Tensor, z: Tensor, r: Tensor) -> Tensor:
-        """The step to make from z (p, length), where r (p, length) leads, for the problems listed."""
+        """Return the accelerated step from z (p, length) with move r (p, length), for the problems `which` (p,)."""
         if self.depth == 0:
             return r
         if self._last is None:
             self._last = tuple(torch.full(self._shape, float("nan")).to(r) for _ in range(2))  # type: ignore[assignment]
         assert self._last is not None
-        for kept, now, last in ((self._points, z, self._last[0]), (self._moves, r, self._last[1])):
+        for history, now, last in (
+            (self._point_differences, z, self._last[0]),
+            (self._move_differences, r, self._last[1]),
+        ):
             difference = torch.zeros_like(last)
             difference[which] = torch.nan_to_num(now - last[which], nan=0.0)
-            kept.append(difference)
-            del kept[: -self.depth]
+            history.append(difference)
+            del history[: -self.depth]
         self._last[0][which], self._last[1][which] = z, r
-        dZ, dR = torch.stack(self._points, 1)[which], torch.stack(self._moves, 1)[which]  # (p, depth, length)
-        F = self.measured(dR)
+        dZ = torch.stack(self._point_differences, 1)[which]  # (p, depth, length)
+        dR = torch.stack(self._move_differences, 1)[which]
+        F = self.rescale(dR)
         sizes = torch.linalg.vector_norm(F, dim=2, keepdim=True)
         F = F / torch.where(sizes > 0, sizes, 1.0)
-        gram, along = F @ F.mT, (F @ self.measured(r)[:, :, None])[:, :, 0]
+        gram, rhs = F @ F.mT, (F @ self.rescale(r)[:, :, None])[:, :, 0]
         values, vectors = torch.linalg.eigh(gram)
-        seen = values > _NEGLIGIBLE * len(self._moves)
-        inverse = torch.where(seen, 1.0 / torch.where(seen, values, 1.0), 0.0)
-        gamma = (vectors @ (inverse * (vectors.mT @ along[:, :, None])[:, :, 0])[:, :, None])[:, :, 0]
+        significant = values > _NEGLIGIBLE * len(self._move_differences)
+        inverse = torch.where(significant, 1.0 / torch.where(significant, values, 1.0), 0.0)
+        gamma = (vectors @ (inverse * (vectors.mT @ rhs[:, :, None])[:, :, 0])[:, :, None])[:, :, 0]
         gamma = gamma / torch.where(sizes > 0, sizes, 1.0)[:, :, 0]
         return r - ((dZ + dR) * gamma[:, :, None]).sum(1)

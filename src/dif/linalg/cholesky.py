@@ -1,4 +1,4 @@
-"""H_ρ x = B: prepared once, many right-hand sides. The place where other solvers plug in."""
+"""Solvers for H_ρ X = B, prepared once for many right-hand sides, and the interface for solvers of your own."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ from dif.linalg.operator import Operator
 
 
 class LinearSolver(Protocol):
-    """What the engine needs of a solver for H_ρ x = B."""
+    """Interface of a solver for H_ρ X = B."""
 
-    residual: float  # the largest seen, relative
+    residual: float  # largest relative residual of all solves so far
 
     @property
     def steps(self) -> int:
-        """Products with the curvature so far; 0 for a factorisation."""
+        """Number of products with the curvature so far; 0 for a factorisation."""
         ...
 
     def solve(self, B: Tensor) -> Tensor:
-        """X with H_ρ X = B, for B (d, c)."""
+        """Solve H_ρ X = B for B (d, c)."""
         ...
 
     def approximate(self, B: Tensor) -> Tensor:
-        """About the same at the price of a few vectors, positive definite: a preconditioner for what is near H_ρ."""
+        """Apply a cheap, positive definite, approximate inverse; used as preconditioner for matrices close to H_ρ."""
         ...
 
 
-Solver = Callable[[Operator], LinearSolver] | None  # how estimators take one; None: chosen by the size
+# How estimators take a solver: a function that prepares one for an operator; None: chosen by its size
+Solver = Callable[[Operator], LinearSolver] | None
 
 
 class DenseCholesky:
-    """Cholesky factors of a dense positive definite matrix, with one step of refinement per solve.
+    """Cholesky factorisation of a dense positive definite matrix, with one step of iterative refinement per solve.
 
     >>> solver = DenseCholesky(torch.tensor([[2.0, 0.0], [0.0, 4.0]], dtype=torch.float64))
     >>> solver.solve(torch.eye(2, dtype=torch.float64)).diagonal().tolist()
@@ -47,27 +48,28 @@ class DenseCholesky:
 
     def __init__(self, H: Tensor, tolerance: float | None = None) -> None:
         self.H = H
-        self.residual = 0.0  # the largest seen, relative
+        self.residual = 0.0
         self.tolerance = tolerance if tolerance is not None else torch.finfo(H.dtype).eps ** 0.5
         self._factor, failed = torch.linalg.cholesky_ex(H)
-        floor = 100 * torch.finfo(H.dtype).eps  # of the diagonal entry: below it the pivot is rounding
+        floor = 100 * torch.finfo(H.dtype).eps  # a pivot below this share of its diagonal entry is a rounding error
         pivots = self._factor.diagonal() ** 2 / H.diagonal()
         smallest = float("-inf") if int(failed) or not bool(torch.isfinite(pivots).all()) else float(pivots.min())
         if not smallest > floor:
             raise DegenerateError(
-                "pivots of the curvature",
-                measured="one not positive" if smallest < 0 else f"smallest {smallest:.3g} of its diagonal entry",
-                threshold=f"all above {floor:.1e}",
-                meaning="The curvature is not positive definite, so the linearised problem has no unique solution.",
-                cure="Add a ridge to the objective, or pass damping (it changes the answer and is reported).",
+                "One of the pivots of the curvature is not positive."
+                if smallest < 0
+                else f"The smallest of the pivots of the curvature is {smallest:.3g} of its diagonal entry.",
+                f"All must be above {floor:.1e}.",
+                "The curvature is not positive definite, so the linearised problem has no unique solution.",
+                "Add a ridge to the objective, or pass damping (it changes the answer and is reported).",
             )
 
     def approximate(self, B: Tensor) -> Tensor:
-        """X with H X = B, residual not looked at."""
+        """Solve H X = B without refinement and without checking the residual."""
         return torch.cholesky_solve(B, self._factor)
 
     def solve(self, B: Tensor) -> Tensor:
-        """X with H X = B, residual checked."""
+        """Solve H X = B and check the residual."""
         if B.numel() == 0:
             return torch.zeros_like(B)
         X = torch.cholesky_solve(B, self._factor)
@@ -75,16 +77,15 @@ class DenseCholesky:
         scale = torch.linalg.vector_norm(B, dim=0) + torch.linalg.matrix_norm(self.H) * torch.linalg.vector_norm(
             X, dim=0
         )
-        gap = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
-        worst = float(gap.max())
+        gaps = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
+        worst = float(gaps.max())
         self.residual = worst if not worst <= self.residual else self.residual
         if not self.residual <= self.tolerance:
             raise NotConvergedError(
-                "relative residual of the linear solve",
-                measured=f"{self.residual:.3g}",
-                threshold=f"{self.tolerance:.3g}",
-                meaning="The curvature is too badly conditioned for this precision.",
-                cure="Work in float64, scale the features, or add a ridge.",
+                f"The relative residual of the linear solve is {self.residual:.3g}.",
+                f"It must be at most {self.tolerance:.3g}.",
+                "The curvature is too badly conditioned for this precision.",
+                "Work in float64, scale the features, or add a ridge.",
             )
         return X
 
@@ -96,35 +97,35 @@ def prepare(
     damping: float = 0.0,
     solver: Solver = None,
 ) -> tuple[LinearSolver, Tensor]:
-    """A solver for H_ρ = H + GᵀRG (+ δI), for rows G that hold as equalities; and the diagonal of R.
+    """Prepare a solver for H_ρ = H + GᵀRG (+ δI), for rows G that are equalities; return it and the diagonal of R.
 
-    With R chosen (rho=None) each row adds curvature of the size of H, and more while H_ρ is not positive definite:
-    on {Gω = −r} that changes nothing, so any R that works gives the same answer. Without a solver of your own, H is
-    factorised where it can be assembled, and met by conjugate gradients where not.
+    With rho=None, R is chosen: each row adds curvature of the size of H, and ten times more as long as H_ρ is not
+    positive definite. On {Gω = −r} the added term is constant, so the answer does not depend on R. With solver=None,
+    H_ρ is factorised where it can be assembled; otherwise conjugate gradients are used.
     """
-    chosen = solver or (_factorised if H.assembled else ConjugateGradients)
+    make_solver = solver or (_factorise if H.assembled else ConjugateGradients)
     if rho is not None or len(G) == 0:
         R = torch.full_like(G[:, 0], rho or 0.0)
-        return chosen(H.with_rows(G, R, damping)), R
+        return make_solver(H.with_rows(G, R, damping)), R
     unit = 1.0 / (G * G / H.scale()).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
     failure = None
     for power in range(7):
         R = unit * 10.0**power
-        whole = H.with_rows(G, R, damping)
-        if power < 6 and whole.assembled and _cancelled(whole, H.scale() + R @ G**2):
+        H_rho = H.with_rows(G, R, damping)
+        if power < 6 and H_rho.assembled and _diagonal_cancels(H_rho, H.scale() + R @ G**2):
             continue
         try:
-            return chosen(whole), R
+            return make_solver(H_rho), R
         except DegenerateError as error:
             failure = error
     assert failure is not None
     raise failure
 
 
-def _cancelled(H: Operator, parts: Tensor) -> bool:
-    """Whether what is left on the diagonal is rounding, compared with the parts it is made of, (d,)."""
+def _diagonal_cancels(H: Operator, parts: Tensor) -> bool:
+    """Tell whether a diagonal entry is a rounding error beside the parts (d,) that it is the sum of."""
     return bool((H.dense().diagonal().abs() < torch.finfo(parts.dtype).eps ** 0.5 * parts).any())
 
 
-def _factorised(H: Operator) -> DenseCholesky:
+def _factorise(H: Operator) -> DenseCholesky:
     return DenseCholesky(H.dense())

@@ -1,4 +1,4 @@
-"""Symmetric matrices, assembled or given by their products."""
+"""Symmetric matrices, assembled or given by matrix-vector products."""
 
 from __future__ import annotations
 
@@ -10,45 +10,48 @@ from torch import Tensor
 
 
 class Operator(Protocol):
-    """A symmetric matrix, assembled or not."""
+    """Interface of a symmetric matrix H (d, d), assembled or given by matrix-vector products."""
 
     @property
     def d(self) -> int:
-        """Its size."""
+        """Dimension d."""
         ...
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its type, on its device."""
+        """A tensor with the dtype and on the device of the matrix."""
         ...
 
     @property
     def assembled(self) -> bool:
-        """Whether the matrix can be had at a fair price."""
+        """Whether the matrix is available, or cheap enough to assemble."""
         ...
 
     def dense(self) -> Tensor:
-        """The matrix, (d, d)."""
+        """Return the matrix, (d, d)."""
         ...
 
     def scale(self) -> Tensor:
-        """How much each coordinate curves, (d,), positive."""
+        """Return the curvature of each coordinate, (d,), positive."""
         ...
 
     def product(self, V: Tensor) -> Tensor:
-        """H·v for every column v of V (d, c)."""
+        """Return H·v for every column v of V (d, c)."""
         ...
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Operator:
-        """Add GᵀRG and δI."""
+        """Return H + GᵀRG + δI for G (m, d), the diagonal R (m,) and damping δ."""
         ...
 
     def sketched(self, evaluations: float | None = None) -> Operator | None:
-        """Estimate the matrix from some samples, where that is much cheaper; None where it is not."""
+        """Estimate the matrix from some samples if that is much cheaper; else return None.
+
+        evaluations: Most evaluations of all losses that it may cost.
+        """
         ...
 
     def rough(self) -> Tensor:
-        """The matrix in single precision, where that is cheaper, (d, d)."""
+        """Return the matrix, (d, d), in single precision if that is cheaper."""
         ...
 
     def to(self, dtype: torch.dtype) -> Operator:
@@ -58,43 +61,43 @@ class Operator(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """An assembled Hessian."""
+    """A symmetric matrix that is assembled."""
 
     H: Tensor  # (d, d)
     assembled = True
 
     @property
     def d(self) -> int:
-        """Its size."""
+        """Dimension d."""
         return len(self.H)
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its type, on its device."""
+        """A tensor with the dtype and on the device of the matrix."""
         return self.H
 
     def dense(self) -> Tensor:
-        """The matrix."""
+        """Return the matrix, (d, d)."""
         return self.H
 
     def scale(self) -> Tensor:
-        """How much each coordinate curves: the absolute diagonal."""
+        """Return the curvature of each coordinate, (d,): the absolute diagonal, see `curved`."""
         return positive(curved(self.H))
 
     def product(self, V: Tensor) -> Tensor:
-        """H·v for every column v of V (d, c)."""
+        """Return H·v for every column v of V (d, c)."""
         return self.H @ V
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Matrix:
-        """With GᵀRG and δI in it."""
+        """Return H + GᵀRG + δI for G (m, d), the diagonal R (m,) and damping δ."""
         H = torch.addmm(self.H, G.T, R[:, None] * G) if len(G) else self.H
         return Matrix(H + damping * torch.eye(self.d).to(H) if damping else H)
 
     def sketched(self, evaluations: float | None = None) -> None:
-        """None: the matrix is there."""
+        """Return None: the matrix is available already."""
 
     def rough(self) -> Tensor:
-        """The matrix."""
+        """Return the matrix, (d, d), as it is."""
         return self.H
 
     def to(self, dtype: torch.dtype) -> Matrix:
@@ -103,17 +106,17 @@ class Matrix:
 
 
 def curved(H: Tensor) -> Tensor:
-    """|diagonal|; where that vanishes, what the coordinate's coupling to others amounts to (θ₁θ₂ curves too)."""
+    """Return |diagonal of H|, (d,); for an entry of 0, the curvature through coupling to others (as in θ₁θ₂)."""
     D = H.diagonal().abs()
     flat = 1e-24 * D.max() >= D if len(D) else D > 0
     if not bool(flat.any()):
         return D
-    curved = torch.where(flat, torch.ones_like(D), D)
-    through = torch.where(flat, H.abs(), H**2 / curved)  # (d, d), column l: by way of coordinate l
-    return torch.where(flat, through.amax(1), D)
+    divisor = torch.where(flat, torch.ones_like(D), D)
+    coupling = torch.where(flat, H.abs(), H**2 / divisor)  # (d, d), column l: through coordinate l
+    return torch.where(flat, coupling.amax(1), D)
 
 
 def positive(D: Tensor) -> Tensor:
-    """D, where a coordinate that does not curve at all counts as the average one."""
-    some = D[(D > 0) & torch.isfinite(D)]
-    return torch.where((D > 0) & torch.isfinite(D), D, some.mean() if len(some) else torch.ones_like(D[:1]).sum())
+    """Return D (d,) with the mean of its positive finite entries in place of all others (1 if there are none)."""
+    valid = (D > 0) & torch.isfinite(D)
+    return torch.where(valid, D, D[valid].mean() if bool(valid.any()) else torch.ones_like(D[:1]).sum())

@@ -1,4 +1,4 @@
-"""Work in float32, answers in float64: conjugate gradients in single precision, residuals in double."""
+"""Mixed-precision iterative refinement: conjugate gradients in float32, residuals in float64."""
 
 from __future__ import annotations
 
@@ -13,61 +13,59 @@ from dif.linalg.operator import Operator
 class Refinement:
     """Iterative refinement: each round solves for the float64 residual in float32 and adds the correction.
 
-    On accelerators a float64 product costs many times a float32 one; here one of them is spent per round.
+    On accelerators a float64 product costs many times as much as a float32 one. Each round needs one float64 product.
 
     Args:
         curvature: H_ρ in float64.
-        tolerance: ‖B − H X‖ / ‖B‖ to reach in every column, measured in float64.
-        max_rounds: Limit on rounds.
-        rank: Of the Nyström preconditioner.
+        tolerance: Largest ‖b − H x‖ / ‖b‖ of a column, measured in float64.
+        max_rounds: Largest number of rounds.
+        rank: Rank of the Nyström preconditioner.
     """
 
     def __init__(self, curvature: Operator, *, tolerance: float = 1e-9, max_rounds: int = 12, rank: int = 64) -> None:
         if curvature.like.dtype != torch.float64:
             raise InvalidInputError(
-                "precision of the problem",
-                measured=curvature.like.dtype,
-                threshold="torch.float64",
-                meaning="Residuals in float64 need a problem in float64; the work in float32 is done on a copy.",
-                cure="Convert parameters and data to float64, or use ConjugateGradients.",
+                f"The problem is in {curvature.like.dtype}.",
+                "It must be in torch.float64.",
+                "Residuals in float64 need a problem in float64; the work in float32 is done on a copy.",
+                "Convert parameters and data to float64, or use ConjugateGradients.",
             )
         self.curvature = curvature
         self.root = curvature.scale().sqrt()[:, None]
         self.inner = ConjugateGradients(curvature.to(torch.float32), tolerance=1e-3, rank=rank)
         self.tolerance, self.max_rounds = tolerance, max_rounds
-        self.residual = 0.0
+        self.residual = 0.0  # largest relative residual of all solves so far
 
     @property
     def steps(self) -> int:
-        """Products in float32, with all columns, over all solves."""
+        """Number of float32 products with all columns, over all solves."""
         return self.inner.steps
 
     def approximate(self, B: Tensor) -> Tensor:
-        """What the preconditioner makes of B."""
+        """Apply the float32 preconditioner to B."""
         return self.inner.approximate(B.float()).to(B)
 
     def solve(self, B: Tensor) -> Tensor:
-        """X with H_ρ X = B, every column to the tolerance in float64."""
-        B = B / self.root  # residuals are measured in coordinates that curve alike
-        X, left = torch.zeros_like(B), B
+        """Solve H_ρ X = B, every column to the tolerance in float64."""
+        B = B / self.root  # residuals are measured in scaled coordinates, whose curvatures are alike
+        X, residual = torch.zeros_like(B), B
         norms = torch.linalg.vector_norm(B, dim=0)
-        live, worst = norms > 0, 0.0
-        for _ in range(self.max_rounds if bool(live.any()) else 0):
-            size = torch.linalg.vector_norm(left[:, live], dim=0)
-            correction = self.inner.solve((self.root * left[:, live] / size).to(torch.float32))
-            X[:, live] += self.root * correction.to(B) * size
-            left = B - self.curvature.product(X / self.root) / self.root
-            gaps = torch.linalg.vector_norm(left, dim=0) / torch.where(norms > 0, norms, 1.0)
-            worst, live = float(gaps.max()), gaps > self.tolerance
-            if not bool(live.any()):
+        open_columns, worst = norms > 0, 0.0
+        for _ in range(self.max_rounds if bool(open_columns.any()) else 0):
+            size = torch.linalg.vector_norm(residual[:, open_columns], dim=0)
+            correction = self.inner.solve((self.root * residual[:, open_columns] / size).to(torch.float32))
+            X[:, open_columns] += self.root * correction.to(B) * size
+            residual = B - self.curvature.product(X / self.root) / self.root
+            errors = torch.linalg.vector_norm(residual, dim=0) / torch.where(norms > 0, norms, 1.0)
+            worst, open_columns = float(errors.max()), errors > self.tolerance
+            if not bool(open_columns.any()):
                 break
         if not worst <= self.tolerance:
             raise NotConvergedError(
-                "relative residual of the refined linear solve",
-                measured=f"{worst:.3g} after {self.max_rounds} rounds",
-                threshold=f"{self.tolerance:.3g}",
-                meaning="The curvature is too badly conditioned for float32 to help.",
-                cure="Use ConjugateGradients in float64, raise max_rounds or rank, or add a ridge.",
+                f"The relative residual of the refined linear solve is {worst:.3g} after {self.max_rounds} rounds.",
+                f"It must be at most {self.tolerance:.3g}.",
+                "The curvature is too badly conditioned for float32 to help.",
+                "Use ConjugateGradients in float64, raise max_rounds or rank, or add a ridge.",
             )
         self.residual = max(self.residual, worst)
         return X / self.root

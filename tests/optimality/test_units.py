@@ -130,7 +130,7 @@ def test_a_kernel_without_second_derivative_is_named():
     with pytest.raises(dif.InvalidInputError, match="torch has none for this kernel") as caught:
         dif.fit(dif.Problem(train.mean()), zeros(), show_progress=False)
     assert "cdist" in caught.value.measured
-    assert caught.value.meaning == "Influence rests on the curvature, and torch has none for this kernel."
+    assert caught.value.meaning == "Influence rests on the curvature, and torch has none for this operator."
 
 
 @pytest.mark.parametrize(("odd", "plain"), [(masked, straight), (branching, straight), (custom, custom_by_hand)])

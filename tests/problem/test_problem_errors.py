@@ -380,7 +380,7 @@ def test_dtypes_and_devices_of_the_data_must_be_those_of_the_parameters(case):
     text = "Mixed types lose digits silently"
     for action in (lambda: solve(odd.mean()), lambda: estimator(dif.Retraining).scores(odd, TRAIN.remove(0))):
         error = invalid(action, measured, "data of Samples 'odd'", text, keep=[data])
-        assert error.threshold == "torch.float64 on cpu, as the parameters"
+        assert error.allowed == "They must be torch.float64 on cpu, like the parameters."
 
 
 def test_parameters_on_another_device_than_the_data():

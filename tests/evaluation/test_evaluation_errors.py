@@ -200,12 +200,12 @@ PROGRAMS = {
     ),
     "vector objective": (
         lambda: solve(EYE),
-        "The objective is a vector of 2 rows.",
+        "The objective is a vector of length 2.",
         "Only a single number can be minimised.",
     ),
     "vector added to the objective": (
         lambda: solve(TRAIN.mean() + np.ones(3)),
-        "The objective is a vector of 3 rows.",
+        "The objective is a vector of length 3.",
     ),
     "no iterations": (
         lambda: solve(TRAIN.mean(), max_iter=0),

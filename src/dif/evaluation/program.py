@@ -54,7 +54,7 @@ class Program:
         rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
         if first:
             raise InvalidInputError(
-                f"The objective is a vector of {first.numel()} rows.",
+                f"The objective is a vector of length {first.numel()}.",
                 "It must be a single number.",
                 "Only a single number can be minimised.",
                 "Add up the rows inside the function, or make them constraints.",

@@ -72,15 +72,15 @@ class Direction:
     def _resolve_shift(self, scale: float, piece: Shift) -> None:
         """Add the bound changes of a shift."""
         rows = self.program.where(piece.constraint)
-        shape = self.program.shapes[[c is piece.constraint for c in self.program.problem.constraints].index(True)]
-        if piece.dtau.dim() and piece.dtau.numel() != shape.numel():
+        count = rows.stop - rows.start
+        if piece.dtau.dim() and piece.dtau.numel() != count:
             raise InvalidInputError(
                 f"The shift of {self.program.names[rows.start]} has {piece.dtau.numel()} values.",
-                "It must have 1 value." if shape.numel() == 1 else f"It must have 1 value, or {shape.numel()}.",
+                "It must have 1 value." if count == 1 else f"It must have 1 value, or {count}.",
                 "A shift moves every row alike, or each by its own amount.",
                 "Pass one number, or one per row.",
             )
-        self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(rows.stop - rows.start)
+        self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(count)
 
     def _resolve(self, scale: float, piece: Removal | Addition | Reweighting) -> None:
         """Add the weight changes of a removal, addition or reweighting."""
@@ -104,13 +104,11 @@ class Direction:
             )
         if isinstance(piece, Addition):
             check_tensors(piece.new, self.program.parameters)
-        resolve = {Removal: _resolve_removal, Addition: _resolve_addition, Reweighting: _resolve_reweighting}[
-            type(piece)
-        ]
+        resolvers = {Removal: _resolve_removal, Addition: _resolve_addition, Reweighting: _resolve_reweighting}
         for t in views:
             table, columns = rows.tables[t], rows.columns(t)
             used = (C[:, columns] != 0).any(0)  # (k,) the sums that the changed rows use
-            alpha, s, samples, index, owner = resolve(piece, table, used)  # type: ignore[operator]
+            alpha, s, samples, index, owner = resolvers[type(piece)](piece, table, used)  # type: ignore[operator]
             owner = owner if len(piece) == self.P else None
             self.blocks.append(Block(C[:, columns], columns, scale * alpha, samples, owner, index, scale * s))
 

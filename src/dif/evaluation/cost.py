@@ -29,17 +29,17 @@ class Cost:
 
 def cost(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Cost:
     """Measure the cost of one sample on a few samples; the result is cached per number of parameters."""
-    known = samples.costs.get(len(theta))
-    if known is None:
+    cached = samples.costs.get(len(theta))
+    if cached is None:
         many = min(_PROBE_SAMPLES, len(samples), samples.batch_size or _PROBE_SAMPLES)
         few = many // 2
         more, less = _measure_batch(samples, parameters, theta, many), _measure_batch(samples, parameters, theta, few)
         each = [max(0, (x - y) // (many - few)) for x, y in zip(more, less, strict=True)]  # without fixed overhead
         _, batch = next(samples.batches(torch.arange(many), device=theta.device))
         maps = measure_maps(samples, parameters, theta, batch, many)
-        known = Cost(max(1, each[0]), each[1], max(1, more[2] // many), maps)
-        samples.costs[len(theta)] = known
-    return known
+        cached = Cost(max(1, each[0]), each[1], max(1, more[2] // many), maps)
+        samples.costs[len(theta)] = cached
+    return cached
 
 
 def _measure_batch(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int, int]:

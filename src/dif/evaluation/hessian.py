@@ -61,8 +61,8 @@ class Curvature:
     @property
     def price(self) -> float:
         """Cost of assembling the matrix, in multiplications (memory traffic is converted to multiplications)."""
-        known = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
-        return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in known))
+        costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
+        return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs))
 
     @property
     def cheap(self) -> bool:

@@ -104,7 +104,7 @@ def check_used(
     if unused:
         raise InvalidInputError(
             f"No loss and no function other than a ridge depends on these parameters: {', '.join(unused)}.",
-            "At least one must depend on every parameter.",
+            "Every parameter must be used by at least one of them.",
             "The data say nothing about them, and the curvature in their direction is zero.",
             "Leave them out of params, set requires_grad=False, or use them in a loss that does not detach them.",
         )

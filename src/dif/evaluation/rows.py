@@ -131,10 +131,10 @@ class Rows:
         functions = list({id(f): f for term in terms for _, f in term.functions}.values())
         tables, position = [], {}
         for samples in every_samples:
-            mine = tuple(s for s in sums if s.samples is samples)
-            for s in mine:
+            own_sums = tuple(s for s in sums if s.samples is samples)
+            for s in own_sums:
                 position[id(s)] = len(position)
-            tables.append(Table(samples, mine, torch.stack([s.weights for s in mine]).to(theta)))
+            tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
         start, outputs = len(position), {}
         for f in functions:
             outputs[id(f)] = (start, evaluate_function_at(f, parameters, theta).detach())
@@ -272,11 +272,11 @@ class Rows:
 
     def _local_losses(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the losses of this process's samples, and the map w → Σᵢ wᵢ∇ℓᵢ over them; w has all n weights."""
-        mine, sweep = span(len(table.samples)), sweep_batches(table.samples, self.parameters, theta)
+        local, sweep = span(len(table.samples)), sweep_batches(table.samples, self.parameters, theta)
         first = next(sweep, None)
-        if first is not None and first[0] == mine:  # one batch: keep its graph for the backward pass
+        if first is not None and first[0] == local:  # one batch: keep its graph for the backward pass
             losses, pull = evaluate_with_pullback(first[2], theta)
-            return losses.detach(), lambda w: pull(w[mine])
+            return losses.detach(), lambda w: pull(w[local])
         with torch.no_grad():
             losses = [loss(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
         return torch.cat([theta.new_zeros(0), *losses]), partial(self._local_gradient, table.samples, theta)

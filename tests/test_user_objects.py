@@ -85,7 +85,7 @@ def test_params_changed_by_the_loss_itself_are_not_the_users():
     start = point(1.0, 2.0)
     loss = lambda params, z: (z[0] @ params["w"].mul_(0.5) - z[1]) ** 2  # noqa: E731
     action = lambda: solve(samples(loss).mean(), params=start)  # noqa: E731
-    refused(dif.InvalidInputError, action, "two calls of the loss", keep=[start])
+    refused(dif.InvalidInputError, action, "Two calls of the loss", keep=[start])
 
 
 @pytest.mark.parametrize(

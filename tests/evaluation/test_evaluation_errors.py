@@ -1,4 +1,6 @@
-"""What is refused when losses, functions and perturbations are evaluated."""
+"""Invalid losses, functions, multipliers and perturbations are refused when they are evaluated."""
+
+import re
 
 import numpy as np
 import pytest
@@ -69,7 +71,7 @@ def test_a_loss_that_is_not_finite_is_refused_with_the_samples_named(bad):
     limit = float(torch.sort(Y).values[5])
     worst = torch.nonzero(limit < Y).reshape(-1).tolist()
     expected = f"NaN or infinite for 2 of 8 samples ({worst})"
-    invalid(lambda: fit_loss(loss), expected, "losses of 'odd'", "Their sum, and every derivative of it")
+    invalid(lambda: fit_loss(loss), expected, "The sum of the losses and its derivatives", "Samples 'odd'")
     invalid(lambda: estimator(dif.NewtonInfluence).scores(samples(loss), TRAIN.remove(0)), expected)
 
 
@@ -91,16 +93,16 @@ def test_a_random_loss_is_refused(loss):
         lambda: estimator(dif.Retraining).scores(samples(loss).mean(), TRAIN.remove(0)),
     ]
     for action in actions:
-        error = refused(dif.InvalidInputError, action, "two calls of the loss of Samples 'odd'", text, "model.eval()")
-        assert error.threshold == "0"
-        assert float(str(error.measured).removeprefix("values that differ by up to ")) > 0
+        error = refused(dif.InvalidInputError, action, text, "model.eval()")
+        assert error.allowed == "They must return the same values."
+        found = r"Two calls of the loss of Samples 'odd' returned values that differ by up to (\S+)\."
+        assert float(re.fullmatch(found, error.found).group(1)) > 0
 
 
 def test_the_difference_of_two_calls_is_measured():
     calls = iter(range(100))
     loss = shaped(lambda losses: losses + 0.25 * (next(calls) % 2))
-    error = refused(dif.InvalidInputError, lambda: fit_loss(loss))
-    assert error.measured == "values that differ by up to 0.25"
+    invalid(lambda: fit_loss(loss), "returned values that differ by up to 0.25.")
 
 
 class Augmented(torch.utils.data.Dataset):
@@ -112,24 +114,25 @@ class Augmented(torch.utils.data.Dataset):
 
 
 def test_random_augmentation_in_a_dataset_is_refused():
-    with pytest.raises(dif.InvalidInputError, match="two calls of the loss of Samples 'odd'"):
+    with pytest.raises(dif.InvalidInputError, match="Two calls of the loss of Samples 'odd'"):
         solve(samples(squares, Augmented()).mean(), params=point(1.0, 1.0))
 
 
 def test_a_loss_that_mixes_the_samples_of_a_batch_is_refused():
-    loss = shaped(lambda losses: losses - losses.mean())  # alone every loss is 0
+    loss = shaped(lambda losses: losses - losses.mean())  # the loss of a single sample is 0
     error = refused(dif.InvalidInputError, lambda: fit_loss(loss), "depends on the other samples of its batch", "'odd'")
-    losses = Y**2  # of the first two samples by themselves nothing is left, of the others half of the batch
+    losses = Y**2  # the first two samples are evaluated alone, the others in half batches
     whole, halves = losses - losses.mean(), torch.empty_like(losses)
-    for some in (slice(0, None, 2), slice(1, None, 2)):
-        halves[some] = losses[some] - losses[some].mean()
+    for half in (slice(0, None, 2), slice(1, None, 2)):
+        halves[half] = losses[half] - losses[half].mean()
     halves[:2] = 0
     gap = float(((whole - halves).abs() / (1 + halves.abs())).max())
-    assert error.measured == f"values that differ by {gap:.3g} of their size"
-    assert error.threshold == "1e-08"
+    found = f"The loss of a sample of 'odd' changes by {gap:.3g} of its size when its batch has other samples."
+    assert error.found == found
+    assert error.allowed == "The relative change must be at most 1e-08."
 
 
-def test_an_error_inside_the_loss_says_whose_loss_it_was():
+def test_an_error_inside_the_loss_names_the_samples():
     with untouched():
         error = refused(
             UserCodeError,
@@ -141,9 +144,11 @@ def test_an_error_inside_the_loss_says_whose_loss_it_was():
     assert isinstance(error.__cause__, KeyError)
 
 
+UNUSED_MEANING = "The data say nothing about them, and the curvature in their direction is zero."
+
+
 def test_a_loss_that_uses_no_parameter_is_refused():
-    texts = ("parameters that nothing depends on", "No loss and no function (a ridge apart) uses them", "detach")
-    invalid(lambda: fit_loss(lambda p, z: z[1]), "w", *texts)
+    invalid(lambda: fit_loss(lambda p, z: z[1]), "depends on these parameters: w.", UNUSED_MEANING, "detach")
 
 
 def test_a_loss_that_hides_its_parameters_is_refused():
@@ -153,9 +158,9 @@ def test_a_loss_that_hides_its_parameters_is_refused():
 
 
 FUNCTIONS = {
-    "a number": (lambda p: 3.0, "float", "one number, or one per row"),
-    "a matrix": (lambda p: torch.outer(p["w"], p["w"]), "shape (2, 2)", "what the function 'odd' returned"),
-    "nan": (lambda p: (p["w"] - 5).log().sum(), "[nan]", "value of the function 'odd'", "part of an objective"),
+    "a number": (lambda p: 3.0, "returned a value of type float.", "one number, or one per row"),
+    "a matrix": (lambda p: torch.outer(p["w"], p["w"]), "The function 'odd' returned a tensor of shape (2, 2)."),
+    "nan": (lambda p: (p["w"] - 5).log().sum(), "The function 'odd' returned [nan].", "part of an objective"),
     "infinite rows": (lambda p: 1 / p["w"], "[inf, inf]", "Start where the function is finite."),
 }
 
@@ -189,20 +194,18 @@ PROGRAMS = {
     ),
     "bounds": (
         lambda: solve(TRAIN.mean(), [EYE <= [1.0, 2.0, 3.0]]),
-        "2 and 3",
+        "combines vectors of 2 and 3 rows.",
         "Functions and bounds in one expression",
         "Check the rows of A against the length of b.",
     ),
     "vector objective": (
         lambda: solve(EYE),
-        "a vector of 2",
-        "rows of the objective",
+        "The objective is a vector of length 2.",
         "Only a single number can be minimised.",
     ),
     "vector added to the objective": (
         lambda: solve(TRAIN.mean() + np.ones(3)),
-        "a vector of 3",
-        "rows of the objective",
+        "The objective is a vector of length 3.",
     ),
     "no iterations": (
         lambda: solve(TRAIN.mean(), max_iter=0),
@@ -224,16 +227,16 @@ def test_programs_refuse(case):
 
 
 MULTIPLIERS = {
-    "too many": ([1.0, 2.0], "2 values, 0 not finite", "Every row of every constraint has one multiplier."),
-    "none": ([], "0 values, 0 not finite", "1 finite values, one per constraint row"),
-    "nan": (torch.tensor([NAN]), "1 values, 1 not finite", "leave them out: they are recovered"),
+    "too many": ([1.0, 2.0], "2 values, 0 of them not finite", "Every row of every constraint has one multiplier."),
+    "none": ([], "0 values, 0 of them not finite", "1 finite values, one per constraint row"),
+    "nan": (torch.tensor([NAN]), "1 values, 1 of them not finite", "leave them out to have them recovered"),
     "unknown name": (
         {"caps": 1.0},
-        "unknown ['caps'], missing ['cap']",
+        "unknown names ['caps'] and lacks the names ['cap']",
         "Each constraint has its own multipliers.",
-        "one for each of ['cap']",
+        "one entry for each of ['cap']",
     ),
-    "missing name": ({}, "unknown [], missing ['cap']", "names of the multipliers"),
+    "missing name": ({}, "`multipliers` has unknown names [] and lacks the names ['cap']."),
 }
 
 
@@ -244,20 +247,20 @@ def test_multipliers_are_checked(case, entry):
     invalid(lambda: entry(PROBLEM, START, given), *expected)
 
 
-def test_multipliers_are_looked_up_by_what_the_problem_has():
+def test_multipliers_are_indexed_by_name_position_or_constraint():
     found = solution().multipliers
     assert found["cap"] == found[0] == found[CAP]
-    with pytest.raises(KeyError, match="no constraint 'lid'; there are cap"):
+    with pytest.raises(KeyError, match=r"There is no constraint 'lid'. The constraints are cap."):
         found["lid"]
     with pytest.raises(KeyError, match="not a constraint of this problem"):
         found[TRAIN.mean() <= 1.0]
 
 
-def everywhere(perturbation, measured, *texts):
-    """Refused by change and scores of every estimator."""
+def everywhere(perturbation, found, *texts):
+    """Check that change and scores of every estimator refuse the perturbation."""
     for kind in ESTIMATORS:
-        invalid(lambda kind=kind: estimator(kind).change(perturbation), measured, *texts)
-        invalid(lambda kind=kind: estimator(kind).scores(TRAIN.mean(), perturbation), measured, *texts)
+        invalid(lambda kind=kind: estimator(kind).change(perturbation), found, *texts)
+        invalid(lambda kind=kind: estimator(kind).scores(TRAIN.mean(), perturbation), found, *texts)
 
 
 FOREIGN_TERM = TRAIN.mean()
@@ -269,14 +272,18 @@ FOREIGN_CONSTRAINT = TRAIN.mean() <= 1.0
 RESOLVED = {
     "foreign samples": (
         OTHER.remove(0),
-        "no term of the problem uses these samples",
-        "perturbation of 'other'",
+        "Samples 'other' cannot be perturbed: no term of the problem uses these samples.",
         "Samples are told apart by identity.",
+    ),
+    "samples that a term does not use": (
+        TRAIN.remove(0, terms=[CAP]),
+        "The perturbation of 'train' is restricted to terms that do not use these samples.",
+        "Nothing would change.",
     ),
     "foreign constraint": (
         FOREIGN_CONSTRAINT.shift(1.0),
         "Constraint(Term(mean of train) <= 1)",
-        "Constraints are told apart by identity",
+        "Constraints are told apart by identity, and .named(...) makes a new one.",
         "problem.constraints[j]",
     ),
     "renamed constraint": (CAP.named("lid").shift(1.0), repr(CAP.named("lid")), ".named(...) makes a new one"),
@@ -285,9 +292,13 @@ RESOLVED = {
         "Term(mean of train)",
         "Terms are told apart by identity.",
     ),
-    "equal constraint": (TRAIN.reweight([1.0] * 8, terms=[FOREIGN_CONSTRAINT]), repr(FOREIGN_CONSTRAINT), "terms="),
+    "equal constraint": (
+        TRAIN.reweight([1.0] * 8, terms=[FOREIGN_CONSTRAINT]),
+        repr(FOREIGN_CONSTRAINT),
+        "`terms` contains",
+    ),
     "name of a term": (TRAIN.add((X[:1], Y[:1]), terms="objective"), "'objective'", "Use problem.objective"),
-    "rows of a shift": (CAP.shift([1.0, 2.0]), "2 values", "shift of cap", "A shift moves every row alike"),
+    "rows of a shift": (CAP.shift([1.0, 2.0]), "The shift of cap has 2 values.", "A shift moves every row alike"),
 }
 
 
@@ -297,23 +308,25 @@ def test_perturbations_that_are_not_of_the_problem_are_refused(case):
 
 
 def test_removing_every_sample_of_a_term_is_refused():
-    everyone = "samples left in 'mean of train' after perturbation 0 (remove train[0, 1, 2, 3, 4, 5, … 8 in all])"
-    everywhere(TRAIN.remove(range(8)), "0", everyone, "A term without samples is not defined")
-    everywhere(TRAIN.remove(range(8), terms=[PROBLEM.objective], renormalise=False), "0", everyone)
+    everyone = "(remove train[0, 1, 2, 3, 4, 5, … 8 in all]) leaves no samples in 'mean of train'."
+    first = f"Perturbation 0 {everyone}"
+    everywhere(TRAIN.remove(range(8)), first, "A term without samples is not defined")
+    everywhere(TRAIN.remove(range(8), terms=[PROBLEM.objective], renormalise=False), first)
     DIF = estimator(dif.DirectionalInfluence)
-    second = "after perturbation 1 (remove train[0, 1, 2, 3, 4, 5, … 8 in all])"
-    invalid(lambda: DIF.scores(TRAIN, TRAIN.remove_groups([[0], range(8)])), "0", second, "restrict the removal")
+    groups = TRAIN.remove_groups([[0], range(8)])
+    invalid(lambda: DIF.scores(TRAIN, groups), f"Perturbation 1 {everyone}", "restrict the removal")
 
 
 def masked():
+    """Return a problem with means over two halves of the samples, and its DIF estimator."""
     problem = dif.Problem(TRAIN.mean(where=GROUP == 0), [(TRAIN.mean(where=GROUP == 1) <= 9.0).named("second half")])
     return problem, dif.DirectionalInfluence(dif.fit(problem, START, show_progress=False))
 
 
-def test_removing_every_sample_of_a_constraint_is_refused_unless_kept_out_of_it():
+def test_removing_every_sample_of_a_constraint_is_refused_unless_terms_exclude_it():
     problem, DIF = masked()
-    gone = "samples left in 'mean of 4 of train' after perturbation 0 (remove train[4, 5, 6, 7])"
-    invalid(lambda: DIF.change(TRAIN.remove([4, 5, 6, 7])), "0", gone)
+    gone = "Perturbation 0 (remove train[4, 5, 6, 7]) leaves no samples in 'mean of 4 of train'."
+    invalid(lambda: DIF.change(TRAIN.remove([4, 5, 6, 7])), gone)
     assert torch.equal(
         DIF.change(TRAIN.remove([4, 5, 6, 7], terms=[problem.objective])).flat.abs(), torch.zeros(2).double()
     )
@@ -323,15 +336,15 @@ def test_membership_of_added_samples_must_be_known():
     problem, DIF = masked()
     new = (X[:1], Y[:1])
     text = "Only you know whether a new sample is in a masked mean"
-    measured = "unknown in mean of 4 of train, mean of 4 of train"
-    invalid(lambda: DIF.change(TRAIN.add(new)), measured, "membership of the samples added to 'train'", text)
+    found = "The membership of the samples added to 'train' is unknown in mean of 4 of train"
+    invalid(lambda: DIF.change(TRAIN.add(new)), f"{found}, mean of 4 of train.", text)
     objective = [problem.objective]
-    invalid(lambda: DIF.change(TRAIN.add(new, terms=objective)), "unknown in mean of 4 of train", "Say like=i")
+    invalid(lambda: DIF.change(TRAIN.add(new, terms=objective)), f"{found}.", "Pass like=i")
     assert torch.isfinite(DIF.change(TRAIN.add(new, like=0)).flat).all()
 
 
 class Half(nn.Module):
-    """Uses one of its two layers."""
+    """A module that uses one of its two layers."""
 
     def __init__(self):
         super().__init__()
@@ -357,13 +370,17 @@ UNUSED = {
 @table(UNUSED)
 def test_parameters_that_the_loss_does_not_use_are_refused_by_name(case):
     action, names = case
-    invalid(action, names, "parameters that nothing depends on", "No loss and no function (a ridge apart) uses them")
+    found = f"No loss and no function other than a ridge depends on these parameters: {names}."
+    invalid(action, found, UNUSED_MEANING)
+
+
+TYPE_MEANING = "Counts and booleans have no derivative, and other types lose digits silently."
 
 
 @pytest.mark.parametrize(("change", "dtype"), [(torch.Tensor.long, "torch.int64"), (lambda x: x > 0, "torch.bool")])
 def test_a_loss_without_a_derivative_is_refused(change, dtype):
-    text = "Counts and booleans have no derivative, and other types lose digits silently."
-    invalid(lambda: fit_loss(shaped(change)), dtype, "what the loss of Samples 'odd' returned", text)
+    found = f"The loss of Samples 'odd' returned a tensor of {dtype}."
+    invalid(lambda: fit_loss(shaped(change)), found, TYPE_MEANING)
 
 
 def late_noise(params, z):
@@ -415,14 +432,14 @@ KINDS = {
 
 
 @table(KINDS)
-def test_types_and_devices_are_refused_in_words(case):
+def test_wrong_types_and_devices_are_refused(case):
     refused(dif.InvalidInputError, case)
 
 
-def test_functions_are_of_the_parameters_type():
-    text = "Other types have no derivative, or lose digits silently."
+def test_functions_must_have_the_type_of_the_parameters():
     odd = dif.Function(lambda p: p["w"].float().sum(), name="odd")
-    invalid(lambda: solve(TRAIN.mean() + odd), "torch.float32", "what the function 'odd' returned", text)
+    found = "The function 'odd' returned a tensor of torch.float32."
+    invalid(lambda: solve(TRAIN.mean() + odd), found, TYPE_MEANING)
 
 
 def test_a_bare_batch_norm_is_refused_by_name():

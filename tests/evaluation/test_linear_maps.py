@@ -1,4 +1,4 @@
-"""Losses of linear maps: their Hessian by structure is autograd's, and what has another structure goes by products."""
+"""Hessians of losses of linear maps equal those of autograd; other losses are recognised and use products."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch.nn.functional import cross_entropy, linear, softplus
 from dif import Samples
 from dif.evaluation.cost import cost
 from dif.evaluation.rows import Rows
-from dif.evaluation.sweeps import mapped_hessian
+from dif.evaluation.sweeps import structured_hessian
 from dif.problem.parameters import Parameters
 
 N = 40
@@ -20,6 +20,7 @@ data = {"X": X, "X2": X2, "y": y}
 
 
 def params(**shapes):
+    """Draw parameters of these shapes."""
     return {k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
 
 
@@ -27,7 +28,8 @@ def logits(p, z):
     return z["X"] @ p["W"] + p["b"]
 
 
-def looked_at(h, b):
+def inspected(h, b):
+    """Use h without gradients before a second layer."""
     with torch.no_grad():
         h.amax(1)
     return softplus(torch.tanh(h) @ b)
@@ -48,20 +50,20 @@ MAPPED = {
         params(W=(7, 4), b=(1,)),
         lambda p, z: cross_entropy(z["X"] @ p["W"] + p["b"], z["y"], reduction="none") + logits(p, z).pow(2).sum(1),
     ),
-    "a map and a bent one": (
+    "a map and a nonlinear one": (
         params(u=(7,), v=(7,)),
         lambda p, z: (z["X"] @ p["u"] + torch.tanh(z["X"] @ p["v"]) - z["y"]) ** 2,
     ),
-    "bent first": (params(u=(7,), v=(3,)), lambda p, z: softplus(torch.sin(z["X2"] @ p["v"]) + z["X"] @ p["u"])),
+    "nonlinear first": (params(u=(7,), v=(3,)), lambda p, z: softplus(torch.sin(z["X2"] @ p["v"]) + z["X"] @ p["u"])),
     "link": (params(e=(7,)), lambda p, z: z["y"] * torch.exp(-(z["X"] @ p["e"])) + z["X"] @ p["e"]),
     "quadratic": (params(W=(7, 4)), lambda p, z: ((z["X"] @ p["W"]) ** 2).sum(1)),
 }
 CURVED = {
     "a network": (params(A=(7, 5), B=(5, 4)), lambda p, z: (torch.tanh(z["X"] @ p["A"]) @ p["B"]).pow(2).sum(1)),
     "two linear layers": (params(A=(7, 5), B=(5, 4)), lambda p, z: (z["X"] @ p["A"] @ p["B"]).pow(2).sum(1)),
-    "a layer upon what was looked at without gradients": (
+    "a second layer on activations used without gradients": (
         params(A=(7, 5), b=(5,)),
-        lambda p, z: looked_at(z["X"] @ p["A"], p["b"]),
+        lambda p, z: inspected(z["X"] @ p["A"], p["b"]),
     ),
     "a squared parameter": (params(w=(7,)), lambda p, z: softplus(z["X"] @ p["w"] ** 2)),
     "a scaled parameter": (params(w=(7,)), lambda p, z: softplus(z["X"] @ (2 * p["w"]))),
@@ -72,11 +74,12 @@ CURVED = {
 
 
 @pytest.fixture(autouse=True)
-def however_few_parameters(monkeypatch):
-    monkeypatch.setattr("dif.evaluation.rows._MAPPED", 1)
+def use_structure_for_few_parameters(monkeypatch):
+    monkeypatch.setattr("dif.evaluation.rows._STRUCTURED", 1)
 
 
-def compiled(start, loss, **options):
+def compile_loss(start, loss, **options):
+    """Return samples, layout, θ, rows and the exact Hessian of the weighted sum of a loss."""
     samples = Samples(loss, data, **options)
     layout, theta = Parameters.of(start)
     rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
@@ -86,15 +89,15 @@ def compiled(start, loss, **options):
 
 @pytest.mark.parametrize("name", MAPPED)
 def test_structure_is_found_and_exact(name):
-    samples, layout, theta, _, exact = compiled(*MAPPED[name])
-    H = mapped_hessian(samples, layout, theta, w)
+    samples, layout, theta, _, exact = compile_loss(*MAPPED[name])
+    H = structured_hessian(samples, layout, theta, w)
     assert H is not None
     assert torch.allclose(H, exact, rtol=1e-12, atol=1e-12 * float(exact.abs().max()))
 
 
 @pytest.mark.parametrize("name", CURVED)
-def test_other_losses_are_not_taken_for_it(name):
-    samples, layout, theta, rows, exact = compiled(*CURVED[name])
+def test_other_losses_are_recognised(name):
+    samples, layout, theta, rows, exact = compile_loss(*CURVED[name])
     assert cost(samples, layout, theta).maps is None
     assert torch.allclose(rows.part_hessian(theta, torch.ones(1).double()), exact, rtol=1e-11, atol=1e-11)
 
@@ -102,12 +105,12 @@ def test_other_losses_are_not_taken_for_it(name):
 @pytest.mark.parametrize("batch_size", [1, 3, 40])
 def test_batches_and_subsets(batch_size):
     start, loss = MAPPED["softmax"]
-    samples, layout, theta, _, exact = compiled(start, loss, batch_size=batch_size)
-    assert torch.allclose(mapped_hessian(samples, layout, theta, w), exact, rtol=1e-12, atol=1e-13)
+    samples, layout, theta, _, exact = compile_loss(start, loss, batch_size=batch_size)
+    assert torch.allclose(structured_hessian(samples, layout, theta, w), exact, rtol=1e-12, atol=1e-13)
     some = torch.tensor([3, 17, 20])
     few = {k: t[some] for k, t in data.items()}
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), few) @ w[some], theta)
-    assert torch.allclose(mapped_hessian(samples, layout, theta, w[some], some), exact, rtol=1e-12, atol=1e-13)
+    assert torch.allclose(structured_hessian(samples, layout, theta, w[some], some), exact, rtol=1e-12, atol=1e-13)
 
 
 def test_modules():
@@ -115,16 +118,16 @@ def test_modules():
     samples = Samples(lambda model, z: cross_entropy(model(z["X"]), z["y"], reduction="none"), data)
     layout, theta = Parameters.of(module)
     exact = torch.autograd.functional.hessian(lambda t: samples.loss(layout.bind(layout.tensors(t)), data) @ w, theta)
-    assert torch.allclose(mapped_hessian(samples, layout, theta, w), exact, rtol=1e-12, atol=1e-13)
+    assert torch.allclose(structured_hessian(samples, layout, theta, w), exact, rtol=1e-12, atol=1e-13)
 
 
 def changing(p, z):
-    """Another loss for the few samples on which the structure is looked up."""
+    """Compute another loss on the few samples on which the structure is detected."""
     return softplus(z["X"] @ (p["w"] if len(z["X"]) <= 8 else p["w"] ** 2))
 
 
 def unseen(p, z):
-    """Torch is told that a part of it is constant, on large batches."""
+    """Hide a dependence on the parameters from the tracing, on large batches."""
     out = z["X"] @ p["w"]
     return softplus(out) if len(out) <= 8 else softplus(out) * (1 + _hidden(p["w"].sum()))
 
@@ -134,14 +137,14 @@ def _hidden(t):
 
 
 @pytest.mark.parametrize("loss", [changing, unseen])
-def test_a_wrong_guess_is_noticed(loss):
-    samples, layout, theta, rows, exact = compiled(params(w=(7,)), loss)
+def test_a_wrongly_detected_structure_is_noticed(loss):
+    samples, layout, theta, rows, exact = compile_loss(params(w=(7,)), loss)
     assert cost(samples, layout, theta).maps == (7, 1)
     assert torch.allclose(rows.part_hessian(theta, torch.ones(1).double()), exact, rtol=1e-11, atol=1e-11)
 
 
 def test_a_wrong_matrix_is_noticed():
-    _, _, theta, rows, exact = compiled(*MAPPED["softmax"])
+    _, _, theta, rows, exact = compile_loss(*MAPPED["softmax"])
     one = torch.ones(1).double()
     assert rows._agrees(exact, theta, one)
     off = exact.clone()
@@ -150,21 +153,21 @@ def test_a_wrong_matrix_is_noticed():
 
 
 def test_small_coordinates_beside_large_ones_are_checked():
-    """A wrong entry hides in no norm: curvatures that differ by 1e12."""
+    """A wrong entry is found although curvatures differ by a factor of 1e12."""
     large, small = 1e6 * X, X
     start, data_ = params(w=(7,), u=(7,)), (large, small)
     samples = Samples(lambda p, z: 0.5 * (z[0] @ p["w"]) ** 2 + softplus(z[1] @ p["u"]), data_)
     layout, theta = Parameters.of(start)
     rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
     one = torch.ones(1).double()
-    H = mapped_hessian(samples, layout, theta, w)
+    H = structured_hessian(samples, layout, theta, w)
     assert rows._agrees(H, theta, one)
     H[8, 9] += 1e-5 * float(H[8, 8])
     assert not rows._agrees(H, theta, one)
 
 
 def test_samples_without_weight():
-    """An inactive constraint over samples of its own."""
+    """An inactive constraint over other samples has no effect on the Hessian."""
     start, loss = MAPPED["softmax"]
     train, other = Samples(loss, data), Samples(MAPPED["quadratic"][1], data, name="other")
     layout, theta = Parameters.of(start)

@@ -1,4 +1,4 @@
-"""Losses, operators and data at the borders: answered rightly, or refused in words."""
+"""Unusual losses, operators and data: the result is right, or they are refused with a clear message."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F64 = torch.float64
 QUIET = {"show_progress": False}
 
 
-def drawn(n=40, d=3, seed=0):
+def draw(n=40, d=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     X = torch.randn(n, d, generator=generator, dtype=F64)
     return X, X[:, 0] + 0.5 * torch.randn(n, generator=generator, dtype=F64)
@@ -27,14 +27,14 @@ def squared(p, z):
     return (z[0] @ p["t"] - z[1]) ** 2
 
 
-def fitted(loss, data, params=None, ridge=0.1, constraints=()):
+def fit(loss, data, params=None, ridge=0.1, constraints=()):
     train = dif.Samples(loss, data, name="train")
     params = {"t": torch.zeros(3, dtype=F64)} if params is None else params
     return train, dif.fit(dif.Problem(train.mean() + dif.ridge(ridge), constraints), params, **QUIET)
 
 
 class Rescaled(torch.autograd.Function):
-    """x², with half of its gradient."""
+    """x² with half of its gradient."""
 
     @staticmethod
     def forward(x):
@@ -65,22 +65,22 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_no_derivative_is_refused(name):
+def test_a_wrong_gradient_is_refused(name):
     with pytest.raises(dif.InvalidInputError, match="What torch returns is not the derivative") as caught:
-        fitted(WRONG[name], drawn())
-    assert "of the loss of Samples 'train'" in caught.value.what
+        fit(WRONG[name], draw())
+    assert "of the loss of Samples 'train' differs from finite differences by" in caught.value.found
 
 
 def bag_problem(**options):
     tokens = torch.randint(0, 6, (40, 5), generator=torch.Generator().manual_seed(0))
-    model, y = Bag(**options).double().eval(), drawn()[1]
+    model, y = Bag(**options).double().eval(), draw()[1]
     return tokens, y, model, lambda m, z: (m(z[0]) - z[1]) ** 2
 
 
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 0}, {"padding_idx": -1}])
 def test_embeddings_with_and_without_padding(options):
     tokens, y, model, loss = bag_problem(**options)
-    train, solution = fitted(loss, (tokens, y), model)
+    train, solution = fit(loss, (tokens, y), model)
     counts = torch.stack([(tokens == k).sum(1) for k in range(6)], 1).double()
     if options:
         counts[:, options["padding_idx"]] = 0
@@ -95,33 +95,34 @@ def test_embeddings_with_and_without_padding(options):
 
 
 @pytest.mark.parametrize("options", [{"scale_grad_by_freq": True}, {"padding_idx": 2}])
-def test_embeddings_whose_gradients_leave_something_out_are_refused(options):
+def test_embeddings_with_incomplete_gradients_are_refused(options):
     tokens, y, model, loss = bag_problem(**options)
     with torch.no_grad():
-        model.rows.weight[2] = 1.0  # what pads is no zero: training would leave it there, a ridge would not
+        model.rows.weight[2] = 1.0  # nonzero padding: training would keep it, a ridge would not
     with pytest.raises(dif.InvalidInputError, match="padding_idx"):
-        fitted(loss, (tokens, y), model)
+        fit(loss, (tokens, y), model)
 
 
-def on_large_batches(loss):
-    """The error where a loss is wrong on large batches alone, which nobody sees before all samples are looked at."""
-    solution = fitted(loss, drawn())[1]
+def error_on_large_batches(loss):
+    """Return the error for a loss that is wrong on large batches only, so that a check of few samples accepts it."""
+    solution = fit(loss, draw())[1]
     with pytest.raises(dif.InvalidInputError) as caught:
         dif.DirectionalInfluence(solution)
     return caught.value
 
 
-def test_a_gradient_that_is_wrong_on_large_batches_alone_is_refused():
+def test_a_gradient_that_is_wrong_on_large_batches_is_refused():
     def loss(p, z):
         score = z[0] @ p["t"]
         score = score if len(score) < 30 else 0.5 * score + 0.5 * score.detach()
         return (score - z[1] + 1.0) ** 2
 
-    assert on_large_batches(loss).what == "gradient of the loss of train[0]"
+    error = error_on_large_batches(loss)
+    assert error.found.startswith("The gradient of the loss of train[0] differs from finite differences by")
 
 
 class Rescaled40(Square):
-    """x², with half of its gradient where there are many; its forward mode is right."""
+    """x² with half of its gradient on large batches; its forward mode is right."""
 
     @staticmethod
     def backward(ctx, g):
@@ -129,8 +130,8 @@ class Rescaled40(Square):
         return (2.0 if len(x) < 30 else 1.0) * x * g
 
 
-def test_a_backward_pass_that_is_wrong_on_large_batches_alone_is_refused():
-    error = on_large_batches(lambda p, z: Rescaled40.apply(z[0] @ p["t"] - z[1] + 1.0))
+def test_a_backward_pass_that_is_wrong_on_large_batches_is_refused():
+    error = error_on_large_batches(lambda p, z: Rescaled40.apply(z[0] @ p["t"] - z[1] + 1.0))
     assert error.meaning == "What torch returns as the gradient of all samples is not the derivative of their losses."
 
 
@@ -159,8 +160,8 @@ LINEAR = {
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_losses_that_are_linear_or_constant(name):
-    """As a constraint on a view: every estimator answers, and those that solve agree."""
-    data = drawn()
+    """With such a loss in a constraint on a view, every estimator answers, and those that re-solve agree."""
+    data = draw()
     train = dif.Samples(squared, data, name="train")
     group = torch.arange(40) % 2 == 0
     row = train.view(LINEAR[name], name="row")
@@ -191,39 +192,39 @@ def modules():
 
 
 @pytest.mark.parametrize("name", ["statistics of the batch", "DataParallel", "checkpointing", "lazy"])
-def test_modules_that_torch_cannot_differentiate_are_refused_in_words(name):
+def test_modules_that_torch_cannot_differentiate_are_refused(name):
     with pytest.raises(dif.InvalidInputError) as caught:
-        fitted(lambda m, z: (m(z[0])[:, 0] - z[1]) ** 2, drawn(), modules()[name])
-    said = {"statistics of the batch": "track_running_stats=True", "DataParallel": "model.module",
+        fit(lambda m, z: (m(z[0])[:, 0] - z[1]) ** 2, draw(), modules()[name])
+    texts = {"statistics of the batch": "track_running_stats=True", "DataParallel": "model.module",
             "checkpointing": "activation checkpointing",
             "lazy": "The module has not seen data yet, so it does not know its own size."}  # fmt: skip
-    assert said[name] in str(caught.value)
+    assert texts[name] in str(caught.value)
 
 
-def test_data_of_many_kinds():
+def test_data_frames_and_masked_and_sparse_arrays():
     pandas = pytest.importorskip("pandas")
-    X, y = drawn()
-    _, plain = fitted(squared, (X, y))
+    X, y = draw()
+    _, plain = fit(squared, (X, y))
     frame = pandas.DataFrame(X.numpy(), index=np.arange(100, 140)[::-1])
-    _, framed = fitted(squared, (frame, pandas.Series(y.numpy(), index=frame.index)))
+    _, framed = fit(squared, (frame, pandas.Series(y.numpy(), index=frame.index)))
     torch.testing.assert_close(framed.theta, plain.theta)
     masked = np.ma.masked_array(X.numpy(), mask=np.zeros(X.shape, dtype=bool))
-    _, unmasked = fitted(squared, (masked, y))
+    _, unmasked = fit(squared, (masked, y))
     torch.testing.assert_close(unmasked.theta, plain.theta)
     masked[3, 1] = np.ma.masked
     with pytest.raises(dif.InvalidInputError) as caught:
-        fitted(squared, (masked, y))
+        fit(squared, (masked, y))
     assert caught.value.meaning == "A masked entry has no value, and torch would take what lies under the mask."
     for sparse in (X.to_sparse(), X.to_sparse_csr(), torch.nested.nested_tensor(list(X))):
         with pytest.raises(dif.InvalidInputError) as caught:
-            fitted(squared, (sparse, y))
+            fit(squared, (sparse, y))
         assert caught.value.meaning == "Samples are taken by index, which sparse and nested tensors do not allow."
 
 
-def test_a_choice_keeps_only_rounds_that_help():
-    X, y = drawn(30)
+def test_choose_keeps_only_rounds_that_improve():
+    X, y = draw(30)
     for seed in range(3):
-        X_test, y_test = drawn(20, seed=10 + seed)
+        X_test, y_test = draw(20, seed=10 + seed)
         train, test = dif.Samples(squared, (X, y), name="train"), dif.Samples(squared, (X_test, y_test), name="test")
         problem = dif.Problem(train.mean() + dif.ridge(0.05), [dif.linear([1.0, 0.0, 0.0]) <= 0.3])
         solution = dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET)
@@ -233,8 +234,8 @@ def test_a_choice_keeps_only_rounds_that_help():
         assert chosen.verified == pytest.approx(values[-1], rel=1e-6)
 
 
-def test_negative_curvature_that_a_row_cancels():
-    """At a vertex the curvature is lent by the row alone: no rounding may be left in its place."""
+def test_negative_curvature_cancelled_by_a_constraint():
+    """At a vertex only the constraint contributes curvature, and rounding errors must not take its place."""
     for seed in range(20):
         x = torch.randn(7, generator=torch.Generator().manual_seed(seed), dtype=F64)
         train = dif.Samples(lambda p, x: -((x * p["t"] - 1) ** 2), x, name="train")
@@ -254,8 +255,8 @@ def test_negative_curvature_that_a_row_cancels():
             torch.testing.assert_close(found, (change / 1.3).reshape(1), rtol=1e-9, atol=1e-12)
 
 
-def test_a_loss_without_values_beyond_its_domain_is_fitted_inside():
-    """Cholesky factors exist for positive definite matrices only; steps beyond are taken back."""
+def test_a_loss_with_a_bounded_domain_is_fitted_inside_it():
+    """Cholesky factors exist only for positive definite matrices; steps outside are rejected."""
     Y = (
         torch.randn(50, 2, generator=torch.Generator().manual_seed(1), dtype=F64)
         @ torch.tensor([[2.0, 0], [1, 0.3]]).double()
@@ -276,9 +277,9 @@ def test_a_loss_without_values_beyond_its_domain_is_fitted_inside():
         dif.fit(dif.Problem(train.mean()), start, **QUIET)
 
 
-def test_what_cannot_be_met_is_named_where_fit_ends():
-    """e⁻ᵗ ≤ 0 has no solution, but violations as small as one likes."""
-    X, y = drawn()
+def test_a_constraint_that_cannot_be_met_is_named():
+    """e⁻ᵗ ≤ 0 has no solution, but the violation can be arbitrarily small."""
+    X, y = draw()
     train = dif.Samples(squared, (X, y), name="train")
     never = (dif.Function(lambda p: torch.exp(-p["t"][0]), name="e") <= 0.0).named("never")
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [never])
@@ -287,7 +288,7 @@ def test_what_cannot_be_met_is_named_where_fit_ends():
 
 
 def test_constraints_without_a_gradient_at_the_start():
-    X, y = drawn()
+    X, y = draw()
     train = dif.Samples(squared, (X, y), name="train")
     zero = {"t": torch.zeros(3, dtype=F64)}
     for power in (2, 4):
@@ -297,34 +298,34 @@ def test_constraints_without_a_gradient_at_the_start():
         assert float((solution.theta**power).sum()) == pytest.approx(3.0)
 
 
-def test_a_small_parameter_is_not_hidden_behind_large_ones():
-    X, y = drawn(200)
+def test_a_wrong_gradient_of_a_small_parameter_is_found():
+    X, y = draw(200)
 
     def loss(p, z):
         return squared(p, z) + 1e-4 * ((p["v"] - z[1] - 1) ** 2 + p["v"].detach() * p["v"])
 
     params = {"t": torch.zeros(3, dtype=F64), "v": torch.full((), 0.7, dtype=F64)}
     with pytest.raises(dif.InvalidInputError, match="is not the derivative") as caught:
-        fitted(loss, (X, y), params)
-    assert caught.value.what == "gradient of the loss of Samples 'train' in v"
+        fit(loss, (X, y), params)
+    assert caught.value.found.startswith("The gradient of the loss of Samples 'train' in v differs from")
 
 
 def test_one_sample_without_a_gradient_is_found_among_many():
-    X, y = drawn(5000)
+    X, y = draw(5000)
     flag = (torch.arange(5000) == 1007).double()
 
     def loss(p, z):
         plain = squared(p, z)
         return torch.where(z[2] > 0, plain.detach(), plain)
 
-    solution = fitted(loss, (X, y, flag))[1]
+    solution = fit(loss, (X, y, flag))[1]
     with pytest.raises(dif.InvalidInputError) as caught:
         dif.DirectionalInfluence(solution)
-    assert caught.value.what == "gradient of the loss of train[1007]"
+    assert caught.value.found.startswith("The gradient of the loss of train[1007] differs from")
 
 
 def test_networks_may_start_at_zero_and_with_zero_biases():
-    X, y = drawn(30)
+    X, y = draw(30)
     for scale in (0.0, 1.0):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1)).double().eval()
@@ -345,9 +346,9 @@ def test_large_units_in_single_precision():
     dif.Solution(dif.Problem(train.mean()), {"t": w})
 
 
-def test_a_step_as_a_constraint_is_refused_with_its_cure():
-    """Counts of errors have no useful derivative: from where they jump, or by an operator without one."""
-    X, y = drawn()
+def test_a_step_function_in_a_constraint_is_refused():
+    """Error counts have a derivative of zero, or an operator without one; the message suggests a sigmoid."""
+    X, y = draw()
     train = dif.Samples(squared, (X, y), name="train")
     start = {"t": torch.zeros(3, dtype=F64)}
     steps = {

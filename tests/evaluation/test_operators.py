@@ -1,7 +1,7 @@
-"""torch's database of operators through the check of derivatives: each is differentiated rightly, or refused.
+"""Every operator of torch's test database is differentiated correctly, or refused.
 
-A loss is a weighted sum of an operator's outputs, its first input the parameters. The oracle is plain autograd, one
-sample after the other, and central differences of it.
+The loss is a weighted sum of an operator's outputs; its first input is the parameter. The oracle is plain autograd,
+one sample at a time, and central differences.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from torch.utils._pytree import tree_flatten
 import dif
 from dif.evaluation.sweeps import sample_gradients, sample_slopes, stacked_losses
 
-pytest.importorskip("expecttest")  # which torch's database asks for
+pytest.importorskip("expecttest")  # required by torch's database
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.testing._internal.common_methods_invocations import op_db
 
 F64 = torch.float64
-SAMPLES, LARGEST, PARTS = 7, 400, 8
-FIRST, EVERY = 1, 10**6  # inputs per operator
+SAMPLES, LARGEST, PARTS = 7, 400, 8  # samples per loss, largest number of parameters, parts of the test
+FIRST, EVERY = 1, 10**6  # number of inputs per operator
 
 
 def outputs(result) -> Tensor | None:
-    """All real outputs as one vector."""
-    found = [t.reshape(-1) for t in tree_flatten(result)[0] if isinstance(t, Tensor) and t.is_floating_point()]
-    return torch.cat(found) if found else None
+    """Return all real outputs as one vector, or None if there are none."""
+    vectors = [t.reshape(-1) for t in tree_flatten(result)[0] if isinstance(t, Tensor) and t.is_floating_point()]
+    return torch.cat(vectors) if vectors else None
 
 
 def as_function(op, sample):
-    """The operator as a function of its first tensor, and that tensor; None where it has none of real numbers."""
+    """Return the operator as a function of its first tensor, and that tensor; None if it has no real input."""
     many = isinstance(sample.input, list | tuple)
     first = sample.input[0] if many and len(sample.input) else sample.input
     if not isinstance(first, Tensor) or first.dtype != F64 or first.layout != torch.strided:
@@ -48,7 +48,7 @@ def as_function(op, sample):
 
 
 def plain(function, C: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
-    """C·f(t), (n,), and its Jacobian, (n, d), one backward pass after the other."""
+    """Return C·f(t), (n,), and its Jacobian, (n, d), by one backward pass per row."""
     leaf = t.clone().requires_grad_()
     values = C @ function(leaf)
     zero = torch.zeros_like(leaf)
@@ -58,8 +58,8 @@ def plain(function, C: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
     return values.detach(), torch.stack([(zero if s is None else s).reshape(-1) for s in slopes])
 
 
-def judged(op, sample) -> str:
-    """How one input of one operator ends: right, refused, WRONG, or that there is nothing to differentiate."""
+def judge(op, sample) -> str:
+    """Return the outcome for one input of an operator: right, refused, WRONG, or why nothing is differentiated."""
     made = as_function(op, sample)
     if made is None or not 0 < made[1].numel() <= LARGEST:
         return "no parameters"
@@ -117,7 +117,7 @@ def judged(op, sample) -> str:
     [(FIRST, k) for k in range(PARTS)] + [pytest.param(EVERY, k, marks=pytest.mark.slow) for k in range(PARTS)],
 )
 def test_operators(inputs, part, capsys):
-    ends: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     wrong = []
     for op in op_db[part::PARTS]:
         if not op.supports_dtype(F64, "cpu"):
@@ -125,11 +125,11 @@ def test_operators(inputs, part, capsys):
         for number, sample in enumerate(op.sample_inputs("cpu", F64)):
             if number >= inputs:
                 break
-            end = judged(op, sample)
-            ends[end.partition(":")[0]] += 1
-            if end.startswith("WRONG"):
-                wrong.append(f"{op.name} {op.variant_test_name} [{number}] {end}")
+            outcome = judge(op, sample)
+            outcomes[outcome.partition(":")[0]] += 1
+            if outcome.startswith("WRONG"):
+                wrong.append(f"{op.name} {op.variant_test_name} [{number}] {outcome}")
     with capsys.disabled():
-        print(f"\noperators: {dict(ends)}")
+        print(f"\noperators: {dict(outcomes)}")
     assert wrong == []
-    assert ends["right"] > ends["refused"]
+    assert outcomes["right"] > outcomes["refused"]

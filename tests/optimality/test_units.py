@@ -127,10 +127,10 @@ def test_a_kernel_without_second_derivative_is_named():
         return torch.cdist(z[0], params["theta"][None])[:, 0]
 
     train = dif.Samples(distances, (X, Y), name="train")
-    with pytest.raises(dif.InvalidInputError, match="torch has none for this kernel") as caught:
+    with pytest.raises(dif.InvalidInputError, match="torch has none for this operator") as caught:
         dif.fit(dif.Problem(train.mean()), zeros(), show_progress=False)
-    assert "cdist" in caught.value.measured
-    assert caught.value.meaning == "Influence rests on the curvature, and torch has none for this kernel."
+    assert "cdist" in caught.value.found
+    assert caught.value.meaning == "Influence rests on the curvature, and torch has none for this operator."
 
 
 @pytest.mark.parametrize(("odd", "plain"), [(masked, straight), (branching, straight), (custom, custom_by_hand)])

@@ -181,7 +181,7 @@ def test_gauss_newton_is_the_outer_product():
     exact = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
     assert 0.001 < influence.compare(exact).relative_error < 0.9
     _, rest = network_problem()
-    with pytest.raises(dif.InvalidInputError, match="Gauss–Newton curvature of 'train'") as caught:
+    with pytest.raises(dif.InvalidInputError, match="Samples 'train' has a loss of the params") as caught:
         dif.ClassicalInfluence(dif.fit(rest, small(), show_progress=False), gauss_newton=True)
     assert caught.value.meaning == (
         "Gauss–Newton leaves out the curvature of the model, so it must know where the model ends."

@@ -1,4 +1,4 @@
-"""Several programs over the same samples, each at its own θ: evaluated together by one vectorised map."""
+"""Several programs over the same samples, each at its own θ, evaluated together by vectorised maps."""
 
 from __future__ import annotations
 
@@ -8,8 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.evaluation.rows import Smooth
-from dif.evaluation.sweeps import fitting, passes, stacked_gradients, stacked_products, stacked_pullback
+from dif.evaluation.rows import CompiledFunction, output_slices
+from dif.evaluation.sweeps import (
+    stacked_gradients,
+    stacked_products,
+    stacked_pullback,
+    sweep_batches,
+    thetas_per_chunk,
+)
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.runtime.memory import within_memory
@@ -17,11 +23,11 @@ from dif.runtime.memory import within_memory
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """P programs whose rows weigh the samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
+    """P programs that weight the same samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
 
     parameters: Parameters
     tables: tuple[tuple[SampleLosses, Tensor], ...]  # samples, W (P, 1 + m, n)
-    functions: tuple[Smooth, ...]
+    functions: tuple[CompiledFunction, ...]
     C: Tensor  # (1 + m, outputs of the functions)
     tau: Tensor  # (P, m)
 
@@ -29,86 +35,85 @@ class Stack:
         return len(self.tau)
 
     def take(self, which: Tensor) -> Stack:
-        """Some of the programs."""
+        """Select the programs listed in `which`."""
         tables = tuple((samples, W[which]) for samples, W in self.tables)
         return Stack(self.parameters, tables, self.functions, self.C, self.tau[which])
 
     @within_memory
     def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        """f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its θ (P, d)."""
+        """Return f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its own θ (P, d)."""
         P, d = thetas.shape
         f = thetas.new_zeros((P, len(self.C)))
         J = thetas.new_zeros((P, len(self.C), d))
         for samples, W in self.tables:
-            for place, _, loss in passes(samples, self.parameters, thetas[0], shared=False):
-                together = fitting(samples, self.parameters, thetas[0], place, len(self.C))
-                value, slope = stacked_gradients(loss, thetas, W[:, :, place], together)
-                f += value
-                J += slope
-        start = 0
-        for function in self.functions:
-            C = self.C[:, start : start + function.size]
+            for place, _, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
+                chunk_size = thetas_per_chunk(samples, self.parameters, thetas[0], place, len(self.C))
+                values, gradients = stacked_gradients(loss, thetas, W[:, :, place], chunk_size)
+                f += values
+                J += gradients
+        for function, columns in output_slices(self.functions):
+            C = self.C[:, columns]
             for p in range(P):
-                value, slope = function.gradient(thetas[p])
+                value, gradient = function.gradient(thetas[p])
                 f[p] += C @ value
-                J[p] += C @ slope
-            start += function.size
+                J[p] += C @ gradient
         return f, J
 
     @within_memory
     def pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its θ (P, d), for weights (P, 1 + m)."""
+        """Return f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its own θ (P, d).
+
+        `weights` has shape (P, 1 + m).
+        """
         f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
         for samples, W in self.tables:
-            for place, _, loss in passes(samples, self.parameters, thetas[0], shared=False):
-                together = fitting(samples, self.parameters, thetas[0], place, 1)
-                value, slope = stacked_pullback(loss, thetas, W[:, :, place], weights, together)
-                f += value
-                g += slope
-        start = 0
-        for function in self.functions:
-            C = self.C[:, start : start + function.size]
-            values, slopes = function.stacked_pullback(thetas, weights @ C)
+            for place, _, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
+                chunk_size = thetas_per_chunk(samples, self.parameters, thetas[0], place, 1)
+                values, gradients = stacked_pullback(loss, thetas, W[:, :, place], weights, chunk_size)
+                f += values
+                g += gradients
+        for function, columns in output_slices(self.functions):
+            C = self.C[:, columns]
+            values, gradients = function.stacked_pullback(thetas, weights @ C)
             f += values @ C.T
-            g += slopes
-            start += function.size
+            g += gradients
         return f, g
 
     @within_memory
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
-        """Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
-        pending = self._curved_functions()
+        """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
+        function_sum = self._nonlinear_functions()
         mu = weights @ self.C
-        total = (mu @ self._ridges(mu))[:, None, None] * V
+        total = (mu @ self._ridge_coefficients(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
             w = torch.einsum("pj,pjn->pn", weights, W)
-            more = pending if number == 0 else None
-            for place, _, loss in passes(samples, self.parameters, thetas[0], shared=False):
+            more = function_sum if number == 0 else None  # the functions join the first batch
+            for place, _, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
 
                 def scalar(t: Tensor, w: Tensor, mu: Tensor, loss=loss, more=more) -> Tensor:
                     return loss(t) @ w if more is None else loss(t) @ w + more(t, mu)
 
-                together = fitting(samples, self.parameters, thetas[0], place, V.shape[2])
-                total += stacked_products(scalar, thetas, (w[:, place], mu), V, together)
+                chunk_size = thetas_per_chunk(samples, self.parameters, thetas[0], place, V.shape[2])
+                total += stacked_products(scalar, thetas, (w[:, place], mu), V, chunk_size)
                 more = None
         return total
 
-    def _ridges(self, like: Tensor) -> Tensor:
-        """How much each function's output curves alike in all directions, (K,)."""
-        every = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
-        return torch.tensor(every, dtype=like.dtype, device=like.device)
+    def _ridge_coefficients(self, like: Tensor) -> Tensor:
+        """Return the ridge coefficient of each function output, (K,); 0 for other functions."""
+        coefficients = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
+        return torch.tensor(coefficients, dtype=like.dtype, device=like.device)
 
-    def _curved_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """(θ, μ) → Σₖ μₖφₖ(θ) over the functions that curve; None if there are none."""
-        curved, start = [], 0
-        for function in self.functions:
-            if function.matrix is None and function.function.ridge is None:
-                curved.append((slice(start, start + function.size), function.value))
-            start += function.size
-        if not curved:
+    def _nonlinear_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        """Return the map (θ, μ) → Σₖ μₖφₖ(θ) over functions neither linear nor a ridge; None if there are none."""
+        terms = [
+            (columns, function.value)
+            for function, columns in output_slices(self.functions)
+            if function.matrix is None and function.function.ridge is None
+        ]
+        if not terms:
             return None
 
         def value(theta: Tensor, mu: Tensor) -> Tensor:
-            return torch.stack([(mu[where] * phi(theta)).sum().to(mu.dtype) for where, phi in curved]).sum()
+            return torch.stack([(mu[columns] * phi(theta)).sum().to(mu.dtype) for columns, phi in terms]).sum()
 
         return value

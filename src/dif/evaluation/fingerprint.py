@@ -1,8 +1,8 @@
-"""Hashes that tell one problem from another: its data, its weights, its losses as far as they can be seen.
+"""Fingerprints of problems: hashes of their data, weights, losses and functions.
 
-What a loss depends on is followed from the function to whatever it refers to: code, closures, globals, attributes,
-classes, modules and their tensors. The code of installed packages is known by name. What cannot be followed counts as
-new every time, so that nothing rests on it.
+A loss is hashed with everything it refers to: code, closures, globals, attributes, classes, modules and their tensors.
+Code of installed packages is identified by name. An object that cannot be inspected gets a random fingerprint, so
+cached results that depend on it are never reused.
 """
 
 from __future__ import annotations
@@ -26,39 +26,41 @@ from dif.evaluation.rows import Rows
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves
 
-READ = 2**12  # samples read at once
+READ = 2**12  # samples read per batch
+# Folders of installed code, which is identified by name.
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parents[1])
+_OURS = str(Path(__file__).parents[1])  # folder of dif
+# Types whose repr identifies the value.
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes, range, slice, np.generic, torch.dtype)
-_METHODS = (FunctionType, staticmethod, classmethod, property)  # what counts of a class under names like __call__
+_METHODS = (FunctionType, staticmethod, classmethod, property)  # kinds of dunder attributes of a class that count
 
 
 def of_tensor(tensor: Tensor) -> bytes:
-    """Type, shape and values of a tensor, to the bit."""
+    """Encode dtype, shape and exact values of a tensor."""
     plain = tensor.detach().cpu()
     plain = (plain if plain.layout == torch.strided else plain.to_dense()).contiguous()
-    if plain.dtype == torch.bfloat16:  # numpy does not know it
+    if plain.dtype == torch.bfloat16:  # numpy has no bfloat16
         plain = plain.view(torch.int16)
     return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + plain.numpy().tobytes()
 
 
 def of_program(program: Program) -> bytes:
-    """Everything that a problem consists of, but not its parameters."""
-    seen = hashlib.sha256()
+    """Hash everything that defines a problem, except the values of its parameters."""
+    digest = hashlib.sha256()
     for part in (program.tau, program.kinds.equal):
-        seen.update(of_tensor(part))
+        digest.update(of_tensor(part))
     for part in of_rows(program.rows):
-        seen.update(part)
-    look = Look()
-    for part in look.at_module(program.parameters.module):
-        seen.update(part)
-    for part in look.at(program.parameters.fixed):
-        seen.update(part)
-    return seen.digest()
+        digest.update(part)
+    walk = Look()
+    for part in walk.at_module(program.parameters.module):
+        digest.update(part)
+    for part in walk.at(program.parameters.fixed):
+        digest.update(part)
+    return digest.digest()
 
 
 def of_rows(rows: Rows) -> Iterator[bytes]:
-    """The data, weights, losses and functions that rows are made of."""
+    """Yield the encoded data, weights, losses and functions of the rows."""
     yield of_tensor(rows.C)
     for table in rows.tables:
         yield of_tensor(table.U)
@@ -72,20 +74,20 @@ def of_rows(rows: Rows) -> Iterator[bytes]:
 
 
 def of_samples(samples: SampleLosses) -> Iterator[bytes]:
-    """The code of their loss, and all data."""
+    """Yield the encoded loss and all data of the samples."""
     yield from Look().at((samples.loss,) if samples.parted is None else samples.parted)
     for _, batch in samples.batches(at_most=READ):
         yield from map(of_tensor, leaves(batch))
 
 
 class Look:
-    """A walk through everything that an object refers to; each object is visited once."""
+    """A walk over an object and everything it refers to; each object is visited once."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, Any]] = {}  # id → number of the visit, and the object, which stays alive
+        self.seen: dict[int, tuple[int, Any]] = {}  # id → number of the visit, and the object to keep it alive
 
     def at(self, thing: Any) -> Iterator[bytes]:
-        """What can be seen of an object."""
+        """Yield the encoding of an object and of everything it refers to."""
         if isinstance(thing, _PLAIN):
             yield f"{type(thing).__name__} {thing!r}".encode()
             return
@@ -95,31 +97,32 @@ class Look:
         self.seen[id(thing)] = len(self.seen), thing
         yield type(thing).__qualname__.encode()
         try:
-            yield from self._inside(thing)
-        except Exception:  # it cannot be followed
+            yield from self._walk_contents(thing)
+        except Exception:  # it cannot be inspected
             yield os.urandom(16)
 
-    def _inside(self, thing: Any) -> Iterator[bytes]:
+    def _walk_contents(self, thing: Any) -> Iterator[bytes]:
+        """Yield the encoding of what an object contains, by its type."""
         if isinstance(thing, Tensor):
             yield of_tensor(thing)
         elif isinstance(thing, np.ndarray):
             yield f"{thing.dtype} {thing.shape}".encode()
             yield from self.at(thing.tolist()) if thing.dtype.hasobject else (np.ascontiguousarray(thing).tobytes(),)
         elif isinstance(thing, tuple | list):
-            for one in thing:
-                yield from self.at(one)
+            for item in thing:
+                yield from self.at(item)
         elif isinstance(thing, set | frozenset):
-            yield from sorted(hashlib.sha256(b" ".join(Look().at(one))).digest() for one in thing)
+            yield from sorted(hashlib.sha256(b" ".join(Look().at(item))).digest() for item in thing)
         elif isinstance(thing, Mapping):
-            for name, one in thing.items():
-                yield from self.at(name)
-                yield from self.at(one)
+            for key, value in thing.items():
+                yield from self.at(key)
+                yield from self.at(value)
         elif isinstance(thing, CodeType):
             yield thing.co_code
             yield " ".join((*thing.co_names, *thing.co_varnames)).encode()
             yield from self.at(thing.co_consts)
         elif isinstance(thing, FunctionType):
-            yield from self._function(thing)
+            yield from self._walk_function(thing)
         elif isinstance(thing, MethodType):
             yield from self.at(thing.__func__)
             yield from self.at(thing.__self__)
@@ -130,63 +133,65 @@ class Look:
         elif isinstance(thing, ModuleType):
             yield thing.__name__.encode()
         elif isinstance(thing, type):
-            yield from self._class(thing)
+            yield from self._walk_class(thing)
         elif isinstance(thing, staticmethod | classmethod):
             yield from self.at(thing.__func__)
         elif isinstance(thing, property):
             yield from self.at((thing.fget, thing.fset))
         elif isinstance(thing, enum.Enum):
             yield from self.at((type(thing), thing.name, thing.value))
-        elif hasattr(thing, "__wrapped__"):  # a cache around a function, say
+        elif hasattr(thing, "__wrapped__"):  # for example functools.cache
             yield from self.at(thing.__wrapped__)
         else:
             arguments, state, items, pairs = (*thing.__reduce_ex__(4)[1:5], None, None, None)[:4]
             yield from self.at((type(thing), arguments, state, list(items or ()), list(pairs or ())))
 
     def at_module(self, module: nn.Module | None) -> Iterator[bytes]:
-        """The classes and attributes of an nn.Module and of all that are in it, without its tensors."""
+        """Yield the encoded classes and attributes of a module and its submodules, without their tensors."""
         tensors = ("_parameters", "_buffers", "_modules")
         for name, part in () if module is None else module.named_modules():
             yield name.encode()
             yield from self.at(type(part))
             yield from self.at({k: v for k, v in vars(part).items() if k not in tensors})
 
-    def _function(self, thing: FunctionType) -> Iterator[bytes]:
-        if _installed(thing):
-            yield f"{thing.__module__} {thing.__qualname__}".encode()
+    def _walk_function(self, function: FunctionType) -> Iterator[bytes]:
+        """Yield the encoded code, defaults, attributes, closure and used globals of a function."""
+        if _is_installed(function):
+            yield f"{function.__module__} {function.__qualname__}".encode()
             return
-        yield from self.at((thing.__code__, thing.__defaults__, thing.__kwdefaults__, vars(thing)))
-        for cell in thing.__closure__ or ():
+        yield from self.at((function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)))
+        for cell in function.__closure__ or ():
             try:
                 yield from self.at(cell.cell_contents)
             except ValueError:  # not filled yet
                 yield b"empty"
-        names = sorted(set(_names(thing.__code__)))
+        names = sorted(set(_used_names(function.__code__)))
         for name in names:
-            if name in thing.__globals__:
-                one = thing.__globals__[name]
+            if name in function.__globals__:
+                value = function.__globals__[name]
                 yield name.encode()
-                yield from self.at(one)
-                if isinstance(one, ModuleType) and not _installed(one):
-                    yield from self.at({other: vars(one)[other] for other in names if other in vars(one)})
+                yield from self.at(value)
+                if isinstance(value, ModuleType) and not _is_installed(value):
+                    yield from self.at({other: vars(value)[other] for other in names if other in vars(value)})
 
-    def _class(self, thing: type) -> Iterator[bytes]:
-        for one in thing.__mro__:
-            yield f"{one.__module__} {one.__qualname__}".encode()
-            if not _installed(one):
-                yield from self.at({k: v for k, v in vars(one).items() if k[:2] != "__" or isinstance(v, _METHODS)})
+    def _walk_class(self, thing: type) -> Iterator[bytes]:
+        """Yield the encoded attributes and methods of a class and its bases."""
+        for base in thing.__mro__:
+            yield f"{base.__module__} {base.__qualname__}".encode()
+            if not _is_installed(base):
+                yield from self.at({k: v for k, v in vars(base).items() if k[:2] != "__" or isinstance(v, _METHODS)})
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    """The names that a function uses, those of the functions inside it too."""
+def _used_names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function and its inner functions use."""
     yield from code.co_names
-    for one in code.co_consts:
-        if isinstance(one, CodeType):
-            yield from _names(one)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _used_names(constant)
 
 
-def _installed(thing: Any) -> bool:
-    """Whether code belongs to Python, to an installed package or to dif, which users do not edit."""
+def _is_installed(thing: Any) -> bool:
+    """Return whether code belongs to Python, to an installed package or to dif, which users do not edit."""
     name = thing.__name__ if isinstance(thing, ModuleType) else (thing.__module__ or "")
     if name.partition(".")[0] in sys.builtin_module_names:
         return True

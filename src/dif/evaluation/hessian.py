@@ -1,4 +1,4 @@
-"""∇²L as an operator on flat vectors, shifted and damped; dense where the number of parameters allows."""
+"""The Hessian of the Lagrangian, ∇²L, as an operator on flat vectors; assembled where that is affordable."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dif.evaluation.sweeps import sample_slopes
 from dif.linalg.operator import Matrix, curved, positive
 from dif.runtime.user_code import UserCodeError
 
-DENSE_LIMIT = 5000  # parameters up to which a Hessian is assembled,
-_AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # if it takes no more multiplications than this (seconds),
-_ONCE = {"cpu": 1, "cuda": 40}  # so many times that (minutes) where it is needed but once,
-_ANYWAY = 1000  # or has no more columns than solving without it would take
-_PER_PRODUCT = 8  # evaluations of the losses that one product with the Hessian costs
-_PER_ELEMENT = 128  # multiplications that a number made on the way is worth: written, read, and more than once
-_FEWEST = 256  # samples from which a Hessian may be sketched,
-_PLENTY = 8  # and per parameter so many that more would hardly change it
-_PROBES = 16
+DENSE_LIMIT = 5000  # largest number of parameters for which the Hessian is assembled
+_AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # multiplications that take seconds, by device type
+_ONCE = {"cpu": 1, "cuda": 40}  # multiple of _AFFORDABLE that an assembly may cost if it is needed only once
+_ANYWAY = 1000  # number of parameters up to which it is always assembled: iterative solves need as many products
+_PER_PRODUCT = 8  # loss evaluations that one Hessian-vector product costs
+_PER_ELEMENT = 128  # multiplications that take as long as writing and reading one intermediate number
+_SKETCH_MIN = 256  # smallest number of samples in a sketch of the Hessian
+_SKETCH_PER_PARAMETER = 8  # samples per parameter beyond which a sketch hardly improves
+_PROBES = 16  # random sign vectors for estimates of a diagonal
 
 
 @dataclass(frozen=True, eq=False)
 class Curvature:
-    """H_ρ = Σⱼ μⱼ∇²fⱼ(θ) + GᵀRG + δI. Sums over the data happen inside each product.
+    """H_ρ = Σⱼ μⱼ∇²fⱼ(θ) + GᵀRG + δI. Each product sums over all data.
 
     >>> import torch
     >>> from dif.problem.parameters import Parameters
@@ -40,13 +40,13 @@ class Curvature:
 
     rows: Rows
     theta: Tensor
-    weights: Tensor  # (R,) of the rows, (1, λ) for the Lagrangian
+    weights: Tensor  # (R,) weights of the rows, (1, λ) for the Lagrangian
     G: Tensor | None = None  # (k, d)
     R: Tensor | None = None  # (k,)
     damping: float = 0.0
-    plain: Curvature | None = None  # the same without GᵀRG and δI
-    gauss_newton: bool = False  # without the curvature of the model itself
-    assumed: Tensor | None = None  # (d,) how much each coordinate curves, known from a point nearby
+    plain: Curvature | None = None  # this operator without GᵀRG and δI; None if it has neither
+    gauss_newton: bool = False  # leave out the curvature of the model
+    assumed: Tensor | None = None  # (d,) curvature of each coordinate, known from a point nearby
 
     @property
     def d(self) -> int:
@@ -55,115 +55,113 @@ class Curvature:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of its type, on its device."""
+        """A tensor with the dtype and device of the operator."""
         return self.theta
 
     @property
     def price(self) -> float:
-        """Multiplications that it takes to assemble the matrix, or what else takes as long."""
-        known = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
-        return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in known))
+        """Cost of assembling the matrix, in multiplications (memory traffic is converted to multiplications)."""
+        costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
+        return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs))
 
     @property
     def cheap(self) -> bool:
-        """Whether the matrix is a matter of seconds, so that it can be had at every step."""
+        """Whether the matrix takes seconds, so that it can be assembled at every step."""
         return self.d <= DENSE_LIMIT and self.price <= self._affordable
 
     @property
     def _affordable(self) -> float:
+        """Multiplications that take seconds on this device."""
         return _AFFORDABLE.get(self.theta.device.type, 2.5e11)
 
     @property
     def assembled(self) -> bool:
-        """Whether the matrix can be had at a fair price, once."""
+        """Whether the matrix may be assembled if it is needed only once."""
         once = _ONCE.get(self.theta.device.type, 1) * self._affordable
         return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.price <= once)
 
     def sketched(self, evaluations: float | None = None) -> Curvature | None:
-        """The same from as many samples as make the matrix affordable; None if those are too few.
+        """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
 
-        `evaluations`: how many of all losses the matrix may cost. None: so many that it takes seconds.
+        `evaluations` is the number of evaluations of all losses that the matrix may cost; None: what takes seconds.
         """
         sizes = [len(t.samples) for t in self.rows.tables]
         share = self._affordable / max(self.price, 1.0)
-        some = [int(min(share, 1.0) * n) for n in sizes]
+        counts = [int(min(share, 1.0) * n) for n in sizes]
         if evaluations is not None:
-            dearer = evaluations / (_PER_PRODUCT * self.d)
-            some = [
-                max(few, min(int(min(dearer, 1.0) * n), _PLENTY * self.d)) for few, n in zip(some, sizes, strict=True)
-            ]
-        if self.d > DENSE_LIMIT or (some != sizes and min(some) < _FEWEST):
+            larger_share = min(evaluations / (_PER_PRODUCT * self.d), 1.0)
+            enough = _SKETCH_PER_PARAMETER * self.d
+            counts = [max(k, min(int(larger_share * n), enough)) for k, n in zip(counts, sizes, strict=True)]
+        if self.d > DENSE_LIMIT or (counts != sizes and min(counts) < _SKETCH_MIN):
             return None
-        if some == sizes:
+        if counts == sizes:
             return self
         base = self.plain or self
-        known = base._sketches.get(tuple(some))
-        if known is None:
+        sketch = base._sketches.get(tuple(counts))
+        if sketch is None:
             generator = torch.Generator().manual_seed(0)
-            drawn = [torch.randperm(n, generator=generator)[:k] for k, n in zip(some, sizes, strict=True)]
-            known = base._sketches[tuple(some)] = replace(base, rows=self.rows.over(drawn))
-        return known if self.plain is None else replace(self, rows=known.rows, plain=known)
+            indices = [torch.randperm(n, generator=generator)[:k] for k, n in zip(counts, sizes, strict=True)]
+            sketch = base._sketches[tuple(counts)] = replace(base, rows=self.rows.over(indices))
+        return sketch if self.plain is None else replace(self, rows=sketch.rows, plain=sketch)
 
     @cached_property
     def _sketches(self) -> dict[tuple[int, ...], Curvature]:
+        """Cache of sketches, by the number of samples from each table."""
         return {}
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:
-        """With GᵀRG and δI in it, beside what is there already."""
+        """Add GᵀRG and δI to the operator."""
         if self.G is not None and self.R is not None:
             G, R = torch.cat([self.G, G]), torch.cat([self.R, R])
         return replace(self, G=G, R=R, damping=self.damping + damping, plain=self.plain or self)
 
     def to(self, dtype: torch.dtype) -> Curvature:
-        """The same operator in another precision."""
+        """Convert to another precision."""
         G, R = (None if t is None else t.to(dtype) for t in (self.G, self.R))
         moved = (self.theta.to(dtype), self.weights.to(dtype))
         return Curvature(self.rows.to(dtype), *moved, G=G, R=R, damping=self.damping, gauss_newton=self.gauss_newton)
 
     def product(self, V: Tensor) -> Tensor:
-        """H_ρ·v for every column v of V (d, c)."""
+        """Return H_ρ·v for every column v of V (d, c)."""
         HV = self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V, self.gauss_newton)
-        return self._extended(HV, V)
-
-    def _extended(self, HV: Tensor, V: Tensor) -> Tensor:
         if self.G is not None and self.R is not None and len(self.G):
             HV = HV + self.G.T @ (self.R[:, None] * (self.G @ V))
         return HV + self.damping * V if self.damping else HV
 
     def dense(self) -> Tensor:
-        """The matrix, (d, d), assembled once."""
+        """Return the matrix, (d, d); it is assembled on the first call."""
         return self._dense
 
     @cached_property
     def _dense(self) -> Tensor:
         if self.plain is not None:
-            return self._around(self.plain.dense())
+            return self._add_rows(self.plain.dense())
         if not self.gauss_newton:
             return self.rows.part_hessian(self.theta, self.weights @ self.rows.C)
         H = self.product(torch.eye(self.d).to(self.theta))
         return 0.5 * (H + H.T)
 
-    def _around(self, H: Tensor) -> Tensor:
-        """An assembled matrix with this operator's GᵀRG and δI in it."""
+    def _add_rows(self, H: Tensor) -> Tensor:
+        """Add this operator's GᵀRG and δI to an assembled matrix."""
         return H if self.G is None or self.R is None else Matrix(H).with_rows(self.G, self.R, self.damping).H
 
     def rough(self) -> Tensor:
-        """The matrix by products in single precision, where the losses allow it: a fraction of the price."""
+        """Return the matrix, (d, d), from cheaper products in single precision, if the losses allow it."""
         H = (self.plain or self)._rough
-        return H if self.plain is None else self._around(H)
+        return H if self.plain is None else self._add_rows(H)
 
     @cached_property
     def _rough(self) -> Tensor:
-        now = torch.backends.cudnn
+        cudnn = torch.backends.cudnn
         try:
-            with now.flags(now.enabled, now.benchmark, now.benchmark_limit, now.deterministic, False):
+            with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
                 H = self.to(torch.float32).product(torch.eye(self.d, device=self.theta.device)).to(self.theta)
-        except UserCodeError:  # double precision inside a loss
+        except UserCodeError:  # a loss that works in double precision only
             return self.dense()
         return 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
 
     def scale(self) -> Tensor:
-        """How much each coordinate curves, (d,): the absolute diagonal, or where d is large an estimate of it."""
+        """Return the positive curvature of each coordinate, (d,): the absolute diagonal, or for large d an estimate."""
         return self._scale
 
     @cached_property
@@ -172,7 +170,7 @@ class Curvature:
 
     @cached_property
     def own(self) -> Tensor:
-        """The same, 0 for coordinates that do not curve at all."""
+        """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
         if self.cheap:
             return curved(self._dense)
         if self.plain is None or self.G is None or self.R is None:
@@ -180,49 +178,51 @@ class Curvature:
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
     def _estimated_scale(self) -> Tensor:
-        """Samples: their squared slopes tell the coordinates apart, a few products how large they are together.
+        """Estimate the curvature of each coordinate, (d,).
 
-        Functions: a few products. What is estimated of samples is noisy, so coordinates that differ by less than a
-        factor of four from the middle of their tensor count as curved alike.
+        For the samples, squared gradients give the ratios between coordinates and a few Hessian-vector products give
+        the overall size. For the functions, a few products suffice. The sample part is noisy, so coordinates within a
+        factor of four of the median of their tensor get that median.
         """
         weights = self.weights @ self.rows.C
         squares = torch.zeros_like(self.theta)
         for number, table in enumerate(self.rows.tables):
             mu = (weights[self.rows.columns(number)] @ table.U).abs().sqrt()
             signs = _signs(mu, _PROBES).T * mu  # (probes, n)
-            squares += (self.rows.pulled(number, self.theta, signs)[1] ** 2).mean(0)
-        squares = torch.cat([_levelled(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
+            squares += (self.rows.pull_back_table(number, self.theta, signs)[1] ** 2).mean(0)
+        squares = torch.cat([_replace_by_median(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
-        apart = weights.clone()
-        apart[: sum(len(table.U) for table in self.rows.tables)] = 0
-        smooth = (signs * self.rows.hessian_products(self.theta, apart, signs)).mean(1).abs()
-        total, rest = float(squares.mean()), max(mean - float(smooth.mean()), 1e-3 * mean)
+        function_weights = weights.clone()
+        function_weights[: sum(len(table.U) for table in self.rows.tables)] = 0
+        functions = (signs * self.rows.hessian_products(self.theta, function_weights, signs)).mean(1).abs()
+        total, rest = float(squares.mean()), max(mean - float(functions.mean()), 1e-3 * mean)
         if not (0 < total < float("inf") and 0 < mean < float("inf")):
             return torch.full_like(self.theta, mean if 0 < mean < float("inf") else 1.0)
-        return (squares * (rest / total) + smooth).clamp(min=1e-12 * mean)
+        return (squares * (rest / total) + functions).clamp(min=1e-12 * mean)
 
     @cached_property
     def noise(self) -> float:
-        """How far, in √D·θ, random weights on the samples move θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
+        """How far random weights on the samples move √D·θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
         directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
-        weights, spread, plain = self.weights @ self.rows.C, 0.0, 0.0
+        weights, centred, uncentred = self.weights @ self.rows.C, 0.0, 0.0
         for number, table in enumerate(self.rows.tables):
             mu = weights[self.rows.columns(number)] @ table.U
             _, slopes = sample_slopes(table.samples, self.rows.parameters, self.theta, directions)
             size = mu.abs()[:, None]
-            middle = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
-            spread += float(((size * (slopes - middle)) ** 2).sum()) / directions.shape[1]
-            plain += float(((size * slopes) ** 2).sum()) / directions.shape[1]
-        return (spread if spread > 1e-20 * plain else plain) ** 0.5
+            mean = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
+            centred += float(((size * (slopes - mean)) ** 2).sum()) / directions.shape[1]
+            uncentred += float(((size * slopes) ** 2).sum()) / directions.shape[1]
+        return (centred if centred > 1e-20 * uncentred else uncentred) ** 0.5
 
 
 def _signs(like: Tensor, columns: int) -> Tensor:
+    """Draw random signs ±1, (len(like), columns), the same on every call."""
     generator = torch.Generator().manual_seed(0)
     return (2 * torch.randint(0, 2, (len(like), columns), generator=generator) - 1).to(like)
 
 
-def _levelled(D: Tensor) -> Tensor:
-    """D, with the middle of all for those within a factor of four of it."""
-    middle = D.median()
-    return torch.where((0.25 * middle < D) & (4 * middle > D), middle, D)
+def _replace_by_median(D: Tensor) -> Tensor:
+    """Replace the entries within a factor of four of the median by the median."""
+    median = D.median()
+    return torch.where((0.25 * median < D) & (4 * median > D), median, D)

@@ -1,4 +1,4 @@
-"""Where losses are not smooth: kinks and jumps near a point, found by probing, and the operators that may make them."""
+"""Find kinks and jumps of losses and functions near a point, and the operators that may cause them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dif.errors import InvalidInputError
-from dif.evaluation.rows import Rows, Smooth
+from dif.evaluation.rows import CompiledFunction, Rows
 from dif.evaluation.sweeps import sample_losses
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 
-_LINES = 2  # random lines through the point along which losses are looked at,
-_POINTS = 33  # at so many points each,
-_SAMPLES = 512  # of so many samples
-_CANDIDATES = 4  # bends per line that are looked at closely
-_JUMP = 0.02  # of the range of slopes, or of values, along the line: what is left of it in a tiny interval is a kink
+_LINES = 2  # random lines through the point along which losses are evaluated
+_POINTS = 33  # evaluation points per line
+_SAMPLES = 512  # largest number of samples that are evaluated
+_CANDIDATES = 4  # sharpest bends per line that are examined closely
+_JUMP = 0.02  # change over a tiny interval that makes a kink or jump, relative to the range along the line
 
-# Operators whose derivative, or value, jumps somewhere.
+# Operators whose derivative or value jumps somewhere.
 _PIECEWISE = frozenset(
     (
         *("abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge"),
@@ -35,20 +35,20 @@ _PIECEWISE = frozenset(
 
 @dataclass(frozen=True)
 class Kink:
-    """A place near the point at which the slope of a loss or function jumps, or its value."""
+    """A kink (the slope jumps) or a jump (the value jumps) of a loss or function near a point."""
 
-    where: str  # whose, in words
+    where: str  # description of the loss or function
     jumps: bool  # the value jumps, not only the slope
-    operators: tuple[str, ...]  # those that could be the reason
+    operators: tuple[str, ...]  # operators that may cause it
 
     def __str__(self) -> str:
-        what = "jumps" if self.jumps else "has a kink"
-        by = f" ({', '.join(self.operators)})" if self.operators else ""
-        return f"{self.where} {what}{by}"
+        verb = "jumps" if self.jumps else "has a kink"
+        operators = f" ({', '.join(self.operators)})" if self.operators else ""
+        return f"{self.where} {verb}{operators}"
 
 
 def explain(kinks: Sequence[Kink]) -> str:
-    """What kinks mean for a point that could not be reached, and what to do."""
+    """Describe why these kinks may have prevented convergence, and what to do."""
     named = "; ".join(map(str, kinks))
     return (
         f"{named[0].upper()}{named[1:]}: minima tend to lie on kinks, where no gradient can vanish, and polishing does "
@@ -57,81 +57,91 @@ def explain(kinks: Sequence[Kink]) -> str:
 
 
 def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
-    """At most one kink for each Samples and each function in some rows: where they bend too sharply to be smooth.
+    """Return at most one kink or jump near θ for each Samples and each function of the rows.
 
-    They are evaluated in double precision along random lines through θ. Where one bends most, the interval is halved
-    again and again: the change of slope of a smooth loss shrinks with it, that of a kink stays.
+    Losses and functions are evaluated in double precision along random lines through θ. Around the sharpest bends the
+    interval is bisected: for a smooth loss the change of slope shrinks with the interval, at a kink it does not.
     """
     try:
         rows = rows.to(torch.float64)
-        found = [_in_samples(table.samples, rows.parameters, theta.double()) for table in rows.tables]
-        found += [
-            _in_function(f, theta.double()) for f in rows.functions if f.matrix is None and f.function.ridge is None
-        ]
-    except (RuntimeError, InvalidInputError):  # it runs in its own precision only: nothing is said
+        kinks = [_find_in_samples(table.samples, rows.parameters, theta.double()) for table in rows.tables]
+        nonlinear = [f for f in rows.functions if f.matrix is None and f.function.ridge is None]
+        kinks += [_find_in_function(f, theta.double()) for f in nonlinear]
+    except (RuntimeError, InvalidInputError):  # a loss that cannot run in double precision
         return ()
-    return tuple(kink for kink in found if kink is not None)
+    return tuple(kink for kink in kinks if kink is not None)
 
 
-def _in_samples(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Kink | None:
+def _find_in_samples(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Kink | None:
+    """Search the losses of samples spread over the data."""
     spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
 
     def operators(i: int) -> tuple[str, ...]:
         _, batch = next(samples.batches(spread[i : i + 1], device=theta.device))
-        return _operators(lambda: samples.losses(parameters.bind(parameters.tensors(theta)), batch, 1))
+        return _piecewise_operators(lambda: samples.losses(parameters.bind(parameters.tensors(theta)), batch, 1))
 
     def losses(at: Tensor, which: int | None) -> Tensor:
         return sample_losses(samples, parameters, at, spread if which is None else spread[which : which + 1])
 
-    found = _along_lines(losses, theta)
-    return found and Kink(f"the loss of {samples.name}[{int(spread[found[0]])}]", found[1], operators(found[0]))
+    result = _search_lines(losses, theta)
+    if result is None:
+        return None
+    i, jumps = result
+    return Kink(f"the loss of {samples.name}[{int(spread[i])}]", jumps, operators(i))
 
 
-def _in_function(f: Smooth, theta: Tensor) -> Kink | None:
+def _find_in_function(f: CompiledFunction, theta: Tensor) -> Kink | None:
+    """Search the outputs of a function of the parameters."""
+
     def values(at: Tensor, which: int | None) -> Tensor:
         value = f.value(at).detach()
         return value if which is None else value[which : which + 1]
 
-    found = _along_lines(values, theta)
-    return found and Kink(f"the function {f.function.name}", found[1], _operators(lambda: f.value(theta)))
+    result = _search_lines(values, theta)
+    if result is None:
+        return None
+    return Kink(f"the function {f.function.name}", result[1], _piecewise_operators(lambda: f.value(theta)))
 
 
-def _along_lines(values: Callable[[Tensor, int | None], Tensor], theta: Tensor) -> tuple[int, bool] | None:
-    """Which of several values has a kink near θ, and whether it jumps; None where none was found."""
+def _search_lines(values: Callable[[Tensor, int | None], Tensor], theta: Tensor) -> tuple[int, bool] | None:
+    """Return the index of a value with a kink near θ and whether it jumps; None if no kink is found.
+
+    `values(θ, i)` evaluates value i at θ, or all values for i = None.
+    """
     generator = torch.Generator().manual_seed(0)
     size = max(0.1, float(theta.square().mean().sqrt()))
     grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64).tolist()
     for _ in range(_LINES):
-        along = 0.5 * size * torch.randn(theta.numel(), generator=generator, dtype=torch.float64).to(theta.device)
-        line = torch.stack([values(theta + t * along, None).double().cpu() for t in grid])  # (points, n)
-        for k, i in _bends(line):
-            one = lambda t, i=i, along=along: float(values(theta + t * along, i))  # noqa: E731
-            kind = _closely(one, grid[k], grid[k + 2], line[:, i])
+        v = 0.5 * size * torch.randn(theta.numel(), generator=generator, dtype=torch.float64).to(theta.device)
+        line = torch.stack([values(theta + t * v, None).double().cpu() for t in grid])  # (points, n)
+        for k, i in _sharpest_bends(line):
+            loss = lambda t, i=i, v=v: float(values(theta + t * v, i))  # noqa: E731
+            kind = _classify_bend(loss, grid[k], grid[k + 2], line[:, i])
             if kind is not None:
                 return i, kind == "jump"
     return None
 
 
-def _bends(values: Tensor) -> Iterator[tuple[int, int]]:
-    """Where losses bend most, compared with how their slopes differ along the line: (point, sample), a few of them."""
+def _sharpest_bends(values: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (point, sample) of the sharpest bends, relative to the range of the sample's slopes along the line."""
     bends = values.diff(dim=0).diff(dim=0).abs()  # (points − 2, n)
     slopes = values.diff(dim=0)
     rounding = torch.finfo(values.dtype).eps ** 0.5 * float(values.abs().max())
     scale = (slopes.amax(0) - slopes.amin(0)).clamp(min=max(rounding, torch.finfo(values.dtype).tiny))
-    sharp = torch.nan_to_num((bends - bends.median(0).values) / scale, nan=0.0, posinf=0.0)
-    best = sharp.max(0)
-    order = torch.argsort(best.values, descending=True)[:_CANDIDATES].tolist()
-    return ((int(best.indices[i]), i) for i in order if best.values[i] > 0)
+    sharpness = torch.nan_to_num((bends - bends.median(0).values) / scale, nan=0.0, posinf=0.0)
+    sharpest = sharpness.max(0)
+    order = torch.argsort(sharpest.values, descending=True)[:_CANDIDATES].tolist()
+    return ((int(sharpest.indices[i]), i) for i in order if sharpest.values[i] > 0)
 
 
-def _closely(loss: Callable[[float], float], low: float, high: float, line: Tensor) -> str | None:
-    """Whether a bend between two points is a "kink" or a "jump"; None where it is smooth."""
+def _classify_bend(loss: Callable[[float], float], low: float, high: float, line: Tensor) -> str | None:
+    """Return "kink" or "jump" for a bend between two points of the line; None if it is smooth."""
     eps = torch.finfo(torch.float64).eps
     h = eps**0.44  # 1e-7
     slope = lambda t: (loss(t + h) - loss(t - h)) / (2 * h)  # noqa: E731
 
     def bend(a: tuple[float, float, float], b: tuple[float, float, float]) -> float:
-        """How far slopes differ between two points (t, value, slope), and from that of the line between them."""
+        """Measure how far the slopes at two points (t, value, slope) differ, from each other and from the chord."""
         chord = (b[1] - a[1]) / (b[0] - a[0])
         return abs(b[2] - a[2]) + abs(chord - 0.5 * (a[2] + b[2]))
 
@@ -141,18 +151,18 @@ def _closely(loss: Callable[[float], float], low: float, high: float, line: Tens
         middle = (t, loss(t), slope(t))
         left, right = (left, middle) if bend(left, middle) >= bend(middle, right) else (middle, right)
     values, slopes = line, line.diff() * (len(line) - 1) / 2
-    span = [float(x.max() - x.min()) for x in (values, slopes)]
-    noise = eps * float(values.abs().max())  # of one value
-    smoothly = 2 * float(slopes.abs().max()) * (right[0] - left[0] + 2 * h)  # how far the value may move there
-    if abs(loss(right[0] + h) - loss(left[0] - h)) > max(_JUMP * span[0], 1e3 * noise, smoothly):
+    value_range, slope_range = (float(x.max() - x.min()) for x in (values, slopes))
+    noise = eps * float(values.abs().max())  # rounding error of one value
+    smooth_change = 2 * float(slopes.abs().max()) * (right[0] - left[0] + 2 * h)  # without a jump
+    if abs(loss(right[0] + h) - loss(left[0] - h)) > max(_JUMP * value_range, 1e3 * noise, smooth_change):
         return "jump"
-    if abs(right[2] - left[2]) > max(_JUMP * span[1], 10 * noise / h):
+    if abs(right[2] - left[2]) > max(_JUMP * slope_range, 10 * noise / h):
         return "kink"
     return None
 
 
-class _Recorder(TorchDispatchMode):
-    """Notes the names of the operators that are called."""
+class _OperatorRecorder(TorchDispatchMode):
+    """Records the names of the operators that are called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,8 +173,8 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _operators(evaluate: Callable[[], Any]) -> tuple[str, ...]:
-    """The operators that could make a kink."""
-    with torch.no_grad(), _Recorder() as seen:
+def _piecewise_operators(evaluate: Callable[[], Any]) -> tuple[str, ...]:
+    """Return the operators called by `evaluate` that may cause a kink."""
+    with torch.no_grad(), _OperatorRecorder() as recorder:
         evaluate()
-    return tuple(name for name in seen.names if name in _PIECEWISE)
+    return tuple(name for name in recorder.names if name in _PIECEWISE)

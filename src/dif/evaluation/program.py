@@ -1,4 +1,4 @@
-"""A Problem compiled on a parameter layout: row 0 is f₀, rows 1 … m are the constraints."""
+"""A Problem compiled for a parameter layout: row 0 is f₀, rows 1 … m are the constraints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dif.runtime.inputs import as_numbers, as_tensor
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """The problem with its numbers within reach: rows f = (f₀, f₁ … f_m), bounds τ, and the kinds of the rows."""
+    """A compiled problem: rows f = (f₀, f₁ … f_m), bounds τ, and the kinds (≤, =) of the rows."""
 
     problem: Problem
     parameters: Parameters
@@ -33,14 +33,13 @@ class Program:
 
     @classmethod
     def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
-        """Compile, after asking the losses what `probe` asks."""
+        """Check the losses and functions of a problem at θ and compile it."""
         if not isinstance(problem, Problem):
             raise InvalidInputError(
-                "problem",
-                measured=type(problem).__name__,
-                threshold="a Problem",
-                meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
-                cure="Wrap a Term as dif.Problem(term).",
+                f"`problem` has type {type(problem).__name__}.",
+                "It must be a dif.Problem.",
+                "An objective and its constraints are stated by dif.Problem(objective, constraints).",
+                "Wrap a Term as dif.Problem(term).",
             )
         terms = [problem.objective, *(c.term for c in problem.constraints)]
         functions = list({id(f): f for t in terms for _, f in t.functions}.values())
@@ -50,16 +49,15 @@ class Program:
 
     @classmethod
     def compile(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
-        """Lay out the rows of a problem whose losses are known."""
+        """Compile a problem whose losses were checked before."""
         terms = [problem.objective, *(Term(c.term.sums, c.term.functions, c.tau) for c in problem.constraints)]
         rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
         if first:
             raise InvalidInputError(
-                "rows of the objective",
-                measured=f"a vector of {first.numel()}",
-                threshold="a single number",
-                meaning="Only a single number can be minimised.",
-                cure="Add the rows up inside the function, or make them constraints.",
+                f"The objective is a vector of length {first.numel()}.",
+                "It must be a single number.",
+                "Only a single number can be minimised.",
+                "Add up the rows inside the function, or make them constraints.",
             )
         tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
         kinds = Kinds.of((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
@@ -82,26 +80,25 @@ class Program:
         return len(self.tau)
 
     def where(self, constraint: Constraint) -> slice:
-        """The rows of a constraint among the m."""
+        """Return the positions of a constraint's rows among the m constraint rows."""
         start = 0
         for c, shape in zip(self.problem.constraints, self.shapes, strict=True):
             if c is constraint:
                 return slice(start, start + shape.numel())
             start += shape.numel()
         raise InvalidInputError(
-            "constraint",
-            measured=repr(constraint),
-            threshold="one of the constraints handed to Problem, the same object",
-            meaning="Constraints are told apart by identity; .named(...) makes a new one.",
-            cure="Keep the object that you passed to Problem, or use problem.constraints[j].",
+            f"{constraint!r} is not a constraint of this problem.",
+            "It must be one of the constraint objects that were passed to Problem.",
+            "Constraints are told apart by identity, and .named(...) makes a new one.",
+            "Keep the object that you passed to Problem, or use problem.constraints[j].",
         )
 
     def weights(self, lam: Tensor) -> Tensor:
-        """(1, λ): what the rows weigh in the Lagrangian."""
+        """Return (1, λ), the weights of the rows in the Lagrangian."""
         return torch.cat([lam.new_ones(1), lam])
 
     def flat_multipliers(self, multipliers: Any) -> Tensor:
-        """Multipliers as given (per constraint: a list, a dict by name; or flat) → (m,)."""
+        """Convert multipliers to shape (m,): from a vector, a list per constraint, or a dict by constraint or name."""
         if isinstance(multipliers, PerConstraint):
             multipliers = multipliers.flat
         if isinstance(multipliers, Mapping):
@@ -111,33 +108,31 @@ class Program:
             missing = [name for name in self.problem.names if name not in multipliers]
             if unknown or missing:
                 raise InvalidInputError(
-                    "names of the multipliers",
-                    measured=f"unknown {unknown}, missing {missing}",
-                    threshold=f"one for each of {list(self.problem.names)}",
-                    meaning="Each constraint has its own multipliers.",
-                    cure="Use the constraints' names.",
+                    f"`multipliers` has unknown names {unknown} and lacks the names {missing}.",
+                    f"It must have one entry for each of {list(self.problem.names)}.",
+                    "Each constraint has its own multipliers.",
+                    "Use the names of the constraints.",
                 )
             multipliers = [multipliers[name] for name in self.problem.names]
         if isinstance(multipliers, Tensor) or hasattr(multipliers, "__array__"):
             flat = as_tensor(multipliers, "multipliers").reshape(-1)
         else:
             given = multipliers if isinstance(multipliers, Sequence) else [multipliers]
-            pieces = [as_numbers(v, "multipliers").reshape(-1) for v in given]
-            flat = torch.cat([torch.zeros(0, dtype=torch.float64), *pieces])
+            vectors = [as_numbers(v, "multipliers").reshape(-1) for v in given]
+            flat = torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
         if flat.numel() != self.m or not bool(torch.isfinite(flat).all()):
             raise InvalidInputError(
-                "multipliers",
-                measured=f"{flat.numel()} values, {int((~torch.isfinite(flat)).sum())} not finite",
-                threshold=f"{self.m} finite values, one per constraint row",
-                meaning="Every row of every constraint has one multiplier.",
-                cure="Order them as the constraints, or leave them out: they are recovered from the parameters.",
+                f"`multipliers` has {flat.numel()} values, {int((~torch.isfinite(flat)).sum())} of them not finite.",
+                f"It must have {self.m} finite values, one per constraint row.",
+                "Every row of every constraint has one multiplier.",
+                "Order them as the constraints, or leave them out to have them recovered from the parameters.",
             )
         return flat.to(self.tau).clone()
 
 
 @dataclass(frozen=True, eq=False)
 class PerConstraint:
-    """One tensor per constraint: look up by position, by name or by the Constraint itself; `.flat` has all rows."""
+    """One tensor per constraint, indexed by position, name or Constraint; `.flat` has all rows."""
 
     flat: Tensor  # (m,)
     problem: Problem
@@ -145,34 +140,35 @@ class PerConstraint:
 
     @classmethod
     def of(cls, program: Program, flat: Tensor) -> PerConstraint:
-        """Wrap m row values."""
+        """Wrap values of the m constraint rows."""
         return cls(flat, program.problem, program.shapes)
 
-    def _pieces(self) -> list[Tensor]:
-        split = torch.split(self.flat, [s.numel() for s in self.shapes]) if self.shapes else ()
-        return [piece.reshape(shape) for piece, shape in zip(split, self.shapes, strict=True)]
+    def _split(self) -> list[Tensor]:
+        """Return the values of each constraint in its own shape."""
+        values = torch.split(self.flat, [s.numel() for s in self.shapes]) if self.shapes else ()
+        return [value.reshape(shape) for value, shape in zip(values, self.shapes, strict=True)]
 
     def __getitem__(self, key: int | str | Constraint) -> Tensor:
         if isinstance(key, str):
             if key not in self.problem.names:
-                raise KeyError(f"no constraint {key!r}; there are {', '.join(self.problem.names)}")
+                raise KeyError(f"There is no constraint {key!r}. The constraints are {', '.join(self.problem.names)}.")
             key = self.problem.names.index(key)
         elif isinstance(key, Constraint):
-            places = [j for j, c in enumerate(self.problem.constraints) if c is key]
-            if not places:
-                raise KeyError(f"{key!r} is not a constraint of this problem (they are told apart by identity)")
-            key = places[0]
-        return self._pieces()[key]
+            positions = [j for j, c in enumerate(self.problem.constraints) if c is key]
+            if not positions:
+                raise KeyError(f"{key!r} is not a constraint of this problem. Constraints are told apart by identity.")
+            key = positions[0]
+        return self._split()[key]
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._pieces())
+        return iter(self._split())
 
     def items(self) -> list[tuple[str, Tensor]]:
-        """(name, values) of each constraint."""
-        return list(zip(self.problem.names, self._pieces(), strict=True))
+        """Return (name, values) of each constraint."""
+        return list(zip(self.problem.names, self._split(), strict=True))
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{name}: {value.tolist()}" for name, value in self.items()) + "}"

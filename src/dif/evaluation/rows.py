@@ -1,8 +1,8 @@
-"""Terms compiled on a parameter layout: f(θ) = C·p(θ), where every distinct sum and function p is evaluated once."""
+"""Terms compiled for a parameter layout: f(θ) = C·p(θ), where each distinct sum or function in p is evaluated once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,15 +13,15 @@ from dif.errors import InvalidInputError
 from dif.evaluation.sweeps import (
     batch_gauss_newton_products,
     batch_hessian_products,
-    batch_pulled_back,
-    forward,
+    evaluate_with_pullback,
     hessian_products,
-    mapped_hessian,
-    passes,
-    pulled_back,
+    pull_back,
+    pull_back_batch,
     sample_losses,
-    sharing,
+    samples_per_batch,
     stacked_losses,
+    structured_hessian,
+    sweep_batches,
 )
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
@@ -30,13 +30,13 @@ from dif.runtime.distributed import added, alone, span
 from dif.runtime.memory import within_memory
 from dif.runtime.user_code import in_words
 
-_TOGETHER = 256  # columns at once through a function of the parameters alone
-_MAPPED = 16  # parameters from which the structure of a loss pays
+_FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once
+_STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """The weighted sums over one `Samples`: parts U·ℓ(θ), at consecutive positions of p."""
+    """The weighted sums over one `Samples`: U·ℓ(θ), at consecutive positions of p."""
 
     samples: SampleLosses
     sums: tuple[SampleSum, ...]
@@ -44,8 +44,8 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Smooth:
-    """A function of the parameters alone, on flat θ; linear ones by their matrix, without autograd."""
+class CompiledFunction:
+    """A function of the parameters, evaluated at flat θ; a linear one is represented by its matrix."""
 
     function: Function
     parameters: Parameters
@@ -53,33 +53,33 @@ class Smooth:
     matrix: Tensor | None  # (rows, d)
 
     @classmethod
-    def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> Smooth:
-        """Compile it on a layout."""
+    def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> CompiledFunction:
+        """Compile a function for a parameter layout."""
         if f.matrix is None:
-            return cls(f, parameters, function_value(f, parameters, theta).numel(), None)
+            return cls(f, parameters, evaluate_function_at(f, parameters, theta).numel(), None)
         matrix = torch.atleast_2d(f.matrix).to(theta)
         if f.of is not None:
-            wide = theta.new_zeros((len(matrix), parameters.d))
-            where = parameters.names.index(f.of)
-            begin = sum(parameters.sizes[:where])
-            wide[:, begin : begin + parameters.sizes[where]] = matrix
-            matrix = wide
+            padded = theta.new_zeros((len(matrix), parameters.d))
+            number = parameters.names.index(f.of)
+            start = sum(parameters.sizes[:number])
+            padded[:, start : start + parameters.sizes[number]] = matrix
+            matrix = padded
         return cls(f, parameters, len(matrix), matrix)
 
     def value(self, theta: Tensor) -> Tensor:
-        """φ(θ), (rows,)."""
+        """Return φ(θ), (rows,)."""
         if self.matrix is not None:
             return self.matrix @ theta
-        return function_value(self.function, self.parameters, theta).reshape(-1)
+        return evaluate_function_at(self.function, self.parameters, theta).reshape(-1)
 
-    def forward(self, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """φ(θ), and the map w → Jᵀw."""
+    def evaluate_with_pullback(self, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return φ(θ), (rows,), and the map w → Jᵀw."""
         if (matrix := self.matrix) is not None:
             return matrix @ theta, lambda w: w @ matrix
-        return forward(self.value, theta)
+        return evaluate_with_pullback(self.value, theta)
 
-    def stacked(self, thetas: Tensor) -> Tensor:
-        """φ at several θ (P, d), (P, rows)."""
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """Return φ at several θ (P, d), (P, rows)."""
         if self.matrix is not None:
             return thetas @ self.matrix.T
         if self.function.ridge is not None:
@@ -87,133 +87,142 @@ class Smooth:
         return torch.stack([self.value(theta).detach() for theta in thetas])
 
     def stacked_pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """φ at several θ (P, d), (P, rows), and Jᵀw at each for its weights (P, rows), (P, d)."""
+        """Return φ at several θ (P, d), (P, rows), and Jᵀw for the weights w (P, rows) of each θ, (P, d)."""
         if self.matrix is not None:
-            return self.stacked(thetas), weights @ self.matrix
+            return self.stacked_values(thetas), weights @ self.matrix
         if self.function.ridge is not None:
-            return self.stacked(thetas), self.function.ridge * weights * thetas
-        pulled = [self.forward(theta) for theta in thetas]
-        values = torch.stack([value.detach() for value, _ in pulled])
-        return values, torch.stack([pull(w).detach() for (_, pull), w in zip(pulled, weights, strict=True)])
+            return self.stacked_values(thetas), self.function.ridge * weights * thetas
+        evaluated = [self.evaluate_with_pullback(theta) for theta in thetas]
+        values = torch.stack([value.detach() for value, _ in evaluated])
+        return values, torch.stack([pull(w).detach() for (_, pull), w in zip(evaluated, weights, strict=True)])
 
     def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """φ(θ), (rows,), and its Jacobian, (rows, d)."""
+        """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
         if self.matrix is not None:
             return self.matrix @ theta, self.matrix
-        value, gradient = pulled_back(self.value, theta, torch.eye(self.size).to(theta))
+        value, gradient = pull_back(self.value, theta, torch.eye(self.size).to(theta))
         return value.detach(), gradient.detach()
+
+
+def output_slices(functions: Sequence[CompiledFunction], start: int = 0) -> Iterator[tuple[CompiledFunction, slice]]:
+    """Yield each function with the positions of its outputs, which are consecutive from `start`."""
+    for f in functions:
+        yield f, slice(start, start + f.size)
+        start += f.size
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """R rows f = C·p; p stacks the sums of each table, then the outputs of each function.
+    """R rows f = C·p, where p stacks the sums of each table and then the outputs of each function.
 
     All rows that use the same samples share one evaluation of their losses.
     """
 
     parameters: Parameters
     tables: tuple[Table, ...]
-    functions: tuple[Smooth, ...]
+    functions: tuple[CompiledFunction, ...]
     C: Tensor  # (R, K)
 
     @classmethod
     def compile(cls, terms: Sequence[Term], parameters: Parameters, theta: Tensor) -> tuple[Rows, list[torch.Size]]:
-        """Lay out the rows of these terms; also returns each term's shape, () or (rows,)."""
+        """Compile these terms to rows; return the rows and the shape of each term, () or (rows,)."""
         sums = list({id(s): s for term in terms for _, s in term.sums}.values())
         every_samples = list({id(s.samples): s.samples for s in sums}.values())
         functions = list({id(f): f for term in terms for _, f in term.functions}.values())
         tables, position = [], {}
         for samples in every_samples:
-            mine = tuple(s for s in sums if s.samples is samples)
-            for s in mine:
+            own_sums = tuple(s for s in sums if s.samples is samples)
+            for s in own_sums:
                 position[id(s)] = len(position)
-            tables.append(Table(samples, mine, torch.stack([s.weights for s in mine]).to(theta)))
+            tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
         start, outputs = len(position), {}
         for f in functions:
-            outputs[id(f)] = (start, function_value(f, parameters, theta).detach())
+            outputs[id(f)] = (start, evaluate_function_at(f, parameters, theta).detach())
             start += outputs[id(f)][1].numel()
 
         blocks, shapes = [], []
         for term in terms:
-            shape = _shape(term, [outputs[id(f)][1] for _, f in term.functions])
+            shape = _common_shape(term, [outputs[id(f)][1] for _, f in term.functions])
             block = theta.new_zeros((shape.numel(), start))
             for c, s in term.sums:
                 block[:, position[id(s)]] += c
             for c, f in term.functions:
-                begin, value = outputs[id(f)]
+                first, value = outputs[id(f)]
                 if value.numel() == 1:
-                    block[:, begin] += c
+                    block[:, first] += c
                 else:
-                    block[:, begin : begin + value.numel()] += c * torch.eye(value.numel()).to(theta)
+                    block[:, first : first + value.numel()] += c * torch.eye(value.numel()).to(theta)
             blocks.append(block)
             shapes.append(shape)
         C = torch.cat(blocks) if blocks else theta.new_zeros((0, start))
-        return cls(parameters, tuple(tables), tuple(Smooth.of(f, parameters, theta) for f in functions), C), shapes
+        compiled = tuple(CompiledFunction.of(f, parameters, theta) for f in functions)
+        return cls(parameters, tuple(tables), compiled, C), shapes
 
     def to(self, dtype: torch.dtype) -> Rows:
-        """The same rows in another precision."""
+        """Convert to another precision."""
         parameters = self.parameters.to(dtype)
         tables = tuple(Table(t.samples.to(dtype), t.sums, t.U.to(dtype)) for t in self.tables)
         functions = tuple(
-            Smooth(f.function, parameters, f.size, None if f.matrix is None else f.matrix.to(dtype))
+            CompiledFunction(f.function, parameters, f.size, None if f.matrix is None else f.matrix.to(dtype))
             for f in self.functions
         )
         return Rows(parameters, tables, functions, self.C.to(dtype))
 
     def columns(self, table: int) -> slice:
-        """Where the sums of a table stand in p."""
-        begin = sum(len(t.U) for t in self.tables[:table])
-        return slice(begin, begin + len(self.tables[table].U))
+        """Return the positions in p of the sums of a table."""
+        start = sum(len(t.U) for t in self.tables[:table])
+        return slice(start, start + len(self.tables[table].U))
+
+    def _function_columns(self) -> Iterator[tuple[CompiledFunction, slice]]:
+        """Yield each function with the positions of its outputs in p."""
+        return output_slices(self.functions, sum(len(t.U) for t in self.tables))
 
     def curved(self) -> Tensor:
-        """Which rows hold anything that is not linear, (R,) bool."""
+        """Return which rows contain anything nonlinear, (R,) bool."""
         columns = [True] * sum(len(t.U) for t in self.tables)
         for f in self.functions:
             columns += [f.matrix is None] * f.size
         return (self.C[:, torch.tensor(columns, dtype=torch.bool, device=self.C.device)] != 0).any(1)
 
     def outweighs(self, mu: Tensor, than: Tensor) -> float:
-        """How many times more a sample or curved function weighs in Σⱼ μⱼfⱼ than in another such sum, at most."""
-        much, little = mu @ self.C, than @ self.C
-        pairs = [(much[k] @ t.U, little[k] @ t.U) for k, t in ((self.columns(i), t) for i, t in enumerate(self.tables))]
-        start = sum(len(t.U) for t in self.tables)
-        for f in self.functions:
-            if f.matrix is None:
-                pairs.append((much[start : start + f.size], little[start : start + f.size]))
-            start += f.size
+        """Return the largest ratio of a sample's or nonlinear function's weights in Σⱼ muⱼfⱼ and Σⱼ thanⱼfⱼ."""
+        first, second = mu @ self.C, than @ self.C
+        tables = [(self.columns(number), table.U) for number, table in enumerate(self.tables)]
+        pairs = [(first[columns] @ U, second[columns] @ U) for columns, U in tables]
+        pairs += [(first[columns], second[columns]) for f, columns in self._function_columns() if f.matrix is None]
         a, b = (torch.cat(parts).abs() for parts in zip(*pairs, strict=True))
         return float((a[a > 0] / b[a > 0]).max()) if bool((a > 0).any()) else 0.0
 
     def over(self, indices: Sequence[Tensor]) -> Rows:
-        """The rows estimated from some samples of each table: weights grow so that the sums keep their size."""
+        """Estimate the rows from the samples listed for each table; their weights are scaled up to keep the sums."""
         tables = tuple(
-            Table(t.samples.take(some), t.sums, t.U[:, some.to(t.U.device)] * (len(t.samples) / len(some)))
-            for t, some in zip(self.tables, indices, strict=True)
+            Table(t.samples.take(index), t.sums, t.U[:, index.to(t.U.device)] * (len(t.samples) / len(index)))
+            for t, index in zip(self.tables, indices, strict=True)
         )
         return Rows(self.parameters, tables, self.functions, self.C)
 
     def parts(self, theta: Tensor) -> Tensor:
-        """p(θ), (K,)."""
+        """Return p(θ), (K,)."""
         with torch.no_grad():
-            pieces = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
-            pieces += [f.value(theta) for f in self.functions]
-        return torch.cat(pieces)
+            values = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
+            values += [f.value(theta) for f in self.functions]
+        return torch.cat(values)
 
     def values(self, theta: Tensor) -> Tensor:
-        """f(θ), (R,)."""
+        """Return f(θ), (R,)."""
         return self.C @ self.parts(theta)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
-        """The rows at several θ (P, d), (P, R)."""
+        """Return f at several θ (P, d), (P, R)."""
         parts = [stacked_losses(t.samples, self.parameters, thetas) @ t.U.T for t in self.tables]
-        parts += [f.stacked(thetas) for f in self.functions]
+        parts += [f.stacked_values(thetas) for f in self.functions]
         return torch.cat(parts, 1) @ self.C.T
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
+        """Return p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
         values, gradients = [theta.new_zeros(0)], [theta.new_zeros((0, theta.numel()))]
         for number, table in enumerate(self.tables):
-            value, gradient = self.pulled(number, theta, table.U)
+            value, gradient = self.pull_back_table(number, theta, table.U)
             values.append(value)
             gradients.append(gradient)
         for f in self.functions:
@@ -223,88 +232,88 @@ class Rows:
         return torch.cat(values), torch.cat(gradients)
 
     @within_memory
-    def pulled(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over the samples of a table, for each row w of weights (k, n)."""
+    def pull_back_table(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over a table, for each row w of weights (k, n)."""
         samples = self.tables[table].samples
         value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
-        for place, _, loss in passes(samples, self.parameters, theta):
-            losses, pulled = batch_pulled_back(samples, self.parameters, theta, loss, weights[:, place])
+        for place, _, loss in sweep_batches(samples, self.parameters, theta):
+            losses, part = pull_back_batch(samples, self.parameters, theta, loss, weights[:, place])
             value = value + weights[:, place] @ losses
-            gradient = gradient + pulled
+            gradient = gradient + part
         return added(value), added(gradient)
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """f(θ), (R,), and its Jacobian, (R, d)."""
+        """Return f(θ), (R,), and its Jacobian, (R, d)."""
         p, Dp = self.part_gradients(theta)
         return self.C @ p, self.C @ Dp
 
     @within_memory
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """f(θ) and Σⱼ μⱼ∇fⱼ(θ) for the weights μ = weigh(f(θ)): one forward and one backward sweep."""
+        """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ) with μ = weigh(f(θ)), in one forward and one backward sweep."""
         pulls: list[Callable[[Tensor], Tensor]] = []
         values = []
         for table in self.tables:
-            losses, pull = self._own(table, theta)
+            losses, pull = self._local_losses(table, theta)
             pulls.append(pull)
             values.append(added(table.U[:, span(len(table.samples))] @ losses))
         for f in self.functions:
-            value, pull = f.forward(theta)
+            value, pull = f.evaluate_with_pullback(theta)
             pulls.append(pull)
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
-        parts = torch.split(weigh(f_values) @ self.C, [len(value) for value in values])
-        of_samples, gradient = torch.zeros_like(theta), torch.zeros_like(theta)
-        for number, (w, pull) in enumerate(zip(parts, pulls, strict=True)):
+        weights = torch.split(weigh(f_values) @ self.C, [len(value) for value in values])
+        sample_part, function_part = torch.zeros_like(theta), torch.zeros_like(theta)
+        for number, (w, pull) in enumerate(zip(weights, pulls, strict=True)):
             if number < len(self.tables):
-                of_samples = of_samples + pull(w @ self.tables[number].U)
+                sample_part = sample_part + pull(w @ self.tables[number].U)
             else:
-                gradient = gradient + pull(w)
-        return f_values, (gradient + added(of_samples)).detach()
+                function_part = function_part + pull(w)
+        return f_values, (function_part + added(sample_part)).detach()
 
-    def _own(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The losses of this process's samples, and the map from weights of all samples to Σᵢ wᵢ∇ℓᵢ over its own."""
-        mine, sweep = span(len(table.samples)), passes(table.samples, self.parameters, theta)
+    def _local_losses(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the losses of this process's samples, and the map w → Σᵢ wᵢ∇ℓᵢ over them; w has all n weights."""
+        local, sweep = span(len(table.samples)), sweep_batches(table.samples, self.parameters, theta)
         first = next(sweep, None)
-        if first is not None and first[0] == mine:  # keep the graph: the backward sweep needs no second forward one
-            losses, pull = forward(first[2], theta)
-            return losses.detach(), lambda w: pull(w[mine])
+        if first is not None and first[0] == local:  # one batch: keep its graph for the backward pass
+            losses, pull = evaluate_with_pullback(first[2], theta)
+            return losses.detach(), lambda w: pull(w[local])
         with torch.no_grad():
             losses = [loss(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
-        return torch.cat([theta.new_zeros(0), *losses]), partial(self._swept_back, table.samples, theta)
+        return torch.cat([theta.new_zeros(0), *losses]), partial(self._local_gradient, table.samples, theta)
 
     @within_memory
-    def _swept_back(self, samples: SampleLosses, theta: Tensor, w: Tensor) -> Tensor:
-        """Σᵢ wᵢ∇ℓᵢ(θ) over this process's samples, batch by batch."""
+    def _local_gradient(self, samples: SampleLosses, theta: Tensor, w: Tensor) -> Tensor:
+        """Return Σᵢ wᵢ∇ℓᵢ(θ) over this process's samples, batch by batch."""
         total = torch.zeros_like(theta)
-        for place, _, loss in passes(samples, self.parameters, theta):
-            total += forward(loss, theta)[1](w[place]).detach()
+        for place, _, loss in sweep_batches(samples, self.parameters, theta):
+            total += evaluate_with_pullback(loss, theta)[1](w[place]).detach()
         return total
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
-        """Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
+        """Return Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
         return self.part_hessian(theta, mu @ self.C)
 
     @within_memory
     def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
-        """Σₖ weightsₖ ∇²pₖ(θ), (d, d): losses of linear maps by their structure, the rest by products."""
+        """Return Σₖ weightsₖ ∇²pₖ(θ), (d, d), by the structure of losses of linear maps, or by products."""
         d = theta.numel()
-        H, left = theta.new_zeros((d, d)), weights.clone()
+        H, rest = theta.new_zeros((d, d)), weights.clone()
         for number, table in enumerate(self.tables):
-            w, those = self._weighed(number, weights)
-            if len(w) == 0 or d < _MAPPED:
+            w, indices = self._sample_weights(number, weights)
+            if len(w) == 0 or d < _STRUCTURED:
                 continue
-            part = mapped_hessian(table.samples, self.parameters, theta, w, those)
+            part = structured_hessian(table.samples, self.parameters, theta, w, indices)
             if part is not None:
                 H += part
-                left[self.columns(number)] = 0
-        if not torch.equal(left, weights) and not self._agrees(H, theta, weights - left):
-            H, left = torch.zeros_like(H), weights
-        if bool((left != 0).any()):
-            H = H + self.hessian_products(theta, left, torch.eye(d).to(theta))
+                rest[self.columns(number)] = 0
+        if not torch.equal(rest, weights) and not self._agrees(H, theta, weights - rest):
+            H, rest = torch.zeros_like(H), weights
+        if bool((rest != 0).any()):
+            H = H + self.hessian_products(theta, rest, torch.eye(d).to(theta))
         return 0.5 * (H + H.T)
 
     def _agrees(self, H: Tensor, theta: Tensor, weights: Tensor) -> bool:
-        """Whether a Hessian had by structure multiplies a random vector as autograd does, in each coordinate's unit."""
+        """Return whether H·v agrees with autograd for a random v, with each coordinate scaled by its curvature."""
         root = H.diagonal().abs().sqrt()
         root = torch.where(root > 0, root, root.max() + (root.max() == 0))
         v = torch.randn(len(H), generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(theta) / root
@@ -313,90 +322,94 @@ class Rows:
         eps = torch.finfo(H.dtype).eps
         return bool((gap <= eps**0.625 * size + eps * size.max()).all())  # 2e-10 in float64
 
-    def _weighed(self, table: int, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What each sample weighs where it weighs anything, and which those are (None: all)."""
+    def _sample_weights(self, table: int, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the nonzero weights of a table's samples, and the indices of these samples (None: all)."""
         w = weights[self.columns(table)] @ self.tables[table].U
-        some = torch.nonzero(w).reshape(-1)
-        return w[some], some if len(some) < len(w) else None
+        indices = torch.nonzero(w).reshape(-1)
+        return w[indices], indices if len(indices) < len(w) else None
 
     @within_memory
     def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor, gauss_newton: bool = False) -> Tensor:
-        """Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), the sum over the data inside: one sweep, (d, c).
+        """Return Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), as (d, c), in one sweep over the data.
 
-        With `gauss_newton` the samples' part without the curvature of the model.
+        With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
         total = torch.zeros_like(V)
-        curved, start, alike = [], sum(len(t.U) for t in self.tables), weights.new_zeros(())
-        for f in self.functions:
-            here = weights[start : start + f.size]
+        nonlinear, ridge = [], weights.new_zeros(())
+        for f, columns in self._function_columns():
+            w = weights[columns]
             if f.function.ridge is not None:
-                alike = alike + here[0] * f.function.ridge
-            elif f.matrix is None and bool((here != 0).any()):
-                curved.append((here, f.value))
-            start += f.size
+                ridge = ridge + w[0] * f.function.ridge
+            elif f.matrix is None and bool((w != 0).any()):
+                nonlinear.append((w, f.value))
 
-        def of_functions(t: Tensor) -> Tensor:
-            # in float32, numbers without dimension turn to float64 under nested transforms
-            return torch.stack([(w * value(t)).sum().to(w.dtype) for w, value in curved]).sum()
+        def function_sum(t: Tensor) -> Tensor:
+            # the cast: in float32, zero-dimensional tensors become float64 under nested transforms
+            return torch.stack([(w * value(t)).sum().to(w.dtype) for w, value in nonlinear]).sum()
 
-        later = of_functions if curved else None
-        pending = later if alone() else None  # with the first batch, unless every process would add it
+        remaining = function_sum if nonlinear else None
+        pending = remaining if alone() else None  # joins the first batch, unless every process would add it
         for number, table in enumerate(self.tables):
-            w, those = self._weighed(number, weights)  # samples of other groups have no part in it
+            w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
                 continue
-            at_most = sharing(table.samples, self.parameters, theta, V.shape[1])
-            for place, batch, loss in passes(table.samples, self.parameters, theta, those, at_most):
+            at_most = samples_per_batch(table.samples, self.parameters, theta, V.shape[1])
+            for place, batch, loss in sweep_batches(table.samples, self.parameters, theta, indices, at_most):
                 if gauss_newton:
                     total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
                     continue
 
-                def scalar(t: Tensor, f=loss, here=w[place], more=pending) -> Tensor:
-                    return f(t) @ here if more is None else f(t) @ here + more(t)
+                def scalar(t: Tensor, f=loss, w=w[place], more=pending) -> Tensor:
+                    return f(t) @ w if more is None else f(t) @ w + more(t)
 
                 count = place.stop - place.start
                 total += batch_hessian_products(table.samples, self.parameters, theta, scalar, count, V)
-                pending, later = None, None if alone() else later
-        total = added(total) + alike * V
-        return total if later is None else total + hessian_products(later, theta, V, _TOGETHER, set())
+                pending, remaining = None, None if alone() else remaining
+        total = added(total) + ridge * V
+        return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
 
 
-def function_value(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
-    """φ(θ), its shape and type checked."""
-    return checked_value(f, parameters.bind(parameters.tensors(theta)), theta.dtype)
+def evaluate_function_at(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
+    """Return φ(θ) after checking its shape and type."""
+    return evaluate_function(f, parameters.bind(parameters.tensors(theta)), theta.dtype)
 
 
-def checked_value(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """What the function makes of the params, its shape and type checked."""
+def evaluate_function(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """Return the value of the function at the params after checking its shape and type."""
     with in_words(f"function {f.name!r}"):
         out = f.fn(params)
     if not isinstance(out, Tensor) or out.dim() > 1:
+        is_tensor = isinstance(out, Tensor)
+        kind = f"a tensor of shape {tuple(out.shape)}" if is_tensor else f"a value of type {type(out).__name__}"
         raise InvalidInputError(
-            f"what the function {f.name!r} returned",
-            measured=f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__,
-            threshold="a tensor of shape () or (rows,)",
-            meaning="A function of the params gives one number, or one per row.",
-            cure="Return a scalar tensor or a vector of them.",
+            f"The function {f.name!r} returned {kind}.",
+            "It must return a tensor of shape () or (rows,).",
+            "A function of the params gives one number, or one per row.",
+            "Return a scalar tensor or a vector.",
         )
-    if out.dtype != dtype:
-        raise InvalidInputError(
-            f"what the function {f.name!r} returned",
-            measured=out.dtype,
-            threshold=f"{dtype}, as the parameters",
-            meaning="Other types have no derivative, or lose digits silently.",
-            cure="Compute it in the parameters' type, without casts.",
-        )
+    check_type(out, dtype, f"The function {f.name!r}")
     return out
 
 
-def _shape(term: Term, outputs: list[Tensor]) -> torch.Size:
+def check_type(out: Tensor, dtype: torch.dtype, source: str) -> None:
+    """Refuse an output of another type than the parameters."""
+    if out.dtype != dtype:
+        raise InvalidInputError(
+            f"{source} returned a tensor of {out.dtype}.",
+            f"It must return {dtype}, the type of the parameters.",
+            "Counts and booleans have no derivative, and other types lose digits silently.",
+            "Return a differentiable value, computed in the type of the parameters without casts.",
+        )
+
+
+def _common_shape(term: Term, outputs: list[Tensor]) -> torch.Size:
+    """Return the shape of a term, () or (rows,), from its function outputs and its constant."""
     shapes = {out.shape for out in outputs if out.dim()} | ({term.constant.shape} if term.constant.dim() else set())
     if len(shapes) > 1:
         raise InvalidInputError(
-            f"rows of {term!r}",
-            measured=" and ".join(str(s[0]) for s in shapes),
-            threshold="one number of rows",
-            meaning="Functions and bounds in one expression must have as many rows as each other, or one.",
-            cure="Check the rows of A against the length of b.",
+            f"{term!r} combines vectors of {' and '.join(str(shape[0]) for shape in shapes)} rows.",
+            "All its functions and bounds must have the same number of rows, or one row.",
+            "Functions and bounds in one expression are added and compared row by row.",
+            "Check the rows of A against the length of b.",
         )
     return shapes.pop() if shapes else torch.Size([])

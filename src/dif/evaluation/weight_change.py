@@ -1,4 +1,4 @@
-"""A Perturbation resolved on a Program: δw as α·w plus a few rows per perturbation, never an n × P matrix."""
+"""The weight and bound changes (δw, δτ) of perturbations, stored as α·w plus sparse entries, never as n × P."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from dif.problem.sample_losses import SampleLosses
 
 @dataclass(frozen=True, eq=False)
 class Block:
-    """How one piece moves the weights of one table: part k by α_pk·w_k, plus s_ek on sample index[e]."""
+    """The weight changes of one table: α_pk·w_k for sum k under perturbation p, plus s_ek on sample index[e]."""
 
-    touch: Tensor  # (1 + m, k) coefficients of the touched rows on the table's sums, zero elsewhere
-    columns: slice  # of p
-    alpha: Tensor  # (P, k), or (1, k) for all
-    samples: SampleLosses  # the table's, or the added ones
-    owner: Tensor | None  # (E,); None: the entries belong to every perturbation
-    index: Tensor  # (E,)
-    s: Tensor  # (E, k)
+    touch: Tensor  # (1 + m, k) coefficients of the table's sums in the changed rows, zero in the other rows
+    columns: slice  # positions of the sums in p(θ)
+    alpha: Tensor  # (P, k), or (1, k) if the same for all perturbations
+    samples: SampleLosses  # of the table, or the added samples
+    owner: Tensor | None  # (E,) perturbation of each entry; None: each entry belongs to all perturbations
+    index: Tensor  # (E,) sample of each entry
+    s: Tensor  # (E, k) weight changes
 
 
 class Direction:
-    """P directions (δw, δτ) on the rows of a program."""
+    """The directions (δw, δτ) of P perturbations on the rows of a program."""
 
     def __init__(self, program: Program, perturbation: Perturbation) -> None:
         check_kind(perturbation)
@@ -51,100 +51,98 @@ class Direction:
 
     @classmethod
     def single(cls, program: Program, perturbation: Perturbation) -> Direction:
-        """Resolve what must be one perturbation."""
+        """Resolve a single perturbation; refuse several."""
         direction = cls(program, perturbation)
         if direction.P != 1:
             raise InvalidInputError(
-                "perturbations given to change",
-                measured=direction.P,
-                threshold="1",
-                meaning="A Change is the answer to one perturbation.",
-                cure="Use scores(...) for many, or change(perturbations[i]).",
+                f"`change` was given {direction.P} perturbations.",
+                "It takes exactly one.",
+                "A Change is the answer to one perturbation.",
+                "Use scores(...) for many, or change(perturbations[i]).",
             )
         return direction
 
     @property
     def touched(self) -> int:
-        """How many samples are touched, at most."""
+        """Upper bound on the number of samples whose weights change."""
         return sum(len(block.index) for block in self.blocks)
 
-    # Resolving
+    # Resolution of perturbations
 
     def _resolve_shift(self, scale: float, piece: Shift) -> None:
+        """Add the bound changes of a shift."""
         rows = self.program.where(piece.constraint)
-        shape = self.program.shapes[[c is piece.constraint for c in self.program.problem.constraints].index(True)]
-        if piece.dtau.dim() and piece.dtau.numel() != shape.numel():
+        count = rows.stop - rows.start
+        if piece.dtau.dim() and piece.dtau.numel() != count:
             raise InvalidInputError(
-                f"shift of {self.program.names[rows.start]}",
-                measured=f"{piece.dtau.numel()} values",
-                threshold="1" if shape.numel() == 1 else f"1, or {shape.numel()}",
-                meaning="A shift moves every row alike, or each by its own amount.",
-                cure="Pass one number, or one per row.",
+                f"The shift of {self.program.names[rows.start]} has {piece.dtau.numel()} values.",
+                "It must have 1 value." if count == 1 else f"It must have 1 value, or {count}.",
+                "A shift moves every row alike, or each by its own amount.",
+                "Pass one number, or one per row.",
             )
-        self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(rows.stop - rows.start)
+        self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(count)
 
     def _resolve(self, scale: float, piece: Removal | Addition | Reweighting) -> None:
+        """Add the weight changes of a removal, addition or reweighting."""
         rows, people = self.program.rows, piece.samples.people
         views = [t for t, table in enumerate(rows.tables) if table.samples.people is people]
         if not views:
             raise InvalidInputError(
-                f"perturbation of {piece.samples.name!r}",
-                measured="no term of the problem uses these samples",
-                threshold="at least one",
-                meaning="Samples are told apart by identity.",
-                cure="Perturb the Samples object from which the objective or the constraints were built.",
+                f"Samples {piece.samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
+                "At least one term must use them.",
+                "Samples are told apart by identity.",
+                "Perturb the Samples object from which the objective or the constraints were built.",
             )
-        C = rows.C * self._touched(piece.terms)[:, None]
+        C = rows.C * self._changed_rows(piece.terms)[:, None]
         views = [t for t in views if bool((C[:, rows.columns(t)] != 0).any())]
         if not views:
             raise InvalidInputError(
-                f"perturbation of {piece.samples.name!r}",
-                measured="none of the terms it is restricted to uses these samples",
-                threshold="at least one",
-                meaning="Nothing would change.",
-                cure="Name terms that use them, or leave terms out.",
+                f"The perturbation of {piece.samples.name!r} is restricted to terms that do not use these samples.",
+                "At least one of the terms must use them.",
+                "Nothing would change.",
+                "Name terms that use them, or leave `terms` out.",
             )
         if isinstance(piece, Addition):
             check_tensors(piece.new, self.program.parameters)
-        resolve = {Removal: _removed, Addition: _added, Reweighting: _reweighted}[type(piece)]
+        resolvers = {Removal: _resolve_removal, Addition: _resolve_addition, Reweighting: _resolve_reweighting}
         for t in views:
             table, columns = rows.tables[t], rows.columns(t)
-            live = (C[:, columns] != 0).any(0)  # (k,) the sums that the touched rows use
-            alpha, s, samples, index, owner = resolve(piece, table, live)  # type: ignore[operator]
+            used = (C[:, columns] != 0).any(0)  # (k,) the sums that the changed rows use
+            alpha, s, samples, index, owner = resolvers[type(piece)](piece, table, used)  # type: ignore[operator]
             owner = owner if len(piece) == self.P else None
             self.blocks.append(Block(C[:, columns], columns, scale * alpha, samples, owner, index, scale * s))
 
-    def _touched(self, terms: tuple[Any, ...] | None) -> Tensor:
-        touched = self.program.tau.new_zeros(1 + self.program.m)
+    def _changed_rows(self, terms: tuple[Any, ...] | None) -> Tensor:
+        """Return 1 for the rows of these terms (None: all rows) and 0 for the others, (1 + m,)."""
+        changed = self.program.tau.new_zeros(1 + self.program.m)
         if terms is None:
-            return touched + 1
+            return changed + 1
         for term in terms:
             if term is self.program.problem.objective:
-                touched[0] = 1
+                changed[0] = 1
             elif any(term is c for c in self.program.problem.constraints):
                 rows = self.program.where(term)
-                touched[1 + rows.start : 1 + rows.stop] = 1
+                changed[1 + rows.start : 1 + rows.stop] = 1
             else:
                 raise InvalidInputError(
-                    "terms=",
-                    measured=repr(term),
-                    threshold="problem.objective or a constraint of the problem, the same object",
-                    meaning="Terms are told apart by identity.",
-                    cure="Use problem.objective and problem.constraints[j].",
+                    f"`terms` contains {term!r}.",
+                    "Each term must be the problem's own objective or one of its constraint objects.",
+                    "Terms are told apart by identity.",
+                    "Use problem.objective and problem.constraints[j].",
                 )
-        return touched
+        return changed
 
     # First-order effects
 
     def moves(self, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-        """How each perturbation moves the rows and the weighted gradient at θ.
+        """Return how each perturbation changes the rows and their weighted gradient at θ, to first order.
 
         Args:
-            theta: Where.
-            weights: (1 + m,) weights of the rows, (1, λ̄) for the Lagrangian.
-            p: Parts at θ, (K,).
+            theta: The point θ, (d,).
+            weights: Weights of the rows, (1 + m,); (1, λ̄) for the Lagrangian.
+            p: Sums and function values p(θ), (K,).
             Dp: Their gradients, (K, d).
-            V: Columns along which the gradient is wanted, (d, c).
+            V: Columns along which the gradient change is wanted, (d, c).
 
         Returns:
             bᵀV, (P, c), where b = Σⱼ weightsⱼ δ∇fⱼ; and δf, (P, 1 + m), without the bounds.
@@ -155,8 +153,8 @@ class Direction:
             if bool((block.alpha != 0).any()):
                 df += block.alpha @ (block.touch * p[block.columns]).T
                 bV += (block.alpha * (weights @ block.touch)) @ (Dp[block.columns] @ V)
-            every, place = _unique(block.index, len(block.samples))
-            losses, slopes = sample_slopes(block.samples, self.program.parameters, theta, V, every)
+            distinct, place = _distinct(block.index, len(block.samples))
+            losses, slopes = sample_slopes(block.samples, self.program.parameters, theta, V, distinct)
             losses, slopes = losses[place], slopes[place]
             _check_finite(losses, slopes, block.samples)
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
@@ -165,9 +163,9 @@ class Direction:
         return bV, df
 
     def mixed(self, mix: Tensor, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
-        """b, (Z, d), and δf, (Z, 1 + m), of Z mixtures of the perturbations, Σₚ mix_zp · (perturbation p).
+        """Return b, (Z, d), and δf, (Z, 1 + m), of Z combinations Σₚ mix_zp · (perturbation p).
 
-        One sweep over the touched samples, whatever their number; the arguments are those of `moves`.
+        Takes one sweep over the changed samples, for any number of combinations; the other arguments are as in `moves`.
         """
         b = theta.new_zeros((len(mix), theta.numel()))
         df = theta.new_zeros((len(mix), 1 + self.program.m))
@@ -175,32 +173,32 @@ class Direction:
             alpha = mix @ block.alpha.expand(self.P, -1)  # (Z, k)
             df += alpha @ (block.touch * p[block.columns]).T
             b += (alpha * (weights @ block.touch)) @ Dp[block.columns]
-            every, place = _unique(block.index, len(block.samples))
-            few = block.samples.take(every)
+            distinct, place = _distinct(block.index, len(block.samples))
+            samples = block.samples.take(distinct)
             entries = mix[:, block.owner] if block.owner is not None else mix.sum(1, keepdim=True)  # (Z, E)
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
-            df += entries @ (sample_losses(few, self.program.parameters, theta)[place][:, None] * row_weights)
-            share = entries * (row_weights @ weights)
+            df += entries @ (sample_losses(samples, self.program.parameters, theta)[place][:, None] * row_weights)
+            w = entries * (row_weights @ weights)
             if isinstance(place, Tensor):
-                share = share.new_zeros((len(mix), len(few))).index_add(1, place, share)
-            rows = Rows(self.program.parameters, (Table(few, (), share),), (), self.program.rows.C[:, :0])
-            b += rows.pulled(0, theta, share)[1]
+                w = w.new_zeros((len(mix), len(samples))).index_add(1, place, w)
+            rows = Rows(self.program.parameters, (Table(samples, (), w),), (), self.program.rows.C[:, :0])
+            b += rows.pull_back_table(0, theta, w)[1]
         return b, df
 
     def moves_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
-        """weightsⱼ δ∇fⱼ·v of each perturbation and each row j, (P, 1 + m)."""
+        """Return weightsⱼ δ∇fⱼ·v of each perturbation and each row j, (P, 1 + m)."""
         total = theta.new_zeros((self.P, 1 + self.program.m))
         for block in self.blocks:
             total += (block.alpha @ (block.touch * (Dp[block.columns] @ v)).T) * weights
-            every, place = _unique(block.index, len(block.samples))
-            _, slopes = sample_slopes(block.samples, self.program.parameters, theta, v[:, None], every)
+            distinct, place = _distinct(block.index, len(block.samples))
+            _, slopes = sample_slopes(block.samples, self.program.parameters, theta, v[:, None], distinct)
             _accumulate(total, block.owner, (block.s @ block.touch.T) * weights * slopes[place])
         return total
 
-    # One perturbation carried out
+    # Effects of a single perturbation
 
     def first_order(self, p: int, theta: Tensor, parts: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
-        """δf, (1 + m,), and δ∇f, (1 + m, d), of perturbation p at θ, where the parts and their gradients are these."""
+        """Return δf, (1 + m,), and δ∇f, (1 + m, d), of perturbation p at θ, given p(θ) as `parts` and its gradients."""
         df, DJ = self.touched_samples(p).gradients(theta)
         if not bool(torch.isfinite(df).all() and torch.isfinite(DJ).all()):
             raise _not_finite(", ".join(sorted({block.samples.name for block in self.blocks})), "some")
@@ -208,28 +206,28 @@ class Direction:
         return df + A @ parts, DJ + A @ Dp
 
     def scaled_parts(self, p: int) -> Tensor:
-        """A (1 + m, K): the α-part of perturbation p, δf = A·p(θ) + (touched samples)."""
+        """Return A (1 + m, K), the rescaling in δf = A·p(θ) + `touched_samples(p)` of perturbation p."""
         A = torch.zeros_like(self.program.rows.C)
         for block in self.blocks:
             A[:, block.columns] += block.touch * block.alpha[p if len(block.alpha) > 1 else 0]
         return A
 
     def touched_samples(self, p: int) -> Rows:
-        """The rest of δf as rows of their own, over the touched samples alone."""
+        """Return the part of δf that is not a rescaling, as rows over the changed samples only."""
         tables, coefficients = [], []
         for block in self.blocks:
             mine = slice(None) if block.owner is None else block.owner == p
-            every, place = _unique(block.index[mine], len(block.samples))
-            few = block.samples.take(every)
-            U = block.s.new_zeros((block.s.shape[1], len(few)))
+            distinct, place = _distinct(block.index[mine], len(block.samples))
+            samples = block.samples.take(distinct)
+            U = block.s.new_zeros((block.s.shape[1], len(samples)))
             U[:, place] = block.s[mine].T
-            tables.append(Table(few, (), U))
+            tables.append(Table(samples, (), U))
             coefficients.append(block.touch)
         C = torch.cat([self.program.rows.C[:, :0], *coefficients], 1)
         return Rows(self.program.parameters, tuple(tables), (), C)
 
     def carried_out(self, p: int) -> Program:
-        """The program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
+        """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
         rows = self.program.rows
         tables = [
             (t.samples, t.U, (rows.C + self.scaled_parts(p))[:, rows.columns(i)]) for i, t in enumerate(rows.tables)
@@ -239,109 +237,117 @@ class Direction:
             mine = slice(None) if block.owner is None else block.owner == p
             n, k = len(block.samples), block.s.shape[1]
             U = block.s.new_zeros((k, n)).index_add(1, block.index[mine].to(block.s.device), block.s[mine].T)
-            found = [i for i, (samples, _, _) in enumerate(tables) if samples is block.samples]
-            if found:
-                samples, old, C = tables[found[0]]
-                tables[found[0]] = (samples, torch.cat([old, U]), torch.cat([C, block.touch], 1))
+            known = [i for i, (samples, _, _) in enumerate(tables) if samples is block.samples]
+            if known:
+                samples, old, C = tables[known[0]]
+                tables[known[0]] = (samples, torch.cat([old, U]), torch.cat([C, block.touch], 1))
             else:
                 tables.append((block.samples, U, block.touch))
-        moved = Rows(
+        perturbed = Rows(
             rows.parameters,
             tuple(Table(samples, (), U) for samples, U, _ in tables),
             rows.functions,
             torch.cat([*(C for _, _, C in tables), functions], 1),
         )
-        return replace(self.program, rows=moved, tau=self.program.tau + self.dtau[p])
+        return replace(self.program, rows=perturbed, tau=self.program.tau + self.dtau[p])
 
     def stacked(self) -> Stack:
-        """All programs after their perturbations at ε = 1, to be evaluated together."""
-        every = [self.carried_out(p) for p in range(self.P)]
-        first = every[0].rows
+        """Stack the programs after each perturbation at ε = 1, so that they are evaluated together."""
+        programs = [self.carried_out(p) for p in range(self.P)]
+        first = programs[0].rows
         start = sum(len(t.U) for t in first.tables)
         tables = tuple(
-            (table.samples, torch.stack([e.rows.C[:, e.rows.columns(t)] @ e.rows.tables[t].U for e in every]))
+            (
+                table.samples,
+                torch.stack([each.rows.C[:, each.rows.columns(t)] @ each.rows.tables[t].U for each in programs]),
+            )
             for t, table in enumerate(first.tables)
         )
-        tau = torch.stack([e.tau for e in every])
+        tau = torch.stack([each.tau for each in programs])
         return Stack(first.parameters, tables, first.functions, first.C[:, start:], tau)
 
 
 def indispensable(program: Program, samples: SampleLosses) -> dict[int, str]:
-    """Samples that are alone in a term of the problem, which would not be defined without them; and in which."""
-    found: dict[int, str] = {}
+    """Return the samples that are the only one in a term, which is undefined without them: index → term in words."""
+    terms: dict[int, str] = {}
     for number, table in enumerate(program.rows.tables):
         if table.samples.people is samples.people:
             used = (program.rows.C[:, program.rows.columns(number)] != 0).any(0)
             members = table.U != 0
             for k in torch.nonzero(used & (members.sum(1) == 1)).reshape(-1).tolist():
-                found[int(members[k].long().argmax())] = table.sums[k].words
-    return found
+                terms[int(members[k].long().argmax())] = table.sums[k].words
+    return terms
 
 
-def _removed(piece: Removal, table: Table, live: Tensor):
+def _resolve_removal(piece: Removal, table: Table, used: Tensor):
+    """Return alpha, s, samples, index and owner of the Block of a removal."""
     U, entries = table.U, piece.entries
     owner, index = entries.owner.to(U.device), entries.index.to(U.device)
     members = U != 0  # (k, n)
     sizes = members.sum(1)  # (k,)
-    gone = torch.zeros((len(entries), len(U)), dtype=torch.long, device=U.device)
-    gone.index_add_(0, owner, members.T[index].long())
-    empty = (gone == sizes) & live
+    removed = _count_by_owner(members.T[index], owner, len(entries))
+    empty = (removed == sizes) & used
     if bool(empty.any()):
         p, k = (int(i) for i in torch.nonzero(empty)[0])
-        words = table.sums[k].words
         raise InvalidInputError(
-            f"samples left in {words!r} after perturbation {p} ({piece.labels()[p]})",
-            measured=0,
-            threshold="at least 1",
-            meaning="A term without samples is not defined, so there is nothing to retrain.",
-            cure="Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
+            f"Perturbation {p} ({piece.labels()[p]}) leaves no samples in {table.sums[k].words!r}.",
+            "At least one sample must remain.",
+            "A term without samples is not defined, so there is nothing to retrain.",
+            "Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
         )
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    alpha = torch.where(renormalised, gone.to(U) / (sizes - gone).clamp(min=1), 0.0)
+    alpha = torch.where(renormalised, removed.to(U) / (sizes - removed).clamp(min=1), 0.0)
     s = -(1.0 + alpha[owner]) * U.T[index]
     return alpha, s, table.samples, index, owner
 
 
-def _added(piece: Addition, table: Table, live: Tensor):
+def _resolve_addition(piece: Addition, table: Table, used: Tensor):
+    """Return alpha, s, samples, index and owner of the Block of an addition."""
     U, entries = table.U, piece.entries
     owner, index = entries.owner.to(U.device), entries.index.to(U.device)
     if piece.like is None:
-        unclear = [s.words for s, used in zip(table.sums, live.tolist(), strict=True) if used and not s.everyone]
+        unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
         if unclear:
             raise InvalidInputError(
-                f"membership of the samples added to {piece.samples.name!r}",
-                measured=f"unknown in {', '.join(unclear)}",
-                threshold="known in every term",
-                meaning="Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
-                cure="Say like=i, a sample with the same memberships, or terms=[…].",
+                f"The membership of the samples added to {piece.samples.name!r} is unknown in {', '.join(unclear)}.",
+                "It must be known in every term.",
+                "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
+                "Pass like=i, a sample with the same memberships, or terms=[…].",
             )
-        unit = torch.stack([torch.where(row != 0, row, 0.0).max() for row in U]).expand(len(index), len(U))
-        unit = unit * torch.tensor([s.everyone for s in table.sums], device=U.device)
+        weights = torch.stack([torch.where(row != 0, row, 0.0).max() for row in U]).expand(len(index), len(U))
+        weights = weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
     else:
-        unit = U.T[piece.like.to(U.device)[index]]  # (E, k)
+        weights = U.T[piece.like.to(U.device)[index]]  # (E, k)
     sizes = (U != 0).sum(1)
-    more = torch.zeros((len(entries), len(U)), dtype=torch.long, device=U.device)
-    more.index_add_(0, owner, (unit != 0).long())
+    new_members = _count_by_owner(weights != 0, owner, len(entries))
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    alpha = torch.where(renormalised, -more.to(U) / (sizes + more), 0.0)
-    return alpha, (1.0 + alpha[owner]) * unit, piece.new.under(table.samples), index, owner
+    alpha = torch.where(renormalised, -new_members.to(U) / (sizes + new_members), 0.0)
+    return alpha, (1.0 + alpha[owner]) * weights, piece.new.under(table.samples), index, owner
 
 
-def _reweighted(piece: Reweighting, table: Table, live: Tensor):
+def _resolve_reweighting(piece: Reweighting, table: Table, used: Tensor):
+    """Return alpha, s, samples, index and owner of the Block of a reweighting."""
     U = table.U
     index = torch.nonzero(piece.dw).reshape(-1).to(U.device)
     s = (U.T[index] != 0) * piece.dw.to(U)[index][:, None]
     return U.new_zeros((1, len(U))), s, table.samples, index, torch.zeros_like(index)
 
 
-def _unique(index: Tensor, n: int) -> tuple[Tensor | None, Tensor | slice]:
-    """The distinct samples (None for all in order) and where each entry finds its own among them."""
+def _count_by_owner(members: Tensor, owner: Tensor, count: int) -> Tensor:
+    """Count the entries of each owner that belong to each sum, (count, k), from their memberships (E, k)."""
+    counts = torch.zeros((count, members.shape[1]), dtype=torch.long, device=members.device)
+    return counts.index_add_(0, owner, members.long())
+
+
+def _distinct(index: Tensor, n: int) -> tuple[Tensor | None, Tensor | slice]:
+    """Return the distinct samples (None: all n in order), and the position of each entry's sample among them."""
     if len(index) == n and bool((index == torch.arange(n, device=index.device)).all()):
         return None, slice(None)
     return torch.unique(index, return_inverse=True)
 
 
 def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
+    """Add entries, (E, …), to the rows of their owners in `total`; to all rows if owner is None."""
     if owner is None:
         total += entries.sum(0)
     elif len(owner) == len(total) and bool((owner == torch.arange(len(owner), device=owner.device)).all()):
@@ -351,6 +357,7 @@ def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
 
 
 def _check_finite(losses: Tensor, slopes: Tensor, samples: SampleLosses) -> None:
+    """Refuse losses and slopes that are not finite."""
     bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
     if bool(bad.any()):
         raise _not_finite(samples.name, f"{int(bad.sum())} of {len(bad)}")
@@ -358,28 +365,26 @@ def _check_finite(losses: Tensor, slopes: Tensor, samples: SampleLosses) -> None
 
 def _not_finite(name: str, count: str) -> InvalidInputError:
     return InvalidInputError(
-        f"losses or gradients of the perturbed samples of {name!r}",
-        measured=f"{count} not finite",
-        threshold="0",
-        meaning="The influence of such a sample is not defined.",
-        cure="Look at those samples, and at the loss where its derivative blows up (sqrt or log at 0).",
+        f"The losses or gradients of {count} perturbed samples of {name!r} are not finite.",
+        "They must all be finite.",
+        "The influence of such a sample is not defined.",
+        "Check these samples, and the loss where its derivative is infinite (sqrt or log at 0).",
     )
 
 
 def check_kind(perturbation: object) -> None:
-    """Refuse what is not a Perturbation."""
+    """Refuse an object that is not a Perturbation."""
     if not isinstance(perturbation, Perturbation):
         raise InvalidInputError(
-            "perturbation",
-            measured=type(perturbation).__name__,
-            threshold="a Perturbation",
-            meaning="What is done to the data must be said by train.remove(...), .reweight(...), .add(...), "
-            "constraint.shift(...), or sums of these.",
-            cure="For one sample write train.remove([i]).",
+            f"`perturbation` has type {type(perturbation).__name__}.",
+            "It must be a Perturbation.",
+            "Perturbations are made by train.remove(...), .reweight(...), .add(...), constraint.shift(...), "
+            "or sums of these.",
+            "For one sample write train.remove([i]).",
         )
 
 
 def chunks(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
-    """The perturbations in pieces of at most `size`."""
+    """Split the perturbations into chunks of at most `size`."""
     check_kind(perturbation)
-    return [perturbation[begin : min(begin + size, len(perturbation))] for begin in range(0, len(perturbation), size)]
+    return [perturbation[start : min(start + size, len(perturbation))] for start in range(0, len(perturbation), size)]

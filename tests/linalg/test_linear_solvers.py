@@ -155,3 +155,14 @@ def test_refinement_reaches_double_precision_with_single_precision_work():
     with pytest.raises(dif.NotConvergedError, match="after 1 rounds") as caught:
         Refinement(solution.curvature, max_rounds=1).solve(torch.ones(4, 1, dtype=F64))
     assert caught.value.meaning == "The curvature is too badly conditioned for float32 to help."
+
+
+def test_a_curvature_keeps_its_rows_and_damping_in_another_precision():
+    train = dif.Samples(lambda p, z: (z @ p["w"]) ** 2, torch.eye(2, dtype=F64), name="train")
+    solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(5.0)), {"w": torch.zeros(2, dtype=F64)})
+    H = solution.curvature.with_rows(torch.tensor([[10.0, 0.0]], dtype=F64), torch.ones(1, dtype=F64), 1.0)
+    single = H.to(torch.float32)
+    torch.testing.assert_close(H.dense().diagonal(), torch.tensor([107.0, 7.0], dtype=F64))
+    torch.testing.assert_close(single.dense(), H.dense().float())
+    torch.testing.assert_close(single.product(torch.eye(2)), H.dense().float())
+    torch.testing.assert_close(single.scale(), H.scale().float())

@@ -7,6 +7,8 @@ from problems import class_data, logistic, solved, zeros
 
 import dif
 
+F64 = torch.float64
+
 X, Y = class_data()
 GROUP = torch.arange(60) % 3
 
@@ -201,3 +203,15 @@ def test_constraint_data_of_its_own():
     solution = solved(problem)
     assert solution.active.binding == (0,)
     check(solution, audit.remove([2]), stated(torch.cat([X[40:42], X[43:]]))[1])
+
+
+def test_many_perturbations_and_one_that_they_share():
+    X, y = torch.randn(8, 2, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(8.0, dtype=F64)
+    train = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear([1.0, 1.0]) <= 0.5])
+    solution = dif.fit(problem, {"w": torch.zeros(2, dtype=F64)}, show_progress=False)
+    shared = train.reweight([0.01 * i for i in range(8)])
+    together = dif.DirectionalInfluence(solution).scores(train, train.remove_each() + shared).values
+    for i in range(8):
+        alone = dif.DirectionalInfluence(solution).scores(train, train.remove(i) + shared).values
+        torch.testing.assert_close(together[i : i + 1], alone, rtol=1e-9, atol=1e-12)

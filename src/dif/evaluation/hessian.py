@@ -118,8 +118,10 @@ class Curvature:
     def to(self, dtype: torch.dtype) -> Curvature:
         """Convert to another precision."""
         G, R = (None if t is None else t.to(dtype) for t in (self.G, self.R))
-        moved = (self.theta.to(dtype), self.weights.to(dtype))
-        return Curvature(self.rows.to(dtype), *moved, G=G, R=R, damping=self.damping, gauss_newton=self.gauss_newton)
+        assumed = None if self.assumed is None else self.assumed.to(dtype)
+        rows, theta, weights = self.rows.to(dtype), self.theta.to(dtype), self.weights.to(dtype)
+        plain = None if self.plain is None else self.plain.to(dtype)
+        return replace(self, rows=rows, theta=theta, weights=weights, G=G, R=R, assumed=assumed, plain=plain)
 
     def product(self, V: Tensor) -> Tensor:
         """Return H_ρ·v for every column v of V (d, c)."""

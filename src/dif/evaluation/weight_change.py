@@ -175,7 +175,8 @@ class Direction:
             b += (alpha * (weights @ block.touch)) @ Dp[block.columns]
             distinct, place = _distinct(block.index, len(block.samples))
             samples = block.samples.take(distinct)
-            entries = mix[:, block.owner] if block.owner is not None else mix.sum(1, keepdim=True)  # (Z, E)
+            shared = mix.sum(1, keepdim=True).expand(-1, len(block.index))  # of entries that all perturbations have
+            entries = shared if block.owner is None else mix[:, block.owner]  # (Z, E)
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
             df += entries @ (sample_losses(samples, self.program.parameters, theta)[place][:, None] * row_weights)
             w = entries * (row_weights @ weights)

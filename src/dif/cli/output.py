@@ -152,6 +152,8 @@ def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool
     headings += ["mostly through"] if result.terms else []
     title = f"Change of {escape_text(result.target)}, now {result.value:.6g}, without each sample ({result.estimator})"
     table = make_table(title, *headings, left=2)
+    if result.terms:
+        table.caption = "mostly through: the term of the problem that contributes most to the score"
     for sample in samples:
         cells = [_signed(sample["score"]), *([_signed(sample.get("actual"))] if retrained else [])]
         if result.terms:

@@ -59,7 +59,7 @@ def test_check_prints_the_certificate(model):
     assert "\x1b" not in result.output  # no colour in a pipe
     output = json.loads(RUN.invoke(app, ["check", str(model), "--json"]).output)
     assert output["holds"]
-    assert [one["state"] for one in output["constraints"]] == ["binding", "inactive", "inactive"]
+    assert [row["state"] for row in output["constraints"]] == ["binding", "inactive", "inactive"]
     assert RUN.invoke(app, ["check", str(model), "--quiet"]).output == ""
 
 
@@ -70,10 +70,10 @@ def test_score_retrain_report(model, tmp_path):
     assert result.output.count("person ") == 5
     scores, report = dif.Influence.load(out / "scores.npz"), Report.load(out / "report.json")
     assert len(scores) == 600
-    assert [one["index"] for one in report.samples[:5]] == [one.index for one in scores.top(5)]
+    assert [sample["index"] for sample in report.samples[:5]] == [sample.index for sample in scores.top(5)]
     assert report.certificate["holds"]
-    parts = np.array([one["parts"] for one in report.samples])
-    np.testing.assert_allclose(parts.sum(1), [one["score"] for one in report.samples], atol=1e-12)
+    parts = np.array([sample["parts"] for sample in report.samples])
+    np.testing.assert_allclose(parts.sum(1), [sample["score"] for sample in report.samples], atol=1e-12)
 
     command = ["retrain", str(model), "--target", "gap", "--top", "5", "--out", str(out), "--json"]
     output = json.loads(RUN.invoke(app, command).output)
@@ -156,7 +156,7 @@ def test_without_an_active_constraint(model, tmp_path):
     output = json.loads(RUN.invoke(app, ["retrain", str(loose), "--top", "4", "--out", str(tmp_path), "--json"]).output)
     assert output["agreement"]["n"] == 4
     report = Report.load(tmp_path / "report.json")
-    assert all(one["parts"] == [one["score"], 0.0, 0.0, 0.0] for one in report.samples)
+    assert all(sample["parts"] == [sample["score"], 0.0, 0.0, 0.0] for sample in report.samples)
 
 
 def test_a_file_is_run_once_and_its_prints_are_not_the_answer(model, tmp_path):
@@ -210,8 +210,8 @@ unused = {""", "shuffled.py")  # fmt: skip
     result = RUN.invoke(app, ["score", str(shuffled), "--out", str(tmp_path), "--quiet"])
     assert result.exit_code == 0, result.output
     report = Report.load(tmp_path / "report.json")
-    for one in report.samples[:5]:
-        assert float(one["name"]) == pytest.approx(float(one["features"]["x0"]), rel=1e-5)
+    for sample in report.samples[:5]:
+        assert float(sample["name"]) == pytest.approx(float(sample["features"]["x0"]), rel=1e-5)
     assert report.samples[0]["image"]["height"] == 40
     assert (tmp_path / "report.html").stat().st_size < 5e6
 
@@ -329,8 +329,8 @@ def test_the_only_sample_in_a_term_has_no_score_and_the_others_have(model, tmp_p
     result = RUN.invoke(app, ["retrain", str(lonely), "--top", "600", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     report = Report.load(tmp_path / "report.json")
-    missing = [one for one in report.samples if one["score"] is None]
-    assert [one["index"] for one in missing] == [5]
+    missing = [sample for sample in report.samples if sample["score"] is None]
+    assert [sample["index"] for sample in missing] == [5]
     assert "the only sample in" in missing[0]["why"]
     assert report.agreement["n"] == 599
     assert "1 sample cannot be scored. The first is person 5: It is the only sample in" in result.output
@@ -343,7 +343,7 @@ def test_the_only_sample_in_a_term_has_no_score_and_the_others_have(model, tmp_p
 def test_why_a_retraining_failed_is_in_the_report(model, tmp_path):
     RUN.invoke(app, ["score", str(model), "--top", "5", "--out", str(tmp_path)])
     report = Report.load(tmp_path / "report.json")
-    first, second = (one["index"] for one in report.samples[:2])
+    first, second = (sample["index"] for sample in report.samples[:2])
     labels = (f"remove train[{first}]", f"remove train[{second}]")
     values = torch.tensor([[0.1], [float("nan")]], dtype=torch.float64)
     actual = dif.Influence(values, labels, ("risk",), "retraining", {"failed": {labels[1]: "it <b>ran</b> away"}})
@@ -385,7 +385,7 @@ def test_the_example_that_comes_with_dif():
     with as_file(files("dif") / "examples" / "credit.py") as path:
         output = json.loads(RUN.invoke(app, ["check", str(path), "--json"]).output)
     assert output["holds"]
-    assert [one["state"] for one in output["constraints"]] == ["binding", "inactive"]
+    assert [row["state"] for row in output["constraints"]] == ["binding", "inactive"]
 
 
 def test_help_teaches():

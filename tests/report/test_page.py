@@ -140,7 +140,7 @@ def test_a_click_on_a_point_selects_its_row(browser, page):
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", points[4])
     assert selected_index(browser) == index
     assert "chosen" in points[4].get_attribute("class")
-    name = next(one["name"] for one in page[1].samples if one["index"] == int(index))
+    name = next(sample["name"] for sample in page[1].samples if sample["index"] == int(index))
     assert browser.find_element("css selector", "#detail h3").text == name
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", points[2])
     assert browser.find_element("id", "tip").is_displayed()
@@ -201,7 +201,7 @@ def test_axes_have_round_numbers_inside_the_picture(browser, page):
 def test_the_page_stays_small(page, tmp_path):
     """Samples beyond the size limit are listed without features and images, and a remark says so."""
     _, report = page
-    wordy = [one | {"features": {f"f{k}": "語" * 160 for k in range(24)}} for one in report.samples * 30]
+    wordy = [sample | {"features": {f"f{k}": "語" * 160 for k in range(24)}} for sample in report.samples * 30]
     large = replace(report, samples=wordy)
     large.write_html(tmp_path / "report.html")
     assert 3_000_000 < (tmp_path / "report.html").stat().st_size < 5_000_000
@@ -214,5 +214,5 @@ def test_what_is_saved_is_what_is_read(page):
     assert again == page[1]
     assert again.samples[0]["image"]["height"] == 6
     assert len(again.terms) == 2
-    total = torch.tensor([sum(one["parts"]) for one in again.samples])
-    torch.testing.assert_close(total, torch.tensor([one["score"] for one in again.samples]))
+    total = torch.tensor([sum(sample["parts"]) for sample in again.samples])
+    torch.testing.assert_close(total, torch.tensor([sample["score"] for sample in again.samples]))

@@ -33,8 +33,8 @@ def test_ranking(scored, ax):
     scores = scored[3]
     assert plots.ranking(scores, ax, k=5, names=[f"<{i}>" for i in range(len(scores))]) is ax
     top = scores.top(5)[::-1]
-    np.testing.assert_allclose(widths(ax), [one.value for one in top])
-    assert [label.get_text() for label in ax.get_yticklabels()] == [f"<{one.index}>" for one in top]
+    np.testing.assert_allclose(widths(ax), [sample.value for sample in top])
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"<{sample.index}>" for sample in top]
 
 
 def test_by_group(scored, ax):
@@ -54,7 +54,7 @@ def test_by_term(scored, ax):
     parts = estimator.by_term(train.mean(), train.remove_each())
     assert plots.by_term(parts, ax, k=4) is ax
     together = ax.lines[0].get_xdata()
-    np.testing.assert_allclose(together, [one.value for one in scores.top(4)[::-1]], atol=1e-12)
+    np.testing.assert_allclose(together, [sample.value for sample in scores.top(4)[::-1]], atol=1e-12)
     assert sum(widths(ax)) == pytest.approx(sum(together))
 
 

@@ -141,9 +141,9 @@ def score(
     estimator: Annotated[
         Estimator,
         typer.Option(
-            help="How the change is predicted. dif: constraints that a removal can reach may become active or "
-            "inactive. derivative: none may (the paper's formula). switching: any may. newton: one Newton step per "
-            "removal. classical: constraints are ignored."
+            help="How the change is predicted. dif: constraints within reach of a removal may become active or "
+            "inactive. derivative: the paper's directional derivative. switching: any constraint may become active "
+            "or inactive. newton: one Newton step per removal. classical: ignores the constraints."
         ),
     ] = Estimator.dif,
     accuracy: Accuracy = None,

@@ -187,8 +187,8 @@ def reproduce_groups(out: Out = Path("results")) -> None:
     table = make_table(title, "removed", "DIF", "Newton", "path")
     kinds = dict.fromkeys((group["kind"], group["share"]) for group in result["groups"])
     for kind, share in kinds:
-        mine = [i for i, g in enumerate(result["groups"]) if (g["kind"], g["share"]) == (kind, share)]
-        worst = (max(result["errors"][name][i] for i in mine) for name in ("DIF", "Newton", "path"))
+        members = [i for i, g in enumerate(result["groups"]) if (g["kind"], g["share"]) == (kind, share)]
+        worst = (max(result["errors"][name][i] for i in members) for name in ("DIF", "Newton", "path"))
         table.add_row(f"{share:.0%}, {kind}", *(f"{error:.1e}" for error in worst))
     make_console().print(table)
     seconds, warning, curve = result["seconds"], result["warning"], result["curve"]

@@ -1,4 +1,4 @@
-"""Commands about a user's own model, as a new user would try them: what they print, write, refuse."""
+"""Commands about a user's own model, as a new user would try them: output, files and error messages."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def refused(*command, words=()):
     return result
 
 
-def changed(path, old, new, name="other.py"):
+def change_template(path, old, new, name="other.py"):
     assert old in TEMPLATE
     other = path.with_name(name)
     other.write_text(TEMPLATE.replace(old, new))
@@ -48,18 +48,18 @@ def changed(path, old, new, name="other.py"):
 
 def test_the_template_runs_and_is_not_overwritten(model):
     assert model.read_text() == TEMPLATE
-    refused("init", model, words=["is there already"])
+    refused("init", model, words=["already exists and is not overwritten"])
 
 
-def test_check_says_so_in_words(model):
+def test_check_prints_the_certificate(model):
     result = RUN.invoke(app, ["check", str(model)])
     assert result.exit_code == 0
     assert "Is it a solution? Yes" in " ".join(result.output.split())
     assert "binding" in result.output
     assert "\x1b" not in result.output  # no colour in a pipe
-    said = json.loads(RUN.invoke(app, ["check", str(model), "--json"]).output)
-    assert said["holds"]
-    assert [one["state"] for one in said["constraints"]] == ["binding", "inactive", "inactive"]
+    output = json.loads(RUN.invoke(app, ["check", str(model), "--json"]).output)
+    assert output["holds"]
+    assert [row["state"] for row in output["constraints"]] == ["binding", "inactive", "inactive"]
     assert RUN.invoke(app, ["check", str(model), "--quiet"]).output == ""
 
 
@@ -70,15 +70,15 @@ def test_score_retrain_report(model, tmp_path):
     assert result.output.count("person ") == 5
     scores, report = dif.Influence.load(out / "scores.npz"), Report.load(out / "report.json")
     assert len(scores) == 600
-    assert [one["index"] for one in report.samples[:5]] == [one.index for one in scores.top(5)]
+    assert [sample["index"] for sample in report.samples[:5]] == [sample.index for sample in scores.top(5)]
     assert report.certificate["holds"]
-    parts = np.array([one["parts"] for one in report.samples])
-    np.testing.assert_allclose(parts.sum(1), [one["score"] for one in report.samples], atol=1e-12)
+    parts = np.array([sample["parts"] for sample in report.samples])
+    np.testing.assert_allclose(parts.sum(1), [sample["score"] for sample in report.samples], atol=1e-12)
 
     command = ["retrain", str(model), "--target", "gap", "--top", "5", "--out", str(out), "--json"]
-    said = json.loads(RUN.invoke(app, command).output)
-    assert said["agreement"]["n"] == 5
-    assert said["agreement"]["pearson"] > 0.99
+    output = json.loads(RUN.invoke(app, command).output)
+    assert output["agreement"]["n"] == 5
+    assert output["agreement"]["pearson"] > 0.99
     assert len(retrainings(out / "retrained")) == 5
     page = (out / "report.html").read_text()
     (out / "report.html").unlink()
@@ -94,59 +94,75 @@ def test_score_retrain_report(model, tmp_path):
 def test_other_estimators(model, tmp_path, estimator):
     result = RUN.invoke(app, ["score", str(model), "--estimator", estimator, "--out", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
-    said = json.loads(result.stdout)
-    assert len(said["samples"]) == 20
-    assert said["verdict"]["sign"] == ("bad" if estimator == "classical" else "good")
+    output = json.loads(result.stdout)
+    assert len(output["samples"]) == 20
+    assert output["verdict"]["sign"] == ("bad" if estimator == "classical" else "good")
 
 
-def test_what_is_wrong_is_said_in_one_line(model, tmp_path):
+def test_errors_are_printed_on_one_line(model, tmp_path):
     missing = tmp_path / "nothing.py"
-    broken = changed(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")
-    syntax = changed(model, "risk = train.mean()\n", "risk = = 1\n", "syntax.py")
-    unsolved = changed(model, "solution = dif.fit(", "solution = (lambda p, w: dif.Solution(p, w))(", "unsolved.py")
-    nameless = changed(model, "solution = dif.fit(", "answer = dif.fit(", "nameless.py")
-    aimless = changed(model, "targets = {", "wishes = {", "aimless.py")
-    vague = changed(model, '"risk": risk,', '"risk": 3.0,', "vague.py")
-    short = changed(model, "range(len(train))", "range(7)", "short.py")
-    leaving = changed(model, "import torch\n", "import sys\nsys.exit(3)\nimport torch\n", "leaving.py")
+    broken = change_template(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")
+    syntax = change_template(model, "risk = train.mean()\n", "risk = = 1\n", "syntax.py")
+    unsolved = change_template(
+        model, "solution = dif.fit(", "solution = (lambda p, w: dif.Solution(p, w))(", "unsolved.py"
+    )
+    nameless = change_template(model, "solution = dif.fit(", "answer = dif.fit(", "nameless.py")
+    aimless = change_template(model, "targets = {", "wishes = {", "aimless.py")
+    vague = change_template(model, '"risk": risk,', '"risk": 3.0,', "vague.py")
+    short = change_template(model, "range(len(train))", "range(7)", "short.py")
+    leaving = change_template(model, "import torch\n", "import sys\nsys.exit(3)\nimport torch\n", "leaving.py")
     for command in (["check"], ["score", "--out", str(tmp_path / "o")], ["retrain", "--out", str(tmp_path / "o")]):
         name, *more = command
         refused(name, missing, *more, words=["no file", "dif init"])
-        refused(
-            name, broken, *more, words=["NameError", "(line ", "It describes the model to dif, and is run for that."]
-        )
+        refused(name, broken, *more, words=["NameError", "(line ", "dif runs this file to read the model from it."])
         refused(name, syntax, *more, words=["SyntaxError"])
         refused(name, unsolved, *more, words=["KKT residual", "dif.fit(problem, solution.params)"])
-        refused(name, nameless, *more, words=["`solution`", "missing", "The file describes the model to dif."])
-        if name != "check":  # which asks for no target
-            refused(name, aimless, *more, words=["`targets`", "a dict of names and targets"])
-            refused(name, vague, *more, words=["targets['risk']", "float"])
+        refused(
+            name,
+            nameless,
+            *more,
+            words=[
+                f"{nameless} defines no `solution`.",
+                "It must be a dif.Solution.",
+                "dif reads the model from the variables of this file.",
+                "Add `solution = dif.fit(problem, params)` at the top level",
+            ],
+        )
+        if name != "check":  # which needs no target
+            refused(name, aimless, *more, words=[f"{aimless} defines no `targets`.", "a dict of names and targets"])
+            refused(name, vague, *more, words=["`targets['risk']` in", "has type float."])
         refused(name, tmp_path, *more, words=["is a folder"])
-        refused(name, short, *more, words=["7 entries", "They are shown beside the samples."])
+        refused(
+            name, short, *more, words=["`names` in", "has 7 entries.", "The report shows one entry beside each sample."]
+        )
         refused(name, leaving, *more, words=["SystemExit"])
     for name in ("score", "retrain"):
-        words = ["'loss'", "'risk', 'gap'", "The file defines no such target."]
+        words = [
+            "defines no target 'loss'.",
+            "Its targets are 'risk', 'gap'.",
+            "Scores are predicted changes of one of these targets.",
+        ]
         refused(name, model, "--target", "loss", "--out", tmp_path, words=words)
         occupied = tmp_path / "occupied"
         occupied.write_text("")
-        refused(name, model, "--out", occupied / "deeper", words=["cannot write into", "--out"])
-    refused("report", tmp_path / "empty", words=["no report.json", "dif score FILE"])
+        refused(name, model, "--out", occupied / "deeper", words=["Cannot write into", "--out"])
+    refused("report", tmp_path / "empty", words=["There is no report.json in", "dif score FILE"])
     (tmp_path / "report.json").write_text("{}")
-    refused("report", tmp_path, words=["It was not written by `dif score`, is damaged, or comes from another version."])
+    refused("report", tmp_path, words=["It is damaged, was not written by `dif score`, or comes from another version."])
 
 
 def test_without_an_active_constraint(model, tmp_path):
-    loose = changed(model, "risk + 0.02", "risk + 5.0", "loose.py")
-    said = json.loads(RUN.invoke(app, ["retrain", str(loose), "--top", "4", "--out", str(tmp_path), "--json"]).output)
-    assert said["agreement"]["n"] == 4
+    loose = change_template(model, "risk + 0.02", "risk + 5.0", "loose.py")
+    output = json.loads(RUN.invoke(app, ["retrain", str(loose), "--top", "4", "--out", str(tmp_path), "--json"]).output)
+    assert output["agreement"]["n"] == 4
     report = Report.load(tmp_path / "report.json")
-    assert all(one["parts"] == [one["score"], 0.0, 0.0, 0.0] for one in report.samples)
+    assert all(sample["parts"] == [sample["score"], 0.0, 0.0, 0.0] for sample in report.samples)
 
 
 def test_a_file_is_run_once_and_its_prints_are_not_the_answer(model, tmp_path):
     counted = tmp_path / "counted.txt"
     extra = f"print('hello')\nopen({str(counted)!r}, 'a').write('x')\nimport torch\n"
-    unseeded = changed(model, "import torch\n", extra, "unseeded.py")
+    unseeded = change_template(model, "import torch\n", extra, "unseeded.py")
     unseeded.write_text(
         unseeded.read_text().replace("torch.manual_seed(0)", f"torch.manual_seed(len(open({str(counted)!r}).read()))")
     )
@@ -162,29 +178,29 @@ def test_what_was_found_for_another_model_is_not_reused(model, tmp_path):
 
     first = actual(model)
     gap = "train.mean(where=group == 1) - train.mean(where=group == 0)"
-    other = actual(changed(model, gap, f"10 * ({gap})"))
+    other = actual(change_template(model, gap, f"10 * ({gap})"))
     assert other["value"] == pytest.approx(10 * first["value"])
     assert other["samples"][0]["score"] == pytest.approx(10 * first["samples"][0]["score"])
-    renamed = actual(changed(model, "person", "client"))
+    renamed = actual(change_template(model, "person", "client"))
     assert renamed["samples"][0]["name"].startswith("client")
     kept = len(retrainings(tmp_path / "retrained"))
-    actual(changed(model, "    [(train", "    [(train.mean() <= 9.0).named('far')] + [(train"))
+    actual(change_template(model, "    [(train", "    [(train.mean() <= 9.0).named('far')] + [(train"))
     assert len(retrainings(tmp_path / "retrained")) == kept + 3  # another problem, the same solution
 
 
 def test_changes_of_the_size_of_rounding_are_not_ranked_in_silence(model, tmp_path):
-    flat = changed(model, '"risk": risk,', '"risk": dif.linear([0.0, 0.0, 0.0]),', "flat.py")
+    flat = change_template(model, '"risk": risk,', '"risk": dif.linear([0.0, 0.0, 0.0]),', "flat.py")
     command = ["retrain", str(flat), "--top", "4", "--out", str(tmp_path)]
     assert "the order of the ranking means nothing" in RUN.invoke(app, command).output
-    said = RUN.invoke(app, [*command, "--json"]).stdout
-    assert "NaN" not in said
-    assert json.loads(said)["agreement"] is None
+    output = RUN.invoke(app, [*command, "--json"]).stdout
+    assert "NaN" not in output
+    assert json.loads(output)["agreement"] is None
     assert "NaN" not in (tmp_path / "report.html").read_text()
 
 
 def test_columns_go_by_position_and_images_are_made_small(model, tmp_path):
     pytest.importorskip("pandas")
-    shuffled = changed(model, "features = {", """
+    shuffled = change_template(model, "features = {", """
 import pandas
 frame = pandas.DataFrame({"x0": X[:, 0].numpy()}, index=torch.randperm(600).numpy() + 1000)
 names = frame["x0"]
@@ -194,18 +210,20 @@ unused = {""", "shuffled.py")  # fmt: skip
     result = RUN.invoke(app, ["score", str(shuffled), "--out", str(tmp_path), "--quiet"])
     assert result.exit_code == 0, result.output
     report = Report.load(tmp_path / "report.json")
-    for one in report.samples[:5]:
-        assert float(one["name"]) == pytest.approx(float(one["features"]["x0"]), rel=1e-5)
+    for sample in report.samples[:5]:
+        assert float(sample["name"]) == pytest.approx(float(sample["features"]["x0"]), rel=1e-5)
     assert report.samples[0]["image"]["height"] == 40
     assert (tmp_path / "report.html").stat().st_size < 5e6
 
 
 def test_odd_columns_are_refused_and_odd_names_do_no_harm(model, tmp_path):
     for line in ("features = [1] * 600", "names = {i: i for i in range(600)}", "groups = set(range(600))"):
-        odd = changed(model, "# images = pixels", line + "  #", "odd.py")
+        odd = change_template(model, "# images = pixels", line + "  #", "odd.py")
         refused("score", odd, "--out", tmp_path)
-    refused("score", changed(model, "# images = pixels", "images = ['a.png'] * 600  #", "odd.py"), "--out", tmp_path)
-    evil = changed(model, 'f"person {i}"', '"\\x1b[31mred\\n[bold]"', "evil.py")
+    refused(
+        "score", change_template(model, "# images = pixels", "images = ['a.png'] * 600  #", "odd.py"), "--out", tmp_path
+    )
+    evil = change_template(model, 'f"person {i}"', '"\\x1b[31mred\\n[bold]"', "evil.py")
     result = RUN.invoke(app, ["score", str(evil), "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert "\x1b" not in result.output
@@ -235,41 +253,43 @@ def test_workers_find_modules_beside_the_file(tmp_path):
     assert json.loads(result.stdout)["agreement"]["n"] == 8
 
 
-def program(*words, **options):
+def run_program(*words, **options):
     command = [sys.executable, "-c", "from dif.cli import main; main()", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(model):
-    broken = changed(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")
+    broken = change_template(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")
     for words in (("--debug", "check", broken), ("check", broken, "--debug")):
-        result = program(*words)
+        result = run_program(*words)
         assert "Traceback" in result.stderr
         assert "tran" in result.stderr
         assert result.returncode == 1
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
-        (["scor"], "No such command 'scor'. Did you mean 'score'? (dif --help says more)"),
-        (["score"], "(dif score --help says more)"),
+        (["scor"], "No such command 'scor'. Did you mean 'score'? See: dif --help"),
+        (["score"], "See: dif score --help"),
         (["score", "m.py", "--tpo", "3"], "--top"),
         (["retrain", "m.py", "--top", "x"], "--top"),
     ],
 )
-def test_a_wrong_command_is_answered_in_one_line(words, said):
-    result = program(*words)
+def test_a_wrong_command_is_answered_in_one_line(words, message):
+    result = run_program(*words)
     assert result.returncode == 2
     assert result.stderr.startswith("dif: ")
     assert result.stderr.count("\n") == 1
-    assert said in result.stderr
+    assert message in result.stderr
 
 
 def test_an_unconverged_model_is_answered_in_one_line(model):
-    early = changed(model, '{"w": torch.zeros(3).double()})', '{"w": torch.zeros(3).double()}, max_iter=1)', "early.py")
+    early = change_template(
+        model, '{"w": torch.zeros(3).double()})', '{"w": torch.zeros(3).double()}, max_iter=1)', "early.py"
+    )
     for command in ("check", "score", "retrain"):
-        result = program(command, early)
+        result = run_program(command, early)
         assert result.returncode == 2
         assert result.stderr.count("\n") == 1
         assert "strict=False" not in result.stderr
@@ -277,21 +297,21 @@ def test_an_unconverged_model_is_answered_in_one_line(model):
 
 
 def test_what_cannot_be_shown_is_refused_before_any_work(model, tmp_path):
-    for new, words in (
+    for new, name in (
         ('features = {"x": [X] * 600}  #', "features"),
         ("images = [['a']] * 600  #", "images"),
     ):
-        odd = changed(model, "# images = pixels", new, "odd.py")
-        assert f"`{words}` in" in refused("score", odd, "--out", tmp_path / "none").stderr
+        odd = change_template(model, "# images = pixels", new, "odd.py")
+        assert f"`{name}` in {odd} cannot be displayed (" in refused("score", odd, "--out", tmp_path / "none").stderr
     with pytest.raises(dif.InvalidInputError) as caught:
         Description.read(odd)
-    assert caught.value.meaning == "Each sample is shown by them."
+    assert caught.value.meaning == "The report shows it for each sample."
 
 
 def test_terminals_without_our_letters(model, tmp_path):
     poor = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     for words in (("check", model), ("score", model, "--top", "3", "--out", tmp_path)):
-        result = program(*words, env=poor)
+        result = run_program(*words, env=poor)
         assert result.returncode == 0, result.stderr
 
 
@@ -300,21 +320,21 @@ def test_targets_keep_their_names(model, tmp_path):
     assert dif.Influence.load(tmp_path / "scores.npz").top(1, "gap")
 
 
-def test_a_sample_alone_in_a_term_has_no_answer_the_others_have(model, tmp_path):
-    """Its removal would leave a term undefined: that is said of it, and nobody else suffers."""
-    lonely = changed(
+def test_the_only_sample_in_a_term_has_no_score_and_the_others_have(model, tmp_path):
+    """Its removal would leave a term undefined: the report says so, and all other samples are scored."""
+    lonely = change_template(
         model, "for g in (0, 1)]\n", "for g in (0, 1)]\n    + [train.mean(where=group == 7) <= 9.0]\n", "lonely.py"
     )
     lonely.write_text(lonely.read_text().replace("torch.arange(600) % 2\n", "torch.arange(600) % 2\ngroup[5] = 7\n"))
     result = RUN.invoke(app, ["retrain", str(lonely), "--top", "600", "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     report = Report.load(tmp_path / "report.json")
-    missing = [one for one in report.samples if one["score"] is None]
-    assert [one["index"] for one in missing] == [5]
-    assert "alone in" in missing[0]["why"]
+    missing = [sample for sample in report.samples if sample["score"] is None]
+    assert [sample["index"] for sample in missing] == [5]
+    assert "the only sample in" in missing[0]["why"]
     assert report.agreement["n"] == 599
-    assert "1 could not be answered, first person 5: It is alone in" in result.output
-    assert "It is alone in" in (tmp_path / "report.html").read_text()
+    assert "1 sample cannot be scored. The first is person 5: It is the only sample in" in result.output
+    assert "It is the only sample in" in (tmp_path / "report.html").read_text()
     scores = dif.Influence.load(tmp_path / "scores.npz")
     assert bool(scores.values[5].isnan())
     assert list(scores.diagnostics["unanswered"]) == [scores.perturbations[5]]
@@ -323,32 +343,35 @@ def test_a_sample_alone_in_a_term_has_no_answer_the_others_have(model, tmp_path)
 def test_why_a_retraining_failed_is_in_the_report(model, tmp_path):
     RUN.invoke(app, ["score", str(model), "--top", "5", "--out", str(tmp_path)])
     report = Report.load(tmp_path / "report.json")
-    first, second = (one["index"] for one in report.samples[:2])
+    first, second = (sample["index"] for sample in report.samples[:2])
     labels = (f"remove train[{first}]", f"remove train[{second}]")
     values = torch.tensor([[0.1], [float("nan")]], dtype=torch.float64)
     actual = dif.Influence(values, labels, ("risk",), "retraining", {"failed": {labels[1]: "it <b>ran</b> away"}})
-    told = report.with_actual([first, second], actual, "dif retrain")
-    assert told.samples[0]["actual"] == 0.1
-    assert told.samples[1]["actual"] is None
-    assert told.samples[1]["failed"] == "it <b>ran</b> away"
-    assert f"first {told.samples[1]['name']}: it <b>ran</b> away" in told.remarks[0]
-    told.write_html(tmp_path / "report.html")
+    updated = report.with_actual([first, second], actual, "dif retrain")
+    assert updated.samples[0]["actual"] == 0.1
+    assert updated.samples[1]["actual"] is None
+    assert updated.samples[1]["failed"] == "it <b>ran</b> away"
+    assert (
+        f"1 sample could not be retrained. The first is {updated.samples[1]['name']}: it <b>ran</b> away"
+        in updated.remarks[0]
+    )
+    updated.write_html(tmp_path / "report.html")
     assert "<b>ran" not in (tmp_path / "report.html").read_text()
 
 
-def test_an_interrupted_farm_goes_on(model, tmp_path):
+def test_an_interrupted_retraining_continues(model, tmp_path):
     command = [sys.executable, "-c", "from dif.cli import main; main()", "retrain", str(model), "--top", "150", "--out"]
     process = subprocess.Popen([*command, str(tmp_path)], stderr=subprocess.PIPE, text=True)
     kept, limit = tmp_path / "retrained", time.time() + 120
     while not list(kept.glob("*.npz")) and process.poll() is None and time.time() < limit:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=60)
     done = retrainings(kept)
     assert len(done) >= 16
     if len(done) < 150:
         assert process.returncode == 130
-        assert said.strip() == "dif: interrupted; what was finished is kept, the same command goes on from there"
+        assert stderr.strip() == "dif: Interrupted. Finished work is saved; run the same command again to continue."
     result = subprocess.run([*command, str(tmp_path)], capture_output=True, check=False, env=os.environ)
     assert result.returncode == 0
     after = retrainings(kept)
@@ -360,9 +383,9 @@ def test_the_example_that_comes_with_dif():
     from importlib.resources import as_file, files
 
     with as_file(files("dif") / "examples" / "credit.py") as path:
-        said = json.loads(RUN.invoke(app, ["check", str(path), "--json"]).output)
-    assert said["holds"]
-    assert [one["state"] for one in said["constraints"]] == ["binding", "inactive"]
+        output = json.loads(RUN.invoke(app, ["check", str(path), "--json"]).output)
+    assert output["holds"]
+    assert [row["state"] for row in output["constraints"]] == ["binding", "inactive"]
 
 
 def test_help_teaches():

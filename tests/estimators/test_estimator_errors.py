@@ -242,7 +242,7 @@ RESULTS = {
         "shapes (3,) and (4,), 0 not finite",
         "one shape, at least 2 values, all finite",
     ),
-    "study's bounds": (lambda: study().problem(0, "loose"), "loose", "They choose the right-hand sides"),
+    "study's bounds": (lambda: study().problem(0, "loose"), "loose", "It chooses the right-hand sides"),
     "study's removals": (lambda: study().run(removals=1), "1", "Each removal takes one of the samples out."),
 }
 
@@ -319,7 +319,7 @@ def test_a_frame_needs_pandas(monkeypatch):
 def test_a_landscape_needs_two_parameters():
     from dif.report.plots import landscape
 
-    invalid(lambda: landscape(not_complementary(), None), "1", "It is drawn in the plane.")
+    invalid(lambda: landscape(not_complementary(), None), "1", "A landscape is drawn in the plane.")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 import dif
 from dif.report.description import Description
-from dif.report.report import Report, shown
+from dif.report.report import Report, select_samples
 
 EVIL = "<script>alert(1)</script>"
 LONG = "applicants aged 25 or younger at the time of their application, in Deutsche Mark"
@@ -39,16 +39,18 @@ groups = [f"g{{int(g)}} {LONG}" for g in group]
 features = {{{EVIL!r}: [{EVIL!r}] * 120, {LONG!r}: y}}
 images = X
 """)
-    told = Description.read(source)
-    name, target = told.target("gap")
-    predictor = dif.DirectionalInfluence(told.solution)
-    scores = predictor.scores(target, told.train.remove_each(), show_progress=False)
-    listed = shown(scores, 20)
-    parts = predictor.by_term(target, told.train.remove_each(listed))
-    report = Report.of(told, name, scores, parts, listed, f"dif score {EVIL}")
-    some = [one["index"] for one in report.samples[:10]]
-    actual = dif.Retraining(told.solution, show_progress=False).scores(target, told.train.remove_each(some))
-    report = report.with_actual(some, actual, "dif retrain")
+    description = Description.read(source)
+    name, target = description.target("gap")
+    predictor = dif.DirectionalInfluence(description.solution)
+    scores = predictor.scores(target, description.train.remove_each(), show_progress=False)
+    listed = select_samples(scores, 20)
+    parts = predictor.by_term(target, description.train.remove_each(listed))
+    report = Report.of(description, name, scores, parts, listed, f"dif score {EVIL}")
+    retrained = [sample["index"] for sample in report.samples[:10]]
+    actual = dif.Retraining(description.solution, show_progress=False).scores(
+        target, description.train.remove_each(retrained)
+    )
+    report = report.with_actual(retrained, actual, "dif retrain")
     report.save(folder / "report.json")
     Report.load(folder / "report.json").write_html(folder / "report.html")
     return folder / "report.html", report
@@ -74,7 +76,7 @@ def browser():
     found.quit()
 
 
-def opened(browser, path, width=1280, dark=False):
+def open_page(browser, path, width=1280, dark=False):
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 500}
@@ -85,12 +87,12 @@ def opened(browser, path, width=1280, dark=False):
     return browser
 
 
-def chosen(browser):
+def selected_index(browser):
     return browser.execute_script("return document.querySelector('#table tbody tr[aria-selected=true]').dataset.index")
 
 
 def test_it_opens_without_an_error_and_asks_for_nothing(browser, page):
-    opened(browser, page[0])
+    open_page(browser, page[0])
     assert browser.get_log("browser") == []
     asked = [
         entry["message"] for entry in browser.get_log("performance") if "Network.requestWillBeSent" in entry["message"]
@@ -101,7 +103,7 @@ def test_it_opens_without_an_error_and_asks_for_nothing(browser, page):
 
 
 def test_data_are_shown_as_text(browser, page):
-    opened(browser, page[0])
+    open_page(browser, page[0])
     assert browser.execute_script("return document.querySelectorAll('script').length") == 2
     shown_text = browser.execute_script("return document.body.innerText")
     assert EVIL in shown_text
@@ -113,7 +115,7 @@ def test_data_are_shown_as_text(browser, page):
 
 
 def test_search_narrows_the_table_and_columns_sort_it(browser, page):
-    opened(browser, page[0])
+    open_page(browser, page[0])
     rows = "return [...document.querySelectorAll('#table tbody tr')].map(r => r.querySelector('th').textContent)"
     everyone = browser.execute_script(rows)
     assert len(everyone) == 50
@@ -131,14 +133,14 @@ def test_search_narrows_the_table_and_columns_sort_it(browser, page):
 
 
 def test_a_click_on_a_point_selects_its_row(browser, page):
-    opened(browser, page[0])
+    open_page(browser, page[0])
     points = browser.find_elements("css selector", "#scatter circle[data-index]")
     assert len(points) == 10  # those that were retrained
     index = points[4].get_attribute("data-index")
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", points[4])
-    assert chosen(browser) == index
+    assert selected_index(browser) == index
     assert "chosen" in points[4].get_attribute("class")
-    name = next(one["name"] for one in page[1].samples if one["index"] == int(index))
+    name = next(sample["name"] for sample in page[1].samples if sample["index"] == int(index))
     assert browser.find_element("css selector", "#detail h3").text == name
     browser.execute_script("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", points[2])
     assert browser.find_element("id", "tip").is_displayed()
@@ -147,20 +149,20 @@ def test_a_click_on_a_point_selects_its_row(browser, page):
 def test_the_keyboard_is_enough(browser, page):
     from selenium.webdriver.common.keys import Keys
 
-    opened(browser, page[0])
+    open_page(browser, page[0])
     line = browser.find_element("css selector", "#table tbody tr")
     browser.execute_script("arguments[0].focus()", line)
     line.send_keys(Keys.ARROW_DOWN)
     second = browser.switch_to.active_element
     second.send_keys(Keys.ENTER)
-    assert chosen(browser) == second.get_attribute("data-index")
+    assert selected_index(browser) == second.get_attribute("data-index")
     point = browser.find_elements("css selector", "#scatter circle[data-index]")[6]
     browser.execute_script("arguments[0].focus()", point)
     browser.switch_to.active_element.send_keys(Keys.ENTER)
-    assert chosen(browser) == point.get_attribute("data-index")
+    assert selected_index(browser) == point.get_attribute("data-index")
     browser.switch_to.active_element.send_keys(Keys.ARROW_RIGHT)
     browser.switch_to.active_element.send_keys(Keys.ENTER)
-    assert chosen(browser) != point.get_attribute("data-index")
+    assert selected_index(browser) != point.get_attribute("data-index")
     stops = browser.execute_script("return document.querySelectorAll('#scatter [tabindex=\"0\"]').length")
     assert stops == 2  # the first, which Tab would reach, and where the arrows are now
 
@@ -168,7 +170,7 @@ def test_the_keyboard_is_enough(browser, page):
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_no_horizontal_scroll(browser, page, width, dark):
-    opened(browser, page[0], width, dark)
+    open_page(browser, page[0], width, dark)
     wide, room = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
     assert wide <= room
     cut = """return [...document.querySelectorAll('.bars .bar, .bars span, #detail dd, figure, #detail')].filter(e => {
@@ -182,7 +184,7 @@ def test_no_horizontal_scroll(browser, page, width, dark):
 
 
 def test_axes_have_round_numbers_inside_the_picture(browser, page):
-    opened(browser, page[0])
+    open_page(browser, page[0])
     texts = browser.execute_script(
         """return [...document.querySelectorAll('#scatter text, #histogram text')].filter((t) => {
         const box = t.getBoundingClientRect(), svg = t.ownerSVGElement.getBoundingClientRect();
@@ -197,9 +199,9 @@ def test_axes_have_round_numbers_inside_the_picture(browser, page):
 
 
 def test_the_page_stays_small(page, tmp_path):
-    """Whatever the user shows of a sample: later ones are listed without it, and that is said."""
+    """Samples beyond the size limit are listed without features and images, and a remark says so."""
     _, report = page
-    wordy = [one | {"features": {f"f{k}": "語" * 160 for k in range(24)}} for one in report.samples * 30]
+    wordy = [sample | {"features": {f"f{k}": "語" * 160 for k in range(24)}} for sample in report.samples * 30]
     large = replace(report, samples=wordy)
     large.write_html(tmp_path / "report.html")
     assert 3_000_000 < (tmp_path / "report.html").stat().st_size < 5_000_000
@@ -212,5 +214,5 @@ def test_what_is_saved_is_what_is_read(page):
     assert again == page[1]
     assert again.samples[0]["image"]["height"] == 6
     assert len(again.terms) == 2
-    total = torch.tensor([sum(one["parts"]) for one in again.samples])
-    torch.testing.assert_close(total, torch.tensor([one["score"] for one in again.samples]))
+    total = torch.tensor([sum(sample["parts"]) for sample in again.samples])
+    torch.testing.assert_close(total, torch.tensor([sample["score"] for sample in again.samples]))

@@ -1,4 +1,4 @@
-"""Pictures show the numbers they are given, on the axes they are given."""
+"""Plots show the given numbers on the given axes."""
 
 import numpy as np
 import pytest
@@ -33,8 +33,8 @@ def test_ranking(scored, ax):
     scores = scored[3]
     assert plots.ranking(scores, ax, k=5, names=[f"<{i}>" for i in range(len(scores))]) is ax
     top = scores.top(5)[::-1]
-    np.testing.assert_allclose(widths(ax), [one.value for one in top])
-    assert [label.get_text() for label in ax.get_yticklabels()] == [f"<{one.index}>" for one in top]
+    np.testing.assert_allclose(widths(ax), [sample.value for sample in top])
+    assert [label.get_text() for label in ax.get_yticklabels()] == [f"<{sample.index}>" for sample in top]
 
 
 def test_by_group(scored, ax):
@@ -43,7 +43,9 @@ def test_by_group(scored, ax):
     assert plots.by_group(scores, groups, ax) is ax
     total = float(scores.values[[g == "a" for g in groups], 0].sum())
     assert ax.get_yticklabels()[0].get_text() == f"a\nΣ {total:+.3g}"
-    with pytest.raises(dif.InvalidInputError, match=r"Scores are gathered by them."):
+    with pytest.raises(
+        dif.InvalidInputError, match=r"groups for \d+ perturbations. .* The plot collects the scores by group."
+    ):
         plots.by_group(scores, groups[1:], ax)
 
 
@@ -52,7 +54,7 @@ def test_by_term(scored, ax):
     parts = estimator.by_term(train.mean(), train.remove_each())
     assert plots.by_term(parts, ax, k=4) is ax
     together = ax.lines[0].get_xdata()
-    np.testing.assert_allclose(together, [one.value for one in scores.top(4)[::-1]], atol=1e-12)
+    np.testing.assert_allclose(together, [sample.value for sample in scores.top(4)[::-1]], atol=1e-12)
     assert sum(widths(ax)) == pytest.approx(sum(together))
 
 
@@ -87,7 +89,7 @@ def test_paths_of_multipliers_and_bounds(ax):
     named = {line.get_label(): line for line in ax.lines}
     assert {"sum[0]", "order"} <= set(named)
     assert float(named["order"].get_ydata()[-1]) == 0.0
-    assert [text.get_text() for text in ax.texts] == ["order lets go"]
+    assert [text.get_text() for text in ax.texts] == ["order becomes inactive"]
     assert followed.events[0].epsilon in [line.get_xdata()[0] for line in ax.lines]
     ax.clear()
     bound = float(order.tau)
@@ -99,7 +101,7 @@ def test_paths_of_multipliers_and_bounds(ax):
     plots.bound_curve(curve, ax, target=0)
     np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.values[:, 0])
     for target in (5, "nothing"):
-        with pytest.raises(dif.InvalidInputError, match=r"The curve was not followed for it."):
+        with pytest.raises(dif.InvalidInputError, match=r"`target` is .* The curve holds no values of other targets."):
             plots.bound_curve(curve, ax, target=target)
 
 
@@ -111,13 +113,13 @@ def test_predicted_vs_actual(ax):
 
 def test_predictions_are_drawn_whatever_holds_them(ax):
     values = torch.tensor([[1.0], [2.0]], dtype=torch.float64, requires_grad=True)
-    held = dif.Influence(values.detach(), ("a", "b"), ("t",), "DIF")
-    plots.predicted_vs_actual(held, values, ax, "both")
+    scores = dif.Influence(values.detach(), ("a", "b"), ("t",), "DIF")
+    plots.predicted_vs_actual(scores, values, ax, "both")
     np.testing.assert_array_equal(ax.collections[0].get_offsets(), [[1.0, 1.0], [2.0, 2.0]])
     for predicted, actual in ((values[:1], values), (values[:0], values[:0])):
         with pytest.raises(dif.InvalidInputError) as caught:
             plots.predicted_vs_actual(predicted, actual, ax, "none")
-        assert caught.value.meaning == "Each point is one perturbation."
+        assert caught.value.meaning == "Each point of the plot is one perturbation."
 
 
 def test_groups_with_an_unanswered_score_keep_their_box(ax):

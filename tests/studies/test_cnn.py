@@ -1,4 +1,4 @@
-"""The paper's network study: its data, its model, the small version of its protocol, and what survives a kill."""
+"""The paper's network study: data, model, a small version of the protocol, and resuming after a kill."""
 
 import gzip
 import json
@@ -17,7 +17,7 @@ from problems import retrainings
 import dif
 from dif.data import mnist
 from dif.studies import cnn
-from dif.studies.network import PAPER, AllConvolutional, _multiplied, dealt
+from dif.studies.network import PAPER, AllConvolutional, _convolve_by_matmul, assign_groups
 
 SMALL = cnn.Setting(n=600, tau=0.01, l2=0.03, model="small", channels=2, epochs=40, removals=12)
 
@@ -46,9 +46,9 @@ def test_digits_that_are_not_there(tmp_path):
         mnist(10, data=tmp_path)
 
 
-def test_groups_are_dealt_as_the_paper_does():
+def test_groups_are_assigned_as_in_the_paper():
     labels = mnist(3000).train_labels
-    group = dealt(labels, 3, 0.5, seed=1)
+    group = assign_groups(labels, 3, 0.5, seed=1)
     sizes = torch.bincount(group)
     assert sizes.max() - sizes.min() <= 2
     # half at random: each group has some of every digit; half by label: the first has most of the zeros
@@ -56,23 +56,24 @@ def test_groups_are_dealt_as_the_paper_does():
     assert shares.min() > 0
     assert shares[0, 0] > 2 * shares[2, 0]
     assert torch.equal(
-        dealt(labels, 3, 0.0, 0).sort().values, dealt(labels, 3, 0.0, 0)[torch.argsort(labels)].sort().values
+        assign_groups(labels, 3, 0.0, 0).sort().values,
+        assign_groups(labels, 3, 0.0, 0)[torch.argsort(labels)].sort().values,
     )
 
 
-def test_products_are_convolutions():
+def test_matrix_products_are_convolutions():
     torch.manual_seed(0)
     model, h = AllConvolutional(PAPER, 3).double(), torch.rand(2, 28, 28, dtype=torch.float64)
     expected, last = model(h), h[..., None]
     for number, layer in enumerate(model.layers):
-        last = _multiplied(torch.tanh(last) if number else last, layer)
+        last = _convolve_by_matmul(torch.tanh(last) if number else last, layer)
     torch.testing.assert_close(last.mean((1, 2)), expected, rtol=1e-12, atol=1e-14)
 
 
 # Keeping retrainings
 
 
-def _line(n=40):
+def _fit_line(n=40):
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(n, 3, generator=generator, dtype=torch.float64)
     y = X @ torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64) + 0.1 * torch.randn(n, generator=generator).double()
@@ -82,7 +83,7 @@ def _line(n=40):
 
 
 def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
-    train, solution = _line()
+    train, solution = _fit_line()
     removals = train.remove_each(range(20))
     plain = dif.Retraining(solution).scores(train.mean(), removals)
     dif.Retraining(solution, keep=tmp_path).scores(train.mean(), train.remove_each([3, 7, 8]))
@@ -113,18 +114,18 @@ def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
 
 
 def test_jobs_share_retrainings(tmp_path):
-    train, solution = _line()
+    train, solution = _fit_line()
     removals = train.remove_each()
-    alone = dif.Retraining(solution).scores(train.mean(), removals)
-    shared = dif.Retraining(solution, jobs=2, keep=tmp_path).scores(train.mean(), removals)
-    np.testing.assert_allclose(shared.values, alone.values, rtol=1e-9, atol=1e-14)
+    serial = dif.Retraining(solution).scores(train.mean(), removals)
+    parallel = dif.Retraining(solution, jobs=2, keep=tmp_path).scores(train.mean(), removals)
+    np.testing.assert_allclose(parallel.values, serial.values, rtol=1e-9, atol=1e-14)
     assert len(retrainings(tmp_path)) == 40
     with pytest.raises(dif.InvalidInputError, match=r"jobs: measured 0, .* They share the work."):
         dif.Retraining(solution, jobs=0)
 
 
 def test_reevaluated_is_the_target_at_the_predicted_point():
-    train, solution = _line()
+    train, solution = _fit_line()
     removals = train.remove_each([0, 5])
     for estimator in (
         dif.DirectionalInfluence(solution),
@@ -153,19 +154,19 @@ def study(tmp_path_factory):
 def test_the_study_that_a_laptop_can_run(tmp_path):
     result = cnn.reproduce(cnn.SMALL_STUDY, tmp_path, paper_epsilon=False, show_progress=False)
     assert len(result["compared"]["renormalised"]["actual"]) == 40
-    agrees(result)
+    check_agreement(result)
 
 
 def test_small_study(study):
     out, result = study
     assert len(result["compared"]["renormalised"]["actual"]) == 12
-    agrees(result)
+    check_agreement(result)
     assert {p.name for p in out.glob("*.png")} == {"cnn.png", "cnn-images.png"}
     assert json.loads((out / "cnn.json").read_text()) == json.loads(json.dumps(result))
 
 
-def agrees(result):
-    """Every retraining is done, and DIF foresees it better than the classical influence function."""
+def check_agreement(result):
+    """Assert that all retrainings converged and that DIF predicts them better than classical influence."""
     part = result["compared"]["renormalised"]
     assert result["kkt"]["stationarity"] <= 1e-8
     assert result["tangent_curvature"] > 0
@@ -181,7 +182,9 @@ def agrees(result):
 
 def test_a_finished_study_is_not_repeated(study):
     out, result = study
-    with pytest.raises(dif.InvalidInputError, match=r"Finished stages would be mixed up, or done again for nothing."):
+    with pytest.raises(
+        dif.InvalidInputError, match=r"the stages of two studies would be mixed, or finished stages repeated."
+    ):
         cnn.reproduce(SMALL, out, paper_epsilon=False)
     with pytest.raises(dif.InvalidInputError, match=r"tau 0\.01 \(now 0\.02\)"):
         cnn.reproduce(replace(SMALL, tau=0.02), out, resume=True)
@@ -197,7 +200,7 @@ def test_figures_that_are_gone_are_drawn_again(study):
 
 
 def test_another_study_is_not_passed_off(study, tmp_path):
-    """Only the numbers were copied, without the file that claims the folder; or only a solution, of another network."""
+    """Refused are another study's cnn.json without its setting.json, and a saved solution of another size."""
     out, _ = study
     (tmp_path / "cnn.json").write_bytes((out / "cnn.json").read_bytes())
     with pytest.raises(dif.InvalidInputError, match=r"l2 0\.03 \(now 0\.3\)"):
@@ -205,12 +208,18 @@ def test_another_study_is_not_passed_off(study, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "solution.npz").write_bytes((out / "solution.npz").read_bytes())
-    with pytest.raises(dif.InvalidInputError, match=r"It belongs to another study."):
+    with pytest.raises(
+        dif.InvalidInputError,
+        match=r"holds \d+ parameters and 3 multipliers. .* The saved solution belongs to another study.",
+    ):
         cnn.reproduce(replace(SMALL, channels=3), other, paper_epsilon=False)
 
 
 def test_a_refused_study_claims_no_folder(tmp_path):
-    with pytest.raises(dif.InvalidInputError, match=r"Each image is removed at most once."):
+    with pytest.raises(
+        dif.InvalidInputError,
+        match=r"`removals` is 12, but there are 10 training images. .* Each image is removed at most once.",
+    ):
         cnn.reproduce(replace(SMALL, n=10), tmp_path)
     with pytest.raises(FileNotFoundError):
         cnn.reproduce(SMALL, tmp_path, data=str(tmp_path / "nowhere"))
@@ -222,7 +231,7 @@ TINY = [
 ]
 
 
-def _started(out, *more):
+def _start(out, *more):
     command = [
         sys.executable,
         "-c",
@@ -238,14 +247,14 @@ def _started(out, *more):
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
-def test_a_killed_farm_goes_on(tmp_path):
+def test_a_killed_study_resumes(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    first = _started(whole)
+    first = _start(whole)
     assert first.wait(timeout=300) == 0
     killed.mkdir()
     for name in ("setting.json", "solution.npz"):
         (killed / name).write_bytes((whole / name).read_bytes())
-    process, kept = _started(killed, "--resume", "--jobs", "2"), killed / "retrained"
+    process, kept = _start(killed, "--resume", "--jobs", "2"), killed / "retrained"
     limit = time.time() + 240
     while len(list(kept.glob("*.npz"))) < 3 and process.poll() is None and time.time() < limit:
         time.sleep(0.02)
@@ -254,7 +263,7 @@ def test_a_killed_farm_goes_on(tmp_path):
     done = retrainings(kept)
     assert 3 <= len(done) <= 12
     assert not (killed / "cnn.json").exists()
-    second = _started(killed, "--resume")
+    second = _start(killed, "--resume")
     assert second.wait(timeout=300) == 0
     after = retrainings(kept)
     assert len(after) == 12
@@ -265,19 +274,22 @@ def test_a_killed_farm_goes_on(tmp_path):
 
 
 def test_plain_optimiser_agrees(tmp_path):
-    """Removals retrained from θ̄ by SciPy's L-BFGS-B, which shares neither code nor curvature with dif's."""
+    """Retraining with SciPy's L-BFGS-B, which shares no code with dif, gives the same changes."""
     setting = cnn.Setting(n=400, tau=0.01, model="small", channels=2, l2=0.02, epochs=20, removals=6)
     result = cnn.reproduce(setting, tmp_path, paper_epsilon=False, plain=5, show_progress=False)
     assert max(result["plain"]["residuals"]) <= 1e-7
     assert result["plain"]["largest_difference"] <= 0.01
 
 
-def test_nothing_to_follow(study):
-    stated = cnn.posed(SMALL, None, "cpu")
-    begun = [p.clone() for p in stated.start.parameters()]
-    solution = cnn.solved(stated, SMALL, study[0], show_progress=False)
-    assert all(torch.equal(p, q) for p, q in zip(begun, stated.start.parameters(), strict=True))  # only read
-    right = solution.params(stated.test).argmax(1)
-    perfect = replace(stated, test_labels=right)
-    with pytest.raises(dif.InvalidInputError, match=r"The study follows the loss of one that the model gets wrong."):
-        cnn.target_of(perfect, solution)
+def test_no_misclassified_image(study):
+    task = cnn.build_task(SMALL, None, "cpu")
+    before = [p.clone() for p in task.start.parameters()]
+    solution = cnn.load_or_fit(task, SMALL, study[0], show_progress=False)
+    assert all(
+        torch.equal(p, q) for p, q in zip(before, task.start.parameters(), strict=True)
+    )  # loading does not change it
+    right = solution.params(task.test).argmax(1)
+    perfect = replace(task, test_labels=right)
+    with pytest.raises(dif.InvalidInputError, match=r"None of the 1000 test images is misclassified.") as caught:
+        cnn.find_target(perfect, solution)
+    assert caught.value.meaning == "The study predicts changes of the loss of the first misclassified test image."

@@ -1,4 +1,4 @@
-"""The paper's numbers, through the same code as the command line."""
+"""The studies reproduce the paper's numbers, called directly and through the command line."""
 
 import json
 
@@ -35,7 +35,7 @@ def test_toy():
 
 def test_toy_as_one_row():
     """In the positive quadrant the constraint is θ₁ + θ₂ ≤ 1; the solution and its change are the same."""
-    train, _ = toy.problem()
+    train, _ = toy.build_problem()
     problem = dif.Problem(train.mean(), [dif.linear([1.0, 1.0]) <= 1.0])
     solution = dif.fit(problem, {"theta": torch.zeros(2).double()})
     assert solution.active.weak == (0,)
@@ -47,11 +47,11 @@ def test_toy_as_one_row():
 
 
 @pytest.mark.parametrize(
-    ("seed", "bounds", "held"), [(0, "paper", 1), (3, "paper", 2), (4, "paper", 2), (1, "binding", 3)]
+    ("seed", "bounds", "binding"), [(0, "paper", 1), (3, "paper", 2), (4, "paper", 2), (1, "binding", 3)]
 )
-def test_regression(seed, bounds, held):
+def test_regression(seed, bounds, binding):
     result = regression.run(seed, 100, bounds)
-    assert len(result["binding"]) == held
+    assert len(result["binding"]) == binding
     for convention in ("paper", "renormalised"):
         rows = result["agreement"][convention]
         assert rows["DIF"]["pearson"] >= 0.9999
@@ -95,66 +95,66 @@ def test_studies_check_their_input():
 
 @pytest.fixture(scope="module")
 def small_digits():
-    stated = digits.posed(n=300, tau=-0.03, bound=1)
-    return stated, stated.solved()
+    task = digits.build_task(n=300, tau=-0.03, bound=1)
+    return task, task.fit()
 
 
 def test_groups_of_digits(small_digits, monkeypatch):
-    stated, solution = small_digits
+    task, solution = small_digits
     monkeypatch.setattr(groups, "SHARES", (0.05,))
-    monkeypatch.setattr(groups, "chosen_groups", lambda stated, chosen=groups.chosen_groups: chosen(stated)[2:6])
-    found = groups.removed_groups(stated, solution)
-    assert [group["kind"] for group in found["groups"]] == ["random", "one class", "one class", "protected group"]
-    assert max(found["errors"]["path"]) < 1e-5
-    assert max(found["errors"]["path"]) < min(found["errors"]["Newton"]) < min(found["errors"]["DIF"])
-    warning = found["warning"]
+    monkeypatch.setattr(groups, "choose_groups", lambda task, choose=groups.choose_groups: choose(task)[2:6])
+    result = groups.compare_removals(task, solution)
+    assert [group["kind"] for group in result["groups"]] == ["random", "one class", "one class", "protected group"]
+    assert max(result["errors"]["path"]) < 1e-5
+    assert max(result["errors"]["path"]) < min(result["errors"]["Newton"]) < min(result["errors"]["DIF"])
+    warning = result["warning"]
     assert warning["fired beyond 10 %"] == 1.0
     assert warning["fired below 1 %"] == 0.0
     assert warning["below 1 %"] > 0
-    assert max(found["accuracy"]["largest error"].values()) <= 0.015
+    assert max(result["accuracy"]["largest error"].values()) <= 0.015
 
 
 def test_bound_of_digits(monkeypatch):
-    stated = digits.posed(n=300)
+    task = digits.build_task(n=300)
     monkeypatch.setattr(groups, "BOUNDS", (0.0, 0.03, 3))
-    curve = groups.moved_bound(stated, stated.solved())["curve"]
+    curve = groups.sweep_bound(task, task.fit())["curve"]
     assert curve["largest_difference"] < 1e-6
     assert all(kink["confirmed"] for kink in curve["kinks"])
     assert len(curve["kinks"]) >= 1
 
 
 def test_tracin_is_the_dot_product_of_gradients(small_digits):
-    stated, solution = small_digits
-    traced = attribution.TracIn(stated, solution)
-    theta = {name: p.clone().requires_grad_() for name, p in stated.start.items()}
+    task, solution = small_digits
+    traced = attribution.TracIn(task, solution)
+    theta = {name: p.clone().requires_grad_() for name, p in task.start.items()}
     weights = torch.full((300,), 1 / 300, dtype=torch.float64)
-    weights += float(solution.lam[0]) * ((stated.group == 0).double() / (stated.group == 0).sum() - 1 / 300)
+    weights += float(solution.lam[0]) * ((task.group == 0).double() / (task.group == 0).sum() - 1 / 300)
     expected = 0.0
-    for step in range(1, attribution.CHECKPOINTS * attribution.BETWEEN + 1):
-        lagrangian = weights @ digits.loss(theta, (stated.X, stated.labels))
+    for step in range(1, attribution.CHECKPOINTS * attribution.STEPS + 1):
+        lagrangian = weights @ digits.loss(theta, (task.X, task.labels))
         ridge = sum(0.5 * digits.L2 * (p**2).sum() for p in theta.values())
-        slopes = torch.autograd.grad(lagrangian + ridge, list(theta.values()))
+        gradients = torch.autograd.grad(lagrangian + ridge, list(theta.values()))
         theta = {
             name: (p - attribution.RATE * slope).detach().requires_grad_()
-            for (name, p), slope in zip(theta.items(), slopes, strict=True)
+            for (name, p), slope in zip(theta.items(), gradients, strict=True)
         }
-        if step % attribution.BETWEEN == 0:
+        if step % attribution.STEPS == 0:
             pair = []
-            for X, y in ((stated.X[7:8], stated.labels[7:8]), (stated.test_X[3:4], stated.test_labels[3:4])):
+            for X, y in ((task.X[7:8], task.labels[7:8]), (task.test_X[3:4], task.test_labels[3:4])):
                 pair.append(torch.autograd.grad(digits.loss(theta, (X, y)).sum(), list(theta.values())))
             expected += sum(float((a * b).sum()) for a, b in zip(*pair, strict=True))
-    assert float(traced.on_tests()[7, 3]) == pytest.approx(expected, rel=1e-9)
+    assert float(traced.score_tests()[7, 3]) == pytest.approx(expected, rel=1e-9)
 
 
 def test_half_the_data(small_digits, monkeypatch):
-    monkeypatch.setattr(attribution, "HALVES", 12)
-    monkeypatch.setattr(attribution, "ASKED", 8)
-    scores = attribution.halves(*small_digits)
+    monkeypatch.setattr(attribution, "SUBSETS", 12)
+    monkeypatch.setattr(attribution, "TESTS", 8)
+    scores = attribution.linear_datamodeling_score(*small_digits)
     assert scores["path"] > 0.999
     assert scores["path"] >= scores["DIF"] > scores["TracIn"]
 
 
 def test_area_under_the_curve():
     wanted = torch.tensor([True, True, False, False])
-    assert attribution.area(torch.tensor([4.0, 3.0, 2.0, 1.0]), wanted) == 1.0
-    assert attribution.area(torch.tensor([4.0, 1.0, 1.0, 3.0]), wanted) == pytest.approx(2.5 / 4)
+    assert attribution.roc_area(torch.tensor([4.0, 3.0, 2.0, 1.0]), wanted) == 1.0
+    assert attribution.roc_area(torch.tensor([4.0, 1.0, 1.0, 3.0]), wanted) == pytest.approx(2.5 / 4)

@@ -1,4 +1,4 @@
-"""The command line; it computes nothing."""
+"""The command-line program `dif`. It parses options and prints results; the computing is done elsewhere."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Annotated
 import typer
 
 from dif.cli import model
-from dif.cli.saying import debugging, say, show_tracebacks
+from dif.cli.output import debugging, print_error, show_tracebacks
 from dif.cli.studies import Out, paper_studies, reproduce
 
 app = typer.Typer(
-    help="How each training sample shaped a model that was trained under constraints.\n\n"
-    "Describe your model in a file (dif init), ask whether it is a solution (dif check), score every sample (dif "
-    "score), verify the top ones by retraining (dif retrain). Exit codes: 0 done, 2 refused with one line that says "
-    "why, 130 interrupted.",
+    help="Find out how each training sample shaped a model that was trained under constraints.\n\n"
+    "In this order: write a file that describes your model (dif init), check whether predictions for it can be "
+    "trusted (dif check), score every sample (dif score), verify the largest scores by retraining (dif retrain). "
+    "Exit codes: 0 success, 2 error (one line on stderr says why), 130 interrupted.",
     no_args_is_help=True,
     add_completion=True,
     pretty_exceptions_show_locals=False,
@@ -28,7 +28,7 @@ for command in (model.init, model.check, model.score, model.retrain, model.repor
     app.command()(command)
 
 
-def _version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         import dif
 
@@ -38,8 +38,10 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of what goes wrong.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print the full traceback of an error.")] = False,
 ) -> None:
     if debug:
         show_tracebacks()
@@ -47,20 +49,20 @@ def _main(
 
 @app.command()
 def demo(out: Out = Path("demo")) -> None:
-    """Everything on embedded data: the paper's studies, and a fairness example with its report.
+    """Run the paper's studies and a fairness example with its report, all on data that comes with dif.
 
     Example: dif demo --out demo
     """
     paper_studies(out)
-    page = model.example(out / "credit")
+    page = model.run_example(out / "credit")
     typer.echo(f"\nFigures and numbers: {out.resolve()}\nReport: {page.resolve()}")
 
 
 def main() -> None:
-    """The program `dif`: --debug may stand anywhere, and what is wrong with a command is said in one line."""
+    """Run the program `dif`; --debug may stand anywhere, and errors in the usage are printed on one line."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")  # a terminal without our letters gets question marks, not an error
+            stream.reconfigure(errors="replace")  # a character the terminal cannot show becomes a question mark
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
     if len(arguments) < len(sys.argv) - 1:
         show_tracebacks()
@@ -69,13 +71,13 @@ def main() -> None:
     except typer.Abort:
         code = 130
     except Exception as error:
-        usage = getattr(error, "format_message", None)  # an option or a command that does not exist
-        if usage is None or debugging():
+        format_usage_error = getattr(error, "format_message", None)  # only click's usage errors have it
+        if format_usage_error is None or debugging():
             raise
         context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
         else:
-            say(f"{usage()} ({context.command_path if context else 'dif'} --help says more)")
+            print_error(f"{format_usage_error()} See: {context.command_path if context else 'dif'} --help")
         code = 2
     sys.exit(code or 0)

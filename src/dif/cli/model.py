@@ -1,4 +1,4 @@
-"""Commands about the user's own model, described in a file."""
+"""Commands about the user's own model, which a Python file describes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from warnings import catch_warnings, simplefilter
 
 import typer
 
-from dif.cli.saying import console, one_line, plain, printable, refuse, say, table
+from dif.cli.output import fail, print_certificate, print_report, print_verdict, report_errors
 
 if TYPE_CHECKING:
     from dif.estimators.directional import DirectionalInfluence
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
     from dif.report.description import Description
     from dif.report.report import Report
 
-File = Annotated[Path, typer.Argument(help="A file that defines `solution` and `targets`; `dif init` writes one.")]
-OutDir = Annotated[Path, typer.Option("--out", help="Folder for the results; made if missing.")]
-Target = Annotated[str | None, typer.Option(help="Which of the file's targets; the first when left out.")]
+File = Annotated[
+    Path, typer.Argument(help="Python file that defines `solution` and `targets`; `dif init` writes an example.")
+]
+OutDir = Annotated[Path, typer.Option("--out", help="Folder for the results; it is created if missing.")]
+Target = Annotated[str | None, typer.Option(help="Name of one of the file's targets; default: the first.")]
 Accuracy = Annotated[
     float | None,
     typer.Option(
-        help="Relative error wanted: where the first order is not good enough, Newton's step or the path answers.",
+        help="Wanted relative error. Where the first-order score is less accurate, a Newton step or path following "
+        "replaces it.",
         min=0.0,
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but what goes wrong.")]
-_SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
 
 
 class Estimator(StrEnum):
-    """What predicts."""
+    """The methods that predict the effect of a removal."""
 
     dif = "dif"
     derivative = "derivative"
@@ -51,74 +53,79 @@ class Estimator(StrEnum):
 
 
 def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.py")) -> None:
-    """Write an example of the file that describes a model; it runs as it is.
+    """Write an example of the file that describes a model. The example runs as it is.
 
     Example: dif init model.py && dif check model.py && dif score model.py
     """
-    with one_line():
+    with report_errors():
         from dif.report.description import TEMPLATE
 
         if file.exists():
-            refuse(f"{str(file)!r} is there already and is not overwritten: name another file")
+            fail(f"{str(file)!r} already exists and is not overwritten. Choose another file name.")
         try:
             file.write_text(TEMPLATE, encoding="utf-8")
         except OSError as error:
-            refuse(f"cannot write {str(file)!r} ({error.strerror}): name a file in a folder that exists", cause=error)
-    typer.echo(f"Written: {file}. Next: dif check {file}")
+            fail(f"Cannot write {str(file)!r} ({error.strerror}). Choose a file in an existing folder.", cause=error)
+    typer.echo(f"Wrote {file}. Next: dif check {file}")
 
 
 def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
-    """Can predictions for this model be trusted? The verdict and the certificate in plain words, with what to do.
+    """Check whether predictions for this model can be trusted, and say what to do if not.
 
-    Nothing is retrained: for the strongest removals and for random ones, two further Newton steps show how far the
-    predictions of the file's targets are off. Exit code 2 where they cannot be trusted.
+    Prints a verdict, then the certificate: whether the parameters are a solution, and the margin of each constraint.
+    Nothing is retrained: the error of the predictions is estimated by two further Newton steps for the removals with
+    the largest effect and for some random ones. The exit code is 2 if predictions cannot be trusted.
 
     Example: dif check model.py
     """
-    with one_line():
+    with report_errors():
         from dif.analyses.verdict import Verdict
         from dif.optimality.certificate import Certificate
         from dif.report.description import Description
 
-        told = Description.read(file, aimed=False)
-        found = Certificate.of(told.solution)
-        verdict = Verdict.of(found.to_dict(), None, None)
-        missing = "`targets`" if not told.targets else "" if told.chosen else "`train`, and there are several Samples"
-        if found.holds and missing:
+        description = Description.read(file, need_targets=False)
+        certificate = Certificate.of(description.solution)
+        verdict = Verdict.of(certificate.to_dict(), None, None)
+        missing = ""
+        if not description.targets:
+            missing = "`targets`"
+        elif not description.train_is_known:
+            missing = "`train`, and there are several Samples"
+        if certificate.holds and missing:
             verdict = Verdict("note", f"This is a solution. No prediction was checked: the file names no {missing}.")
-        elif found.holds:
-            margins, assessment, unanswered, kinked = _assessed(told)
-            found = Certificate.of(told.solution, margins)
-            verdict = Verdict.of(found.to_dict(), assessment, None, unanswered, kinked)
+        elif certificate.holds:
+            margins, assessment, unanswered, kinks = _assess(description)
+            certificate = Certificate.of(description.solution, margins)
+            verdict = Verdict.of(certificate.to_dict(), assessment, None, unanswered, kinks)
         if as_json:
-            typer.echo(json.dumps({"verdict": asdict(verdict), **found.to_dict()}, indent=2))
+            typer.echo(json.dumps({"verdict": asdict(verdict), **certificate.to_dict()}, indent=2))
         elif not quiet:
-            _judged(asdict(verdict))
-            _certificate(found)
-        bad = [one for one in found.findings if one.verdict == "bad"]
+            print_verdict(asdict(verdict))
+            print_certificate(certificate)
+        bad = [finding for finding in certificate.findings if finding.verdict == "bad"]
         if bad:
-            refuse(f"{bad[0].what} {bad[0].meaning} Measured: {bad[0].measured}. {bad[0].cure}")
+            fail(f"{bad[0].what} {bad[0].meaning} Measured: {bad[0].measured}. {bad[0].cure}")
         if verdict.sign == "bad":
-            refuse(f"{verdict.words} {verdict.cure}")
+            fail(f"{verdict.words} {verdict.cure}")
 
 
-def _assessed(told: Description) -> tuple[Any, dict[str, Any], tuple[int, str] | None, str]:
-    """What removals move the constraints by, the error to be expected of the targets, and what has no answer."""
+def _assess(description: Description) -> tuple[Any, dict[str, Any], tuple[int, str] | None, str]:
+    """Return the constraint margins, the error estimate of the scores, the unanswered removals and the kinks."""
     import dif
     from dif.optimality.targets import Targets
 
-    predictor, (everyone, _) = dif.DirectionalInfluence(told.solution), _removals(told)
-    wanted = list(told.targets.values())
-    with _unsaid():
-        scores = predictor.scores(wanted, everyone, show_progress=False)
-    kinks = Targets(wanted, told.solution).kinks(told.solution.theta)
+    predictor, (removals, _) = dif.DirectionalInfluence(description.solution), _removals(description)
+    targets = list(description.targets.values())
+    with _ignore_first_order_warning():
+        scores = predictor.scores(targets, removals, show_progress=False)
+    kinks = Targets(targets, description.solution).kinks(description.solution.theta)
     assessment = scores.diagnostics["assessment"]
-    return predictor.margins(everyone), assessment, scores.unanswered, "; ".join(map(str, kinks))
+    return predictor.margins(removals), assessment, scores.unanswered, "; ".join(map(str, kinks))
 
 
 @contextmanager
-def _unsaid() -> Iterator[None]:
-    """The verdict says what this warning would."""
+def _ignore_first_order_warning() -> Iterator[None]:
+    """Suppress FirstOrderWarning: the printed verdict says the same."""
     from dif.errors import FirstOrderWarning
 
     with catch_warnings():
@@ -126,276 +133,213 @@ def _unsaid() -> Iterator[None]:
         yield
 
 
-def _judged(verdict: dict[str, str]) -> None:
-    """The verdict, before anything else."""
-    colour = {"good": "green", "note": "yellow", "bad": "red"}[verdict["sign"]]
-    words = f"{_SIGNS[verdict['sign']]} [bold {colour}]{plain(verdict['words'])}[/]"
-    console().print(words + (f" [italic]{plain(verdict['cure'])}[/]" if verdict["cure"] else ""), soft_wrap=True)
-
-
-def _certificate(found: Any) -> None:
-    made = table(f"{found.parameters} parameters, objective {found.objective:.6g}", "", "", "measured", left=3)
-    for one in found.findings:
-        words = f"[bold]{plain(one.what)}[/] {plain(one.meaning)}" + (
-            f" [italic]{plain(one.cure)}[/]" if one.cure else ""
-        )
-        made.add_row(_SIGNS[one.verdict], words, plain(one.measured))
-    console().print(made)
-    if found.constraints:
-        headings = ("constraint", "state", "slack", "multiplier λ", "one removal moves it by", "in the median")
-        rows = table("Constraints", *headings, left=2)
-        for one in found.constraints:
-            state = one.state + (" (uncertain)" if one.uncertain else "")
-            moves = ("—" if size is None else f"{size:.2g}" for size in (one.largest, one.median))
-            rows.add_row(plain(one.name), state, f"{one.slack:.3g}", f"{one.multiplier:.4g}", *moves)
-        console().print(rows)
-
-
 def score(
     file: File,
     target: Target = None,
-    top: Annotated[int, typer.Option(help="How many to print.", min=1)] = 20,
+    top: Annotated[int, typer.Option(help="How many samples to print.", min=1)] = 20,
     out: OutDir = Path("results"),
-    estimator: Annotated[Estimator, typer.Option(help="What predicts.")] = Estimator.dif,
+    estimator: Annotated[
+        Estimator,
+        typer.Option(
+            help="How the change is predicted. dif: constraints within reach of a removal may become active or "
+            "inactive. derivative: the paper's directional derivative. switching: any constraint may become active "
+            "or inactive. newton: one Newton step per removal. classical: ignores the constraints."
+        ),
+    ] = Estimator.dif,
     accuracy: Accuracy = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """How would the target change without each training sample? Scores, the most influential samples, a report.
+    """Predict how the target would change without each training sample.
 
-    The verdict comes first: how far the predictions can be trusted. Writes scores.npz (dif.Influence.load), report.json
-    and report.html into --out.
+    Prints a verdict on how far the predictions can be trusted, then the most influential samples. Writes scores.npz
+    (read it with dif.Influence.load), report.json and report.html into --out.
 
     Example: dif score model.py --target gap --top 20 --out results
     """
-    with one_line():
+    with report_errors():
         from dif.report.description import Description
 
-        _made(out)
-        found = _scored(Description.read(file), target, top, out, estimator, accuracy, quiet or as_json)
-    _shown(found, top, out, as_json, quiet)
+        _make_folder(out)
+        result = _score(Description.read(file), target, top, out, estimator, accuracy, quiet or as_json)
+    print_report(result, top, out, as_json, quiet)
 
 
 def retrain(
     file: File,
     target: Target = None,
-    top: Annotated[int, typer.Option(help="How many of the most influential to retrain without.", min=1)] = 20,
+    top: Annotated[
+        int, typer.Option(help="How many of the most influential samples to remove, one at a time.", min=1)
+    ] = 20,
     out: OutDir = Path("results"),
-    jobs: Annotated[int, typer.Option(help="Processes that share the work; −1 for all cores.")] = 1,
+    jobs: Annotated[int, typer.Option(help="Number of processes that retrain in parallel; −1: one per core.")] = 1,
     accuracy: Accuracy = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify the most influential samples by training again without each of them.
+    """Verify the most influential samples: retrain the model without each of them and compare with the scores.
 
-    Scores first where --out has none. The verdict compares what was to be expected with what happened. Each finished
-    retraining is kept in --out: interrupted, the same command goes on.
+    Scores the samples first if --out has no scores of this model and target. The verdict compares the expected error
+    with the actual one. Each finished retraining is saved in --out; after an interruption, run the same command again
+    to continue.
 
     Example: dif retrain model.py --top 20 --out results --jobs 2
     """
-    with one_line():
-        _made(out)
-        found = _retrained(file, target, top, out, jobs, accuracy, quiet or as_json)
-    _shown(found, top, out, as_json, quiet)
+    with report_errors():
+        _make_folder(out)
+        result = _retrain(file, target, top, out, jobs, accuracy, quiet or as_json)
+    print_report(result, top, out, as_json, quiet)
 
 
 def report(
-    folder: Annotated[Path, typer.Argument(help="A folder that `dif score` wrote.")] = Path("results"),
+    folder: Annotated[Path, typer.Argument(help="A folder that `dif score` or `dif retrain` wrote.")] = Path("results"),
     quiet: Quiet = False,
 ) -> None:
-    """Write report.html anew from the numbers in a folder: one file that works offline.
+    """Write report.html again from the numbers in a folder. It is one file and works offline.
 
     Example: dif report results
     """
-    with one_line():
+    with report_errors():
         from dif.report.report import Report
 
         if not (folder / "report.json").is_file():
-            refuse(f"no report.json in {str(folder)!r}: run `dif score FILE --out {folder}` first")
+            fail(f"There is no report.json in {str(folder)!r}. Run `dif score FILE --out {folder}` first.")
         Report.load(folder / "report.json").write_html(folder / "report.html")
     if not quiet:
         typer.echo(f"Report: {(folder / 'report.html').resolve()}")
 
 
-def example(out: Path) -> Path:
-    """The fairness example that comes with dif, scored and verified; where its report is."""
-    with one_line(), as_file(files("dif") / "examples" / "credit.py") as file:
-        _made(out)
-        found = _retrained(file, None, 20, out, 1, None, False)
-    _shown(found, 10, out, as_json=False, quiet=False)
+def run_example(out: Path) -> Path:
+    """Score and retrain the fairness example that comes with dif; return the path of its HTML report."""
+    with report_errors(), as_file(files("dif") / "examples" / "credit.py") as file:
+        _make_folder(out)
+        result = _retrain(file, None, 20, out, 1, None, False)
+    print_report(result, 10, out, as_json=False, quiet=False)
     return out / "report.html"
 
 
-def _removals(told: Description) -> tuple[Perturbation, dict[int, str]]:
-    """Everyone who can be removed, and who cannot, with the reason."""
+def _removals(description: Description) -> tuple[Perturbation, dict[int, str]]:
+    """Return the removal of each sample that can be removed, and for the others the term that needs them."""
     from dif.evaluation.weight_change import indispensable
 
-    needed = indispensable(told.solution.program, told.train)
-    left = [i for i in range(len(told.train)) if i not in needed]
-    if not left:
-        refuse(
-            "no sample can be removed: each is alone in a term of the problem, which would not be defined without it"
+    needed = indispensable(description.solution.program, description.train)
+    removable = [i for i in range(len(description.train)) if i not in needed]
+    if not removable:
+        fail(
+            "No sample can be removed: each is the only sample in a term of the problem, which would be undefined "
+            "without it."
         )
-    return told.train.remove_each(left if needed else None), needed
+    return description.train.remove_each(removable if needed else None), needed
 
 
-def _predicted(
-    told: Description, wanted: Any, everyone: Perturbation, estimator: Estimator, accuracy: float | None, silent: bool
-) -> tuple[Influence, DirectionalInfluence | None]:
-    """The scores, and what knows their parts by term."""
+def _predict(
+    description: Description, target: Any, removals: Perturbation, estimator: Estimator, accuracy: float | None,
+    silent: bool,
+) -> tuple[Influence, DirectionalInfluence | None]:  # fmt: skip
+    """Return the scores, and the estimator if it can split them by term."""
     import dif
 
-    solution = told.solution
+    solution = description.solution
     if accuracy is not None:
         if estimator is not Estimator.dif:
-            refuse(f"--accuracy chooses the estimator itself: leave out --estimator {estimator.value}")
+            fail(f"--accuracy selects the estimator itself, so leave out --estimator {estimator.value}.")
         adaptive = dif.AdaptiveInfluence(solution, accuracy=accuracy, strict=False, show_progress=not silent)
-        return adaptive.scores(wanted, everyone), None
+        return adaptive.scores(target, removals), None
     if estimator is Estimator.newton:
-        return dif.NewtonInfluence(solution, show_progress=not silent).scores(wanted, everyone), None
+        return dif.NewtonInfluence(solution, show_progress=not silent).scores(target, removals), None
     if estimator is Estimator.classical:
-        return dif.ClassicalInfluence(solution).scores(wanted, everyone, show_progress=not silent), None
-    how: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}[estimator]
-    predictor = dif.DirectionalInfluence(solution, switching=how)
-    return predictor.scores(wanted, everyone, show_progress=not silent), predictor
+        return dif.ClassicalInfluence(solution).scores(target, removals, show_progress=not silent), None
+    switching: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}[estimator]
+    predictor = dif.DirectionalInfluence(solution, switching=switching)
+    return predictor.scores(target, removals, show_progress=not silent), predictor
 
 
-def _scored(
-    told: Description, target: str | None, top: int, out: Path, estimator: Estimator, accuracy: float | None,
+def _score(
+    description: Description, target: str | None, top: int, out: Path, estimator: Estimator, accuracy: float | None,
     silent: bool,
 ) -> Report:  # fmt: skip
-    """Score everyone, and keep it."""
+    """Score every sample and write scores.npz and the report into `out`."""
     import torch
 
     import dif
-    from dif.report.report import Report, shown
+    from dif.report.report import Report, select_samples
 
-    name, wanted = told.target(target)
-    everyone, needed = _removals(told)
-    with _unsaid():
-        scores, predictor = _predicted(told, wanted, everyone, estimator, accuracy, silent)
-    margins = (predictor or dif.DirectionalInfluence(told.solution)).margins(everyone)
+    name, term = description.target(target)
+    removals, needed = _removals(description)
+    with _ignore_first_order_warning():
+        scores, predictor = _predict(description, term, removals, estimator, accuracy, silent)
+    margins = (predictor or dif.DirectionalInfluence(description.solution)).margins(removals)
     if needed:
-        scores = _with_the_rest(scores, told.train.remove_each(), needed)
+        scores = _add_unanswered(scores, description.train.remove_each(), needed)
     scores = replace(scores, targets=(name,))
-    listed = shown(scores, top)
-    some = told.train.remove_each([i for i in listed if i not in needed])
+    listed = select_samples(scores, top)
+    answered = description.train.remove_each([i for i in listed if i not in needed])
     if predictor is not None:
-        parts = predictor.by_term(wanted, some)
+        parts = predictor.by_term(term, answered)
     else:
-        parts = dif.Influence(torch.zeros(len(some), 0), some, (), scores.estimator)
+        parts = dif.Influence(torch.zeros(len(answered), 0), answered, (), scores.estimator)
     scores.save(out / "scores.npz")
-    made = Report.of(told, name, scores, parts, listed, _command(), margins)
-    _written(made, out)
-    return made
+    result = Report.of(description, name, scores, parts, listed, _command(), margins)
+    _write_report(result, out)
+    return result
 
 
-def _with_the_rest(scores: Influence, everyone: Perturbation, needed: dict[int, str]) -> Influence:
-    """The scores, and no answer where a sample cannot be removed."""
+def _add_unanswered(scores: Influence, removals: Perturbation, needed: dict[int, str]) -> Influence:
+    """Return scores of all samples: NaN and a reason for those that cannot be removed."""
     import torch
 
-    values = torch.full((len(everyone), 1), float("nan"), dtype=scores.values.dtype)
-    left = [i for i in range(len(everyone)) if i not in needed]
-    values[left] = scores.values
+    values = torch.full((len(removals), 1), float("nan"), dtype=scores.values.dtype)
+    removable = [i for i in range(len(removals)) if i not in needed]
+    values[removable] = scores.values
     assessment = dict(scores.diagnostics["assessment"])
-    assessment["rows"] = [left[row] for row in assessment["rows"]]
-    why = {
-        everyone[i].labels[0]: f"It is alone in {words}, which would not be defined without it."
-        for i, words in needed.items()
+    assessment["rows"] = [removable[row] for row in assessment["rows"]]
+    reasons = {
+        removals[i].labels[0]: f"It is the only sample in {term}, which would be undefined without it."
+        for i, term in needed.items()
     }
-    unanswered = scores.diagnostics.get("unanswered", {}) | why
+    unanswered = scores.diagnostics.get("unanswered", {}) | reasons
     diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
-    return replace(scores, stored=values, carried_out=everyone, diagnostics=diagnostics)
+    return replace(scores, stored=values, carried_out=removals, diagnostics=diagnostics)
 
 
-def _retrained(
+def _retrain(
     file: Path, target: str | None, top: int, out: Path, jobs: int, accuracy: float | None, silent: bool
 ) -> Report:
-    """Retrain without the most influential ones, and keep it."""
+    """Retrain without each of the `top` most influential samples and add the results to the report."""
     import dif
     from dif.report.description import Description
     from dif.report.report import Report, fingerprint
 
-    told = Description.read(file)
-    name, wanted = told.target(target)
+    description = Description.read(file)
+    name, term = description.target(target)
     known = Report.load(out / "report.json") if (out / "report.json").is_file() else None
-    stale = known is None or known.mark != fingerprint(told, name) or len(known.samples) < min(top, known.total)
-    if known is None or stale or accuracy is not None:
-        known = _scored(told, target, top, out, Estimator.dif, accuracy, silent)  # another model or question since
-    listed = [one["index"] for one in known.samples[:top] if one["score"] is not None]
+    stale = known is None or known.mark != fingerprint(description, name) or len(known.samples) < min(top, known.total)
+    if known is None or stale or accuracy is not None:  # another model, another target or too few samples
+        known = _score(description, target, top, out, Estimator.dif, accuracy, silent)
+    listed = [sample["index"] for sample in known.samples[:top] if sample["score"] is not None]
     retraining = dif.Retraining(
-        told.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
+        description.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
     )
-    actual = retraining.scores(wanted, told.train.remove_each(listed))
-    made = known.with_actual(listed, actual, command=_command())
-    _written(made, out)
-    return made
+    actual = retraining.scores(term, description.train.remove_each(listed))
+    result = known.with_actual(listed, actual, command=_command())
+    _write_report(result, out)
+    return result
 
 
-def _made(out: Path) -> None:
-    """The folder for the results, before any work is done for it."""
+def _make_folder(out: Path) -> None:
+    """Create the folder for the results and check, before any work is done, that it can be written to."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         (out / ".dif").touch()
         (out / ".dif").unlink()
     except OSError as error:
-        refuse(f"cannot write into {str(out)!r} ({error.strerror}): name another folder with --out", cause=error)
+        fail(f"Cannot write into {str(out)!r} ({error.strerror}). Choose another folder with --out.", cause=error)
 
 
-def _written(made: Report, out: Path) -> None:
-    made.save(out / "report.json")
-    made.write_html(out / "report.html")
+def _write_report(result: Report, out: Path) -> None:
+    result.save(out / "report.json")
+    result.write_html(out / "report.html")
 
 
 def _command() -> str:
     return shlex.join(["dif", *sys.argv[1:]])
-
-
-def _shown(found: Report, top: int, out: Path, as_json: bool, quiet: bool) -> None:
-    """The verdict and the top of the ranking, as a table or as JSON."""
-    bad = found.verdict["sign"] == "bad"
-    if as_json:
-        rows = [
-            {key: one.get(key) for key in ("index", "name", "group", "score", "actual")} for one in found.samples[:top]
-        ]
-        said = {"verdict": found.verdict, "target": found.target, "value": found.value}
-        said |= {"estimator": found.estimator, "samples": rows}
-        said |= {"agreement": found.agreement, "remarks": found.remarks}
-        typer.echo(json.dumps(said | {"report": str((out / "report.html").resolve())}))
-    if bad and (as_json or quiet):
-        say(f"{found.verdict['words']} {found.verdict['cure']}")  # on stderr
-    if as_json or quiet:
-        return
-    _judged(found.verdict)
-    retrained = any(one.get("actual") is not None for one in found.samples)
-    headings = [
-        "sample",
-        "group",
-        "score",
-        *(["retrained"] if retrained else []),
-        *(["mostly through"] if found.terms else []),
-    ]
-    made = table(
-        f"{plain(found.target)} = {found.value:.6g}: its change without each sample ({found.estimator})",
-        *headings,
-        left=2,
-    )
-    for one in found.samples[:top]:
-        cells = [_signed(one["score"]), *([_signed(one.get("actual"))] if retrained else [])]
-        if found.terms:
-            sizes = [abs(x or 0.0) for x in one["parts"]]
-            cells.append(plain(found.terms[sizes.index(max(sizes))]) if any(sizes) else "—")
-        made.add_row(plain(one["name"]), plain(one["group"] or ""), *cells)
-    console().print(made)
-    for words in found.remarks:
-        typer.echo(printable(words))
-    if found.agreement is not None:
-        named = {"pearson": "r = {:.4f}", "slope": "slope {:.3f}", "relative_error": "relative error {:.1%}"}
-        known = {key: shape for key, shape in named.items() if found.agreement[key] is not None}
-        words = ", ".join(shape.format(found.agreement[key]) for key, shape in known.items()) or "not defined"
-        typer.echo(f"Against retraining ({found.agreement['n']} removals): {words}")
-    typer.echo(f"Report: {(out / 'report.html').resolve()}")
-
-
-def _signed(x: float | None) -> str:
-    return "—" if x is None else f"{x:+.4g}"

@@ -1,4 +1,4 @@
-"""The paper's studies."""
+"""Commands that rerun the studies: run one, print its tables, say where its files are."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from dif.cli.saying import console, one_line, refuse, table
+from dif.cli.output import fail, make_console, make_table, report_errors
 
 reproduce = typer.Typer(
-    help="Rerun the paper's experiments: figures as PNG, every number as JSON.", no_args_is_help=True
+    help="Rerun the studies: the paper's experiments and some more. Figures are PNG files, numbers JSON files.",
+    no_args_is_help=True,
 )
 
-Out = Annotated[Path, typer.Option(help="Folder for the figures and the JSON files; made if missing.")]
+Out = Annotated[Path, typer.Option(help="Folder for the figures and JSON files; it is created if missing.")]
 
 
 class Bounds(StrEnum):
-    """Right-hand sides of the regression's inequalities."""
+    """Choices of the right-hand sides of the regression's inequalities."""
 
     paper = "paper"
     binding = "binding"
 
 
 class Model(StrEnum):
-    """Networks of the fairness study."""
+    """Network architectures of the fairness study."""
 
     paper = "paper"
     small = "small"
@@ -40,216 +41,235 @@ class Side(StrEnum):
 
 
 def paper_studies(out: Path) -> None:
-    """All three on embedded data, the network in a small version, and tables of what they show."""
-    _toy(out)
-    _regression(out, seed=3, removals=100, bounds=Bounds.paper)
-    _credit(out)
-    _cnn(out / "cnn", None, resume=True, paper_epsilon=False)
+    """Run the toy, regression, credit and small network studies on embedded data and print their tables."""
+    _run_toy(out)
+    _run_regression(out, seed=3, removals=100, bounds=Bounds.paper)
+    _run_credit(out)
+    _run_cnn(out / "cnn", None, resume=True, paper_epsilon=False)
 
 
 @reproduce.command("toy")
 def reproduce_toy(out: Out = Path("results")) -> None:
-    """Least squares with ‖θ‖₁ ≤ 1: two one-sided derivatives at the kink (paper, figure 1).
+    """Least squares with ‖θ‖₁ ≤ 1: the two one-sided derivatives at the kink (paper, figure 1).
 
     Example: dif reproduce toy --out results
     """
-    _toy(out)
-    typer.echo(f"\nWritten: {out.resolve() / 'toy.png'}, toy.json")
+    _run_toy(out)
+    typer.echo(f"\nWrote {out.resolve() / 'toy.png'}, toy.json")
 
 
 @reproduce.command("regression")
 def reproduce_regression(
-    seed: Annotated[int, typer.Option(help="Seed of the data and of the choice of removals.", min=0)] = 0,
-    removals: Annotated[int, typer.Option(help="How many samples are removed, one at a time.", min=2, max=1000)] = 100,
+    seed: Annotated[int, typer.Option(help="Random seed of the data and of the choice of removals.", min=0)] = 0,
+    removals: Annotated[int, typer.Option(help="How many samples to remove, one at a time.", min=2, max=1000)] = 100,
     bounds: Annotated[
-        Bounds, typer.Option(help="The paper's, or chosen so that both inequalities bind.")
+        Bounds, typer.Option(help="paper: the paper's bounds. binding: bounds at which both inequalities bind.")
     ] = Bounds.paper,
     out: Out = Path("results"),
 ) -> None:
-    """Constrained linear regression, leave-one-out: every estimator against CVXPY's retraining (paper, figure 3).
+    """Constrained linear regression, leave-one-out: compare all estimators with retraining by CVXPY (paper, figure 3).
 
     Example: dif reproduce regression --seed 2 --removals 100 --out results
     """
-    _regression(out, seed, removals, bounds)
-    typer.echo(f"\nWritten: {out.resolve() / 'regression.png'}, regression.json")
+    _run_regression(out, seed, removals, bounds)
+    typer.echo(f"\nWrote {out.resolve() / 'regression.png'}, regression.json")
 
 
 @reproduce.command("credit")
 def reproduce_credit(out: Out = Path("results")) -> None:
-    """A fair credit score on real data: every estimator against retraining without each of 700 credits.
+    """A fair credit score on real data: compare all estimators with retraining without each of 700 credits.
 
     Example: dif reproduce credit --out results
     """
-    _credit(out)
-    typer.echo(f"\nWritten: {out.resolve() / 'credit.png'}, credit.json")
+    _run_credit(out)
+    typer.echo(f"\nWrote {out.resolve() / 'credit.png'}, credit.json")
 
 
 @reproduce.command("cnn")
 def reproduce_cnn(
     n: Annotated[
-        int, typer.Option(help="Training images; more than 6000 are read from --data or downloaded.", min=2)
+        int, typer.Option(help="Number of training images. More than 6000 are read from --data, or downloaded.", min=2)
     ] = 6000,
-    groups: Annotated[int, typer.Option(help="Groups of samples, each with a constraint on its risk.", min=2)] = 3,
-    alpha: Annotated[float, typer.Option(help="Share dealt to the groups at random.", min=0.0, max=1.0)] = 0.5,
-    tau: Annotated[float, typer.Option(help="How far a group's risk may exceed the mean.", min=0.0)] = 0.002,
-    l2: Annotated[float, typer.Option(help="Weight of the ridge, ½·L2·‖θ‖².", min=0.0)] = 0.006,
-    model: Annotated[Model, typer.Option(help="Seven convolutions, or four.")] = Model.paper,
-    side: Annotated[Side, typer.Option(help="Pixels per side: as they are, or means over 2 × 2.")] = Side.halved,
-    channels: Annotated[int, typer.Option(help="Channels of each convolution.", min=1)] = 4,
-    removals: Annotated[int, typer.Option(help="So many of the most influential are retrained.", min=2)] = 100,
-    plain: Annotated[int, typer.Option(help="So many also by a plain optimiser, as a check.", min=0)] = 0,
-    paper_epsilon: Annotated[bool, typer.Option(help="Also retrain with 1/Nⱼ kept, the paper's removal.")] = True,
-    epochs: Annotated[int, typer.Option(help="Of mini-batches, before the polish.", min=0)] = 100,
-    seed: Annotated[int, typer.Option(help="Of the start, the groups and the mini-batches.", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    data: Annotated[Path | None, typer.Option(help="Folder with the four files of MNIST (idx, gzip).")] = None,
-    jobs: Annotated[int, typer.Option(help="Processes that share the retrainings.")] = 1,
+    groups: Annotated[int, typer.Option(help="Number of groups; each has a constraint on its risk.", min=2)] = 3,
+    alpha: Annotated[
+        float,
+        typer.Option(help="Share of the samples assigned to groups at random; the others by label.", min=0.0, max=1.0),
+    ] = 0.5,
+    tau: Annotated[
+        float, typer.Option(help="How much a group's risk may exceed the mean of the groups.", min=0.0)
+    ] = 0.002,
+    l2: Annotated[float, typer.Option(help="Weight of the ridge penalty ½·L2·‖θ‖².", min=0.0)] = 0.006,
+    model: Annotated[Model, typer.Option(help="paper: seven convolutions. small: four.")] = Model.paper,
+    side: Annotated[
+        Side, typer.Option(help="Pixels per side: 28 (original) or 14 (means over 2 × 2 pixels).")
+    ] = Side.halved,
+    channels: Annotated[int, typer.Option(help="Channels per convolution.", min=1)] = 4,
+    removals: Annotated[
+        int, typer.Option(help="How many of the most influential samples to retrain without.", min=2)
+    ] = 100,
+    plain: Annotated[
+        int,
+        typer.Option(help="How many of these to retrain also with SciPy's L-BFGS-B, as an independent check.", min=0),
+    ] = 0,
+    paper_epsilon: Annotated[
+        bool, typer.Option(help="Also retrain with the weights 1/Nⱼ unchanged, as the paper defines a removal.")
+    ] = True,
+    epochs: Annotated[int, typer.Option(help="Mini-batch epochs before the exact solver.", min=0)] = 100,
+    seed: Annotated[int, typer.Option(help="Random seed of initial weights, groups and mini-batches.", min=0)] = 0,
+    device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "cpu",
+    data: Annotated[Path | None, typer.Option(help="Folder with the four MNIST files (idx, gzip).")] = None,
+    jobs: Annotated[int, typer.Option(help="Number of processes that retrain in parallel; −1: one per core.")] = 1,
     resume: Annotated[
-        bool, typer.Option(help="Go on with the study in --out; finished stages are not repeated.")
+        bool, typer.Option(help="Continue the study in --out; finished stages are not repeated.")
     ] = False,
     out: Out = Path("results/cnn"),
 ) -> None:
-    """A fairness-constrained network on MNIST: every estimator against retraining (paper, section 5.2).
+    """A fairness-constrained network on MNIST: compare all estimators with retraining (paper, section 5.2).
 
-    The first misclassified test image is followed: every training sample is scored with DIF, the most influential are
-    removed one by one and the network is trained again to a certified solution each time. All stages are kept in --out.
+    The target is the loss of the first misclassified test image. Every training sample is scored with DIF; then the
+    most influential ones are removed, one at a time, and the network is retrained to a certified solution. All stages
+    are saved in --out.
 
-    The defaults are those of docs/studies.md: minutes on a GPU, an hour or two on two cores. In two minutes there:
+    The defaults are those of docs/studies.md: minutes on a GPU, an hour or two on two cores. This takes two minutes:
 
     Example: dif reproduce cnn --model small --n 2000 --l2 0.01 --tau 0.01 --epochs 200 --removals 40
     """
     _check_device(device)
     if jobs == 0:
-        refuse("--jobs 0: no process would do the work; leave it out for one, or say -1 for as many as there are cores")
+        fail("--jobs is 0, so no process would retrain. Leave it out for one process, or use -1 for one per core.")
     options = {"resume": resume, "data": data and str(data), "device": device, "jobs": jobs, "plain": plain}
     setting = {
         "n": n, "groups": groups, "alpha": alpha, "tau": tau, "l2": l2, "model": model.value, "side": int(side.value),
         "channels": channels, "seed": seed, "epochs": epochs, "removals": removals,
     }  # fmt: skip
-    _cnn(out, setting, paper_epsilon=paper_epsilon, **options)
-    typer.echo(f"\nWritten: {out.resolve() / 'cnn.png'}, cnn-images.png, cnn.json")
+    _run_cnn(out, setting, paper_epsilon=paper_epsilon, **options)
+    typer.echo(f"\nWrote {out.resolve() / 'cnn.png'}, cnn-images.png, cnn.json")
 
 
 @reproduce.command("ablation")
 def reproduce_ablation(out: Out = Path("results/ablation")) -> None:
-    """The small network study with one thing changed at a time: why influence is called fragile, and what cures it.
+    """The small network study with one setting changed at a time: what makes influence estimates fragile.
 
-    Ridge, number of samples, bounds of the constraints, damping, stopping early: correlation and slope of predicted
-    against retrained changes for each. Finished parts are kept in --out and not repeated (a quarter of an hour).
+    Varies the ridge, the number of samples, the bounds of the constraints, damping and early stopping, and prints
+    correlation and slope of predicted against retrained changes for each. Takes a quarter of an hour; finished parts
+    are saved in --out and not repeated.
     """
-    with one_line():
+    with report_errors():
         from dif.studies import ablation
 
         rows = ablation.reproduce(out)
-    made = table("Network study, small: one thing changed at a time", "", "KKT residual", "tangent curvature",
-                 "binding", "damping", "DIF r", "slope", "Newton r", "classical IF r")  # fmt: skip
+    headings = ("changed", "KKT residual", "tangent curvature", "binding", "damping", "DIF r", "slope", "Newton r",
+                "classical IF r")  # fmt: skip
+    table = make_table("Small network study: one setting changed at a time", *headings)
     for row in rows:
-        words = f"{row['varied']} {row['value']:g}"
-        figures = (f"{row['residual']:.1e}", f"{row['tangent_curvature']:.1e}", str(row["binding"]),
+        label = f"{row['varied']} {row['value']:g}"
+        numbers = (f"{row['residual']:.1e}", f"{row['tangent_curvature']:.1e}", str(row["binding"]),
                    f"{row['damping']:g}")  # fmt: skip
         shown = (("DIF", "pearson"), ("DIF", "slope"), ("Newton", "pearson"), ("classical IF", "pearson"))
         agreement = (row.get(name, {}).get(key) for name, key in shown)
-        made.add_row(words, *figures, *("—" if x is None else f"{x:.3f}" for x in agreement))
-    console().print(made)
-    typer.echo(f"\nWritten: {out.resolve() / 'ablation.json'}")
+        table.add_row(label, *numbers, *("—" if x is None else f"{x:.3f}" for x in agreement))
+    make_console().print(table)
+    typer.echo(f"\nWrote {out.resolve() / 'ablation.json'}")
 
 
 @reproduce.command("groups")
 def reproduce_groups(out: Out = Path("results")) -> None:
-    """Groups of digits removed at once, and a bound that moves: DIF, Newton and the path against training from scratch.
+    """Remove groups of samples at once, and move a bound: compare DIF, Newton and the path with fitting from scratch.
 
-    Logistic regression under bounds on the risk of two groups. About eight minutes on two cores, most of them for
-    training from scratch. Needs scikit-learn, for its digits.
+    Logistic regression on scikit-learn's digits with bounds on the risk of two groups. Takes about eight minutes on two
+    cores, most of them for fitting from scratch. Needs scikit-learn.
     """
-    with one_line():
+    with report_errors():
         from dif.studies import groups
 
         result = groups.reproduce(out)
-    made = table("Groups of digits: relative error of Δθ against training from scratch", "removed", "DIF", "Newton",
-                 "path")  # fmt: skip
+    title = "Groups of digits: largest relative error of Δθ against fitting from scratch"
+    table = make_table(title, "removed", "DIF", "Newton", "path")
     kinds = dict.fromkeys((group["kind"], group["share"]) for group in result["groups"])
     for kind, share in kinds:
-        mine = [i for i, g in enumerate(result["groups"]) if (g["kind"], g["share"]) == (kind, share)]
-        worst = (max(result["errors"][name][i] for i in mine) for name in ("DIF", "Newton", "path"))
-        made.add_row(f"{share:.0%}, {kind}", *(f"{error:.1e}" for error in worst))
-    console().print(made)
+        members = [i for i, g in enumerate(result["groups"]) if (g["kind"], g["share"]) == (kind, share)]
+        worst = (max(result["errors"][name][i] for i in members) for name in ("DIF", "Newton", "path"))
+        table.add_row(f"{share:.0%}, {kind}", *(f"{error:.1e}" for error in worst))
+    make_console().print(table)
     seconds, warning, curve = result["seconds"], result["warning"], result["curve"]
     for name in ("DIF", "path", "Newton", "warm retraining"):
-        typer.echo(f"{name}: {seconds['from scratch'] / seconds[name]:.0f} times less time than training from scratch")
+        typer.echo(f"{name}: {seconds['from scratch'] / seconds[name]:.0f} times faster than fitting from scratch")
     each = result["seconds_each"]
     ratios = sorted(a / b for a, b in zip(each["from scratch"], each["path"], strict=True))
     typer.echo(
-        f"path, group by group: {ratios[0]:.1f} to {ratios[-1]:.0f} times less, median {ratios[len(ratios) // 2]:.0f}"
+        f"path, per group: {ratios[0]:.1f} to {ratios[-1]:.0f} times faster, median {ratios[len(ratios) // 2]:.0f}"
     )
     fired, quiet = (f"{warning[key]:.1%}" for key in ("fired beyond 10 %", "fired below 1 %"))
-    typer.echo(f"warning fired in {fired} of {warning['beyond 10 %']} answers off by more than 10 %, in {quiet} "
-               f"of {warning['below 1 %']} within 1 %")  # fmt: skip
+    typer.echo(f"warnings: at {fired} of the {warning['beyond 10 %']} predictions off by more than 10 %, at {quiet} "
+               f"of the {warning['below 1 %']} off by less than 1 %")  # fmt: skip
     faster = curve["seconds_from_scratch"] / curve["seconds"]
-    typer.echo(f"curve of {len(curve['bounds'])} bounds: differs from solving each by at most "
-               f"{curve['largest_difference']:.1e}, {faster:.0f} times less time")  # fmt: skip
+    typer.echo(f"curve over {len(curve['bounds'])} bounds: differs from fitting at each by at most "
+               f"{curve['largest_difference']:.1e}, {faster:.0f} times faster")  # fmt: skip
     for kink in curve["kinks"]:
-        told = "confirmed by solving 1e-6 to either side" if kink["confirmed"] else "NOT confirmed"
-        typer.echo(f"kink at {kink['bound']:.6g}: {kink['name']} binds {kink['binds']} ({told})")
+        confirmation = "confirmed by fitting 1e-6 on either side" if kink["confirmed"] else "NOT confirmed"
+        typer.echo(f"kink at {kink['bound']:.6g}: {kink['name']} binds {kink['binds']} ({confirmation})")
     errors = ", ".join(f"{name} {row['relative_error']:.1e}" for name, row in result["unconstrained"].items())
     typer.echo(f"without constraints, groups of 5 %, relative error: {errors}")
-    typer.echo(f"\nWritten: {out.resolve() / 'groups.png'}, groups.json")
+    typer.echo(f"\nWrote {out.resolve() / 'groups.png'}, groups.json")
 
 
 @reproduce.command("attribution")
 def reproduce_attribution(out: Out = Path("results")) -> None:
-    """Half the data left out, labels that are wrong, sets to remove: DIF and the path against classical IF and TracIn.
+    """Standard data-attribution tests: compare DIF and the path with classical influence and TracIn.
 
-    The digits under a bound on the risk of one group. About ten minutes on two cores; finished parts are kept in
-    --out. Needs scikit-learn, for its digits.
+    Linear datamodeling score (random halves of the data removed), detection of wrong labels, and sets of samples to
+    remove, on scikit-learn's digits with a bound on the risk of one group. Takes about ten minutes on two cores;
+    finished parts are saved in --out. Needs scikit-learn.
     """
-    with one_line():
+    with report_errors():
         from dif.studies import attribution
 
         result = attribution.reproduce(out)
-    made = table("Linear datamodeling score: 50 random halves, mean over 100 test samples", "estimator", "LDS")
+    table = make_table("Linear datamodeling score: 50 random halves, mean over 100 test samples", "estimator", "LDS")
     for name, value in result["linear datamodeling score"].items():
-        made.add_row(name, f"{value:.4f}")
-    console().print(made)
-    made = table("A tenth of the labels flipped: area under the ROC curve", "ranked by", "AUC")
+        table.add_row(name, f"{value:.4f}")
+    make_console().print(table)
+    table = make_table("A tenth of the labels flipped: area under the ROC curve", "ranked by", "AUC")
     for name, value in result["wrong labels"].items():
-        made.add_row(name, f"{value:.4f}")
-    console().print(made)
+        table.add_row(name, f"{value:.4f}")
+    make_console().print(table)
     rows = result["choices"]
-    made = table("30 samples removed to lower the held-out loss, retrained", "seed", "before", "greedy", "ranking")
+    table = make_table("Held-out loss after removing 30 samples and retraining", "seed", "before", "greedy", "ranking")
     for row in rows:
-        made.add_row(str(row["seed"]), *(f"{row[key]:.5f}" for key in ("before", "greedy", "ranking")))
-    console().print(made)
-    typer.echo(
-        f"greedy beats the ranking in {sum(row['greedy'] < row['ranking'] for row in rows)} of {len(rows)} seeds"
-    )
+        table.add_row(str(row["seed"]), *(f"{row[key]:.5f}" for key in ("before", "greedy", "ranking")))
+    make_console().print(table)
+    better = sum(row["greedy"] < row["ranking"] for row in rows)
+    typer.echo(f"the greedy choice beats the ranking for {better} of {len(rows)} seeds")
     flip, gap = result["sets"]["flip"], result["sets"]["gap"]
-    typer.echo(f"a prediction flips without {len(flip['removed'])} samples (margin {flip['margin']:.3f} → "
-               f"{flip['after']:.3f}); the gap is {gap['before']:.4f} → {gap['after']:.4f} without "
-               f"{len(gap['removed'])}")  # fmt: skip
-    typer.echo(f"\nWritten: {out.resolve() / 'attribution.json'}")
+    typer.echo(f"removing {len(flip['removed'])} samples flips a prediction (margin {flip['margin']:.3f} → "
+               f"{flip['after']:.3f}); removing {len(gap['removed'])} changes the gap from {gap['before']:.4f} "
+               f"to {gap['after']:.4f}")  # fmt: skip
+    typer.echo(f"\nWrote {out.resolve() / 'attribution.json'}")
 
 
 @reproduce.command("calibration")
 def reproduce_calibration(out: Out = Path("results")) -> None:
-    """Is the error that dif expects of its predictions the error that happens? 47 models, 20 removals each retrained.
+    """Compare the error that dif expects of its predictions with the actual error, for 47 models.
 
-    Linear, logistic, Poisson and tanh-network models of many sizes, ridges and bounds. About twenty minutes on two
-    cores; finished models are kept in --out.
+    Linear, logistic, Poisson and tanh-network models of many sizes, ridges and bounds; for each, 20 removals are
+    retrained. Takes about twenty minutes on two cores; finished models are saved in --out.
     """
-    with one_line():
+    with report_errors():
         from dif.studies import calibration
 
         result = calibration.reproduce(out)
-    made = table("Relative error of the 20 strongest removals", "model", "parameters", "expected", "actual", "trusted")
+    table = make_table(
+        "Relative error for the 20 most influential removals", "model", "parameters", "expected", "actual", "trusted"
+    )
     for row in result["rows"]:
         errors = ("—" if row[key] is None else f"{row[key]:.1%}" for key in ("expected", "actual"))
         verdict = "refused" if row["trusted"] is None else "yes" if row["trusted"] else "no"
-        made.add_row(row["name"], str(row["parameters"]), *errors, verdict)
-    console().print(made)
+        table.add_row(row["name"], str(row["parameters"]), *errors, verdict)
+    make_console().print(table)
     for key in ("models", "refused", "off by more than 50 %", "of these not trusted", "off by less than 10 %",
                 "of these trusted"):  # fmt: skip
         typer.echo(f"{key}: {result[key]}")
-    typer.echo(f"\nWritten: {out.resolve() / 'calibration.json'}")
+    typer.echo(f"\nWrote {out.resolve() / 'calibration.json'}")
 
 
 def _check_device(device: str) -> None:
@@ -258,34 +278,40 @@ def _check_device(device: str) -> None:
     try:
         torch.zeros(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        refuse(f"no device {device!r} here ({str(error).splitlines()[0]}): leave --device out", cause=error)
+        fail(f"Device {device!r} is not available ({str(error).splitlines()[0]}). Leave out --device.", cause=error)
 
 
-def _toy(out: Path) -> None:
-    with one_line():
+def _run_toy(out: Path) -> None:
+    with report_errors():
         from dif.studies import toy
 
         result = toy.reproduce(out)
-    title = "Toy: what removing z₂ does to θ = (½, ½); weak constraint: " + ", ".join(result["weak"])
-    made = table(title, "estimator", "removal, paper's ε", "opposite direction", "removal, renormalised", left=4)
+    title = "Toy: change of θ = (½, ½) when z₂ is removed; weakly active: " + ", ".join(result["weak"])
+    table = make_table(title, "estimator", "removal (paper)", "opposite direction", "removal (renormalised)", left=4)
     paper, renormalised = result["changes"]["paper"], result["changes"]["renormalised"]
     for name in paper["removal"]:
-        made.add_row(
-            name, *(_pair(part[name]) for part in (paper["removal"], paper["opposite"], renormalised["removal"]))
+        table.add_row(
+            name,
+            *(_format_theta(part[name]) for part in (paper["removal"], paper["opposite"], renormalised["removal"])),
         )
-    console().print(made)
+    make_console().print(table)
 
 
-def _regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
-    with one_line():
+def _run_regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
+    with report_errors():
         from dif.studies import regression
 
         result = regression.reproduce(out, seed, removals, bounds.value)
-    held = ", ".join(result["binding"])
-    for convention, words in (("paper", "1/n kept (paper's ε)"), ("renormalised", "mean over the samples left")):
-        made = _comparison(f"Regression, seed {seed}, {removals} removals against CVXPY\n{words}; binding: {held}")
+    binding = ", ".join(result["binding"])
+    for convention, weights in (
+        ("paper", "weights 1/n unchanged (the paper's removal)"),
+        ("renormalised", "mean over the remaining samples"),
+    ):
+        table = _make_comparison(
+            f"Regression, seed {seed}, {removals} removals against CVXPY\n{weights}; binding: {binding}"
+        )
         for name, row in result["agreement"][convention].items():
-            made.add_row(
+            table.add_row(
                 name,
                 f"{row['pearson']:.6f}",
                 f"{row['spearman']:.6f}",
@@ -293,58 +319,61 @@ def _regression(out: Path, seed: int, removals: int, bounds: Bounds) -> None:
                 f"{row['relative_error']:.2e}",
                 f"{row['sign']:.1%}",
             )
-        console().print(made)
+        make_console().print(table)
 
 
-def _credit(out: Path) -> None:
-    with one_line():
+def _run_credit(out: Path) -> None:
+    with report_errors():
         from dif.studies import credit
 
         result = credit.reproduce(out)
-    for target, found in result["agreement"].items():
-        made = _comparison(f"Credit, {target}: {result['removals']} removals; binding: {', '.join(result['binding'])}")
-        for name, row in found.items():
-            made.add_row(name, *_figures(row))
-        console().print(made)
+    for target, agreements in result["agreement"].items():
+        table = _make_comparison(
+            f"Credit, {target}: {result['removals']} removals; binding: {', '.join(result['binding'])}"
+        )
+        for name, row in agreements.items():
+            table.add_row(name, *_format_agreement(row))
+        make_console().print(table)
 
 
-def _figures(row: dict[str, Any]) -> list[str]:
-    """Agreement with retraining, as it stands in a table."""
+def _format_agreement(row: dict[str, Any]) -> list[str]:
+    """Format the agreement with retraining as five table cells."""
     if "pearson" not in row:
         return ["—"] * 5
     numbers = [f"{row[key]:.4f}" for key in ("pearson", "spearman", "slope")]
     return [*numbers, f"{row['relative_error']:.1%}", f"{row['sign']:.1%}"]
 
 
-def _comparison(title: str) -> Table:
-    """An empty table of estimators against retraining."""
-    return table(title, "estimator", "Pearson r", "Spearman", "slope", "relative error", "same sign")
+def _make_comparison(title: str) -> Table:
+    """Return an empty table that compares estimators with retraining."""
+    return make_table(title, "estimator", "Pearson r", "Spearman", "slope", "relative error", "same sign")
 
 
-def _cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
-    """The study of a setting, or the small one that comes with dif."""
-    with one_line():
+def _run_cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
+    """Run the network study with a setting (None: the small study) and print its tables."""
+    with report_errors():
         from dif.studies import cnn
 
         chosen = cnn.SMALL_STUDY if setting is None else cnn.Setting(**setting)
         result = cnn.reproduce(chosen, out, **options)
-    target, held = result["test_image"], ", ".join(result["binding"]) or "none"
+    target, binding = result["test_image"], ", ".join(result["binding"]) or "none"
     for convention, part in result["compared"].items():
-        words = "mean over the samples left" if convention == "renormalised" else "1/Nⱼ kept (paper's ε)"
-        made = _comparison(
+        renormalised = convention == "renormalised"
+        weights = "mean over the remaining samples" if renormalised else "weights 1/Nⱼ unchanged (the paper's removal)"
+        table = _make_comparison(
             f"CNN, {result['parameters']} parameters, N = {chosen.n}: loss of test image {target['index']} "
-            f"(a {target['label']} taken for a {target['taken_for']}), {chosen.removals} removals\n{words}; "
-            f"binding: {held}; largest KKT residual of a retraining {max(part['residuals']):.1e}"
+            f"(a {target['label']} taken for a {target['taken_for']}), {chosen.removals} removals\n{weights}; "
+            f"binding: {binding}; largest KKT residual of a retraining {max(part['residuals']):.1e}"
         )
         for name, row in part["agreement"].items():
-            made.add_row(name, *_figures(row))
-        console().print(made)
+            table.add_row(name, *_format_agreement(row))
+        make_console().print(table)
     for name, remark in result["remarks"].items():
         typer.echo(f"{name}: {remark}")
     if "plain" in result:
-        typer.echo(f"plain optimiser: loss changes of {len(result['plain']['removed'])} removals differ by at most "
+        typer.echo(f"L-BFGS-B: the loss changes of {len(result['plain']['removed'])} removals differ by at most "
                    f"{result['plain']['largest_difference']:.2%}")  # fmt: skip
 
 
-def _pair(entry: dict[str, Any]) -> str:
+def _format_theta(entry: dict[str, Any]) -> str:
     return "(" + ", ".join(f"{x + 0.0:.4f}" for x in entry["theta"]) + ")"

@@ -1,4 +1,4 @@
-"""What was found about a model, to keep, to show and to send: one JSON file, and one HTML file that stands alone."""
+"""The report on a model: saved as one JSON file, shown as one HTML file that works offline."""
 
 from __future__ import annotations
 
@@ -32,211 +32,211 @@ from dif.optimality.targets import Targets
 from dif.report.description import Description
 from dif.runtime.atomic_file import written
 
-_FORMAT = "dif report 2"
-_MOST = 1000  # samples listed
-_PICTURED = 300  # of them with their images
-_LARGEST = 4_000_000  # bytes of what the page says about samples
-_BARS = 41  # of the histogram
-_ROUNDING = 1e-13  # relative to the target, or to the losses
-_SIGN = {GOOD: "✓", BAD: "✗"}
+_FORMAT = "dif report 2"  # written to and expected in every report.json
+_MAX_LISTED = 1000  # samples listed on the page
+_MAX_IMAGES = 300  # listed samples with an image
+_MAX_BYTES = 4_000_000  # size of the sample data on the page, in bytes
+_BINS = 41  # bins of the histogram
+_ROUNDING = 1e-13  # scores below this are rounding errors, relative to the target or to the mean loss
+_SIGN = {GOOD: "✓", BAD: "✗"}  # symbol of a verdict; "!" for the others
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything as plain numbers and words; `save` and `load` as JSON, `write_html` for reading."""
+    """Scores, certificate and verdict as plain numbers and text, saved as JSON and shown as HTML."""
 
     title: str
     target: str
-    value: float  # of the target at the solution
+    value: float  # value of the target at the solution
     estimator: str
     certificate: dict[str, Any]
-    total: int  # samples scored
+    total: int  # number of samples that were scored
     histogram: dict[str, list[float]]
     by_group: list[dict[str, Any]]
     terms: list[str]
-    samples: list[dict[str, Any]]  # the most influential ones
+    samples: list[dict[str, Any]]  # the most influential samples, in order
     run: dict[str, str]
-    mark: str  # of the solution and the target
-    loss: bool  # whether the target is a loss, so that to raise it is to harm
-    assessment: dict[str, Any] | None  # what error is to be expected of the scores
-    unanswered: tuple[int, str] | None  # how many removals have no answer, and why the first has none
-    kinked: str  # what is not smooth about the target
-    verdict: dict[str, str]  # whether they can be trusted
-    agreement: dict[str, Any] | None = None
+    mark: str  # fingerprint of the solution, the target and the displayed data
+    loss: bool  # whether the target is a loss, so that a higher value is worse
+    assessment: dict[str, Any] | None  # error estimate of the scores
+    unanswered: tuple[int, str] | None  # how many removals have no score, and why the first has none
+    kinked: str  # where the target is not smooth; empty if it is smooth
+    verdict: dict[str, str]  # whether the scores can be trusted
+    agreement: dict[str, Any] | None = None  # agreement of scores and retraining
 
     @classmethod
     def of(
-        cls, told: Description, target: str, scores: Influence, parts: Influence, listed: Sequence[int], command: str,
-        margins: Sequence[Margin | None] | None = None,
+        cls, description: Description, target: str, scores: Influence, parts: Influence, listed: Sequence[int],
+        command: str, margins: Sequence[Margin | None] | None = None,
     ) -> Report:  # fmt: skip
-        """From the scores of all samples, and for those listed the parts by term.
+        """Build the report from the scores of all samples.
 
         Args:
-            told: The user's description.
-            target: Its name.
-            scores: (n, 1), one row per sample.
-            parts: One row per sample listed, one column per term.
-            listed: Which samples are shown.
-            command: What was run.
-            margins: What removals move the constraints by, for the certificate.
+            description: What the user's file defines.
+            target: Name of the target.
+            scores: Scores of all samples, (n, 1).
+            parts: Scores of the listed samples split by term, one column per term.
+            listed: Indices of the samples that the report lists.
+            command: The command line that was run.
+            margins: How much removals change each constraint, for the certificate.
         """
-        solution = told.solution
+        solution = description.solution
         column = scores.values[:, 0].double()
-        why = scores.diagnostics.get("unanswered", {})
-        features, errors = told.feature(listed), scores.expected_error
+        reasons = scores.diagnostics.get("unanswered", {})
+        features, errors = description.feature(listed), scores.expected_error
         samples = [
             {
                 "index": i,
-                "name": told.name(i),
-                "group": told.group(i),
+                "name": description.name(i),
+                "group": description.group(i),
                 "score": _number(column[i]),
-                "loss": _number(told.losses[told.train.name][i]),
-                "losses": {name: _number(values[i]) for name, values in told.losses.items()},
+                "loss": _number(description.losses[description.train.name][i]),
+                "losses": {name: _number(values[i]) for name, values in description.losses.items()},
                 "expected_error": _number(errors[i]),
-                "why": why.get(scores.perturbations[i], ""),  # there is no score
+                "why": reasons.get(scores.perturbations[i], ""),  # why it has no score
                 "parts": [_number(x) for x in parts.values[k]] if k < len(parts) else [],
                 "features": features[k],
-                "image": _picture(told.image(i)) if k < _PICTURED else None,
+                "image": _encode_image(description.image(i)) if k < _MAX_IMAGES else None,
             }
             for k, i in enumerate(listed)
         ]
-        made = cls(
-            title=told.path.stem,
+        report = cls(
+            title=description.path.stem,
             target=target,
-            value=float(Targets(told.targets[target], solution).values(solution.theta)[0]),
+            value=float(Targets(description.targets[target], solution).values(solution.theta)[0]),
             estimator=scores.estimator,
             certificate=Certificate.of(solution, margins).to_dict(),
             total=len(column),
-            histogram=_histogram(column),
-            by_group=_by_group(told, column),
+            histogram=_bin_scores(column),
+            by_group=_summarize_groups(description, column),
             terms=list(parts.targets),
             samples=samples,
-            run=_circumstances(command),
-            mark=fingerprint(told, target),
-            loss=told.is_loss(told.targets[target]),
-            assessment=_assessment(scores),
+            run=_describe_run(command),
+            mark=fingerprint(description, target),
+            loss=description.is_loss(description.targets[target]),
+            assessment=_clean_assessment(scores),
             unanswered=scores.unanswered,
-            kinked="; ".join(map(str, Targets(told.targets[target], solution).kinks(solution.theta))),
+            kinked="; ".join(map(str, Targets(description.targets[target], solution).kinks(solution.theta))),
             verdict={},
         )
-        return replace(made, verdict=made._judged())
+        return replace(report, verdict=report._judge())
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str) -> Report:
-        """With the changes found by retraining without some of the samples."""
+        """Return the report with the changes that retraining without some of the samples gave."""
         failed = actual.diagnostics["failed"]
-        found = zip(indices, actual.perturbations, actual.values[:, 0].tolist(), strict=True)
-        moved = {i: {"actual": _number(value), "failed": failed.get(label, "")} for i, label, value in found}
-        samples = [one | moved.get(one["index"], {}) for one in self.samples]
-        known = [one for one in samples if one.get("actual") is not None and one["score"] is not None]
-        both = [torch.tensor([one[key] for one in known], dtype=torch.float64) for key in ("score", "actual")]
+        rows = zip(indices, actual.perturbations, actual.values[:, 0].tolist(), strict=True)
+        retrained = {i: {"actual": _number(value), "failed": failed.get(label, "")} for i, label, value in rows}
+        samples = [sample | retrained.get(sample["index"], {}) for sample in self.samples]
+        predicted, changes = _retrained_pairs(samples)
         agreement = None
-        if len(known) > 1 and not self.negligible:
-            agreement = {key: _number(value) for key, value in asdict(Agreement.of(*both)).items()} | {"n": len(known)}
-        run = self.run | {"retrained by": command}
-        made = replace(self, samples=samples, agreement=agreement, run=run)
-        return replace(made, verdict=made._judged())
+        if len(predicted) > 1 and not self.negligible:
+            measured = asdict(Agreement.of(torch.from_numpy(predicted), torch.from_numpy(changes)))
+            agreement = {key: _number(value) for key, value in measured.items()} | {"n": len(predicted)}
+        run = self.run | {"retraining command": command}
+        report = replace(self, samples=samples, agreement=agreement, run=run)
+        return replace(report, verdict=report._judge())
 
-    def _judged(self) -> dict[str, str]:
-        """The verdict on what is known."""
-        known = [one for one in self.samples if one.get("actual") is not None and one["score"] is not None]
+    def _judge(self) -> dict[str, str]:
+        """Return the verdict on the scores, using the retrainings if there are any."""
+        predicted, actual = _retrained_pairs(self.samples)
         retrained = None
-        if known:
-            predicted, actual = (np.array([one[key] for one in known]) for key in ("score", "actual"))
+        if len(predicted):
             size, off = (float(np.linalg.norm(x)) for x in (actual, predicted - actual))
             wrong = int((np.sign(predicted) != np.sign(actual)).sum())
             error = off / size if size else float(off > 0)
-            retrained = {"n": len(known), "relative_error": error, "wrong_signs": wrong}
-        found = Verdict.of(self.certificate, self.assessment, retrained, self.unanswered, self.kinked)
+            retrained = {"n": len(predicted), "relative_error": error, "wrong_signs": wrong}
+        verdict = Verdict.of(self.certificate, self.assessment, retrained, self.unanswered, self.kinked)
         if self.certificate["holds"] and self.negligible and not self.kinked:
-            found = Verdict(NOTE, f"No sample changes {self.target} by more than rounding does: nothing is ranked.")
-        return asdict(found)
+            text = f"No sample changes {self.target} by more than rounding error, so the samples cannot be ranked."
+            verdict = Verdict(NOTE, text)
+        return asdict(verdict)
 
     @property
     def negligible(self) -> bool:
-        """Whether no score is larger than what rounding makes of the target."""
-        largest = max((abs(one["score"]) for one in self.samples if one["score"] is not None), default=0.0)
-        losses = [abs(one["loss"]) for one in self.samples if one["loss"] is not None]
+        """Whether all scores are as small as rounding errors of the target."""
+        largest = max((abs(sample["score"]) for sample in self.samples if sample["score"] is not None), default=0.0)
+        losses = [abs(sample["loss"]) for sample in self.samples if sample["loss"] is not None]
         return largest <= _ROUNDING * max(abs(self.value), float(np.mean(losses)) if losses else 0.0)
 
     @property
     def remarks(self) -> list[str]:
-        """What a reader of the ranking must know."""
-        said = []
+        """Notes that a reader of the ranking needs."""
+        remarks = []
         if self.negligible:
-            said.append(
-                f"No sample changes {self.target} by more than rounding does (relative {_ROUNDING:g}): the order of "
-                "the ranking means nothing."
+            remarks.append(
+                f"No sample changes {self.target} by more than rounding error (relative {_ROUNDING:g}), so the order "
+                "of the ranking means nothing."
             )
-        bare = sum(short != full for short, full in zip(self._paged, self.samples, strict=False))
-        if bare or len(self.samples) > _MOST:
-            said.append(
-                f"The page lists {min(len(self.samples), _MOST)} of {len(self.samples)} samples, {bare} of them "
-                "without features and images, to stay small; report.json has all."
+        shortened = sum(shown != full for shown, full in zip(self._listed, self.samples, strict=False))
+        if shortened or len(self.samples) > _MAX_LISTED:
+            remarks.append(
+                f"The page lists {min(len(self.samples), _MAX_LISTED)} of {len(self.samples)} samples, {shortened} of "
+                "them without features and images, to keep the file small; report.json has all of them."
             )
-        for key, words in (("why", "could not be answered"), ("failed", "could not be retrained")):
-            missing = [one for one in self.samples if one.get(key)]
+        for key, problem in (("why", "cannot be scored"), ("failed", "could not be retrained")):
+            missing = [sample for sample in self.samples if sample.get(key)]
             if missing:
-                said.append(f"{len(missing)} {words}, first {missing[0]['name']}: {missing[0][key]}")
-        return said
+                count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
+                remarks.append(f"{count} {problem}. The first is {missing[0]['name']}: {missing[0][key]}")
+        return remarks
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """As JSON, complete or not at all."""
+        """Write the report as JSON; the file is complete or not written at all."""
         with written(path) as file:
             file.write((json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
-        """What `save` wrote."""
+        """Read a report that `save` wrote."""
         try:
-            said = json.loads(Path(path).read_text("utf-8"))
-            if said.pop("format") != _FORMAT:
+            content = json.loads(Path(path).read_text("utf-8"))
+            if content.pop("format") != _FORMAT:
                 raise ValueError("another format")
-            made = cls(**said)
-            made._page()  # whatever is missing shows here
-            return made
+            report = cls(**content)
+            report._render()  # fails if anything is missing
+            return report
         except FileNotFoundError:
             raise
         except Exception as error:
             raise InvalidInputError(
-                f"report file {os.fspath(path)!r}",
-                measured=f"{type(error).__name__}: {error}",
-                threshold=f"a file of format {_FORMAT!r}",
-                meaning="It was not written by `dif score`, is damaged, or comes from another version.",
-                cure="Score again.",
+                f"Report file {os.fspath(path)!r} cannot be read ({type(error).__name__}: {error}).",
+                f"It must be a file of format {_FORMAT!r}.",
+                "It is damaged, was not written by `dif score`, or comes from another version.",
+                "Run `dif score` again.",
             ) from error
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
-        """One file that needs nothing beside it."""
+        """Write the report as one HTML file that works offline."""
         with written(path) as file:
-            file.write(self._page().encode())
+            file.write(self._render().encode())
 
-    def _page(self) -> str:
+    def _render(self) -> str:
         page = files("dif") / "report" / "page"
         return Template((page / "report.html").read_text("utf-8")).substitute(
             style=(page / "report.css").read_text("utf-8"),
             script=(page / "report.js").read_text("utf-8"),
-            data=_harmless(json.dumps(asdict(self) | {"samples": self._paged}, allow_nan=False, ensure_ascii=False)),
+            data=_escape_json(asdict(self) | {"samples": self._listed}),
             title=html.escape(f"{self.title}: influence on {self.target}"),
             heading=html.escape(self.title),
-            verdict=self._verdict(),
-            summary=self._summary(),
-            findings=self._findings(),
-            constraints=self._constraints(),
+            verdict=self._format_verdict(),
+            summary=self._format_summary(),
+            findings=self._format_findings(),
+            constraints=self._format_constraints(),
             run="".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in self.run.items()),
         )
 
     @cached_property
-    def _paged(self) -> list[dict[str, Any]]:
-        """The samples that the page lists, the first ones with all that is known of them, as many as it can carry."""
-        listed, left = [], _LARGEST
-        for one in self.samples[:_MOST]:
-            size = len(json.dumps(one, ensure_ascii=False).encode())
-            bare = one | {"features": {}, "image": None}
-            listed.append(one if size <= left else bare)
-            left -= size if size <= left else 0
+    def _listed(self) -> list[dict[str, Any]]:
+        """Samples that the page lists; once _MAX_BYTES are used up, without features and image."""
+        listed, room = [], _MAX_BYTES
+        for sample in self.samples[:_MAX_LISTED]:
+            size = len(json.dumps(sample, ensure_ascii=False).encode())
+            fits = size <= room
+            listed.append(sample if fits else sample | {"features": {}, "image": None})
+            room -= size if fits else 0
         return listed
 
-    def _verdict(self) -> str:
+    def _format_verdict(self) -> str:
         sign, cure = self.verdict["sign"], self.verdict["cure"]
         more = f" <span class=cure>{html.escape(cure)}</span>" if cure else ""
         return (
@@ -244,89 +244,101 @@ class Report:
             f"<strong>{html.escape(self.verdict['words']).replace(' %', '&nbsp;%')}</strong>{more}</p>"
         )
 
-    def _summary(self) -> str:
-        target = f"<b>{html.escape(self.target)}</b>"
-        words = f"{self.total} training samples, each scored by how {target} would change without it "
-        words += f"({html.escape(self.estimator)}). Now it is {self.value:.6g}. "
+    def _format_summary(self) -> str:
+        text = (
+            f"For each of {self.total} training samples, the score predicts how <b>{html.escape(self.target)}</b> "
+            f"would change without it ({html.escape(self.estimator)}). Its value now is {self.value:.6g}. "
+        )
         if self.agreement is not None and None not in self.agreement.values():
-            words += (
+            text += (
                 f"{self.agreement['n']} removals were also retrained: r = {self.agreement['pearson']:.4f}, "
                 f"slope {self.agreement['slope']:.3f}."
             )
-        return words + "".join(f"</p><p>{html.escape(one)}" for one in self.remarks)
+        return text + "".join(f"</p><p>{html.escape(remark)}" for remark in self.remarks)
 
-    def _findings(self) -> str:
-        pieces = []
-        for one in self.certificate["findings"]:
-            cure = f" <span class=cure>{html.escape(one['cure'])}</span>" if one["cure"] else ""
-            pieces.append(
-                f'<li class="{html.escape(one["verdict"])}"><span class=sign aria-hidden=true>'
-                f"{_SIGN.get(one['verdict'], '!')}</span><div><b>{html.escape(one['what'])}</b> "
-                f"{html.escape(one['meaning'])}{cure}"
-                f"<div class=measured>{html.escape(one['measured'])}</div></div></li>"
+    def _format_findings(self) -> str:
+        items = []
+        for finding in self.certificate["findings"]:
+            cure = f" <span class=cure>{html.escape(finding['cure'])}</span>" if finding["cure"] else ""
+            items.append(
+                f'<li class="{html.escape(finding["verdict"])}"><span class=sign aria-hidden=true>'
+                f"{_SIGN.get(finding['verdict'], '!')}</span><div><b>{html.escape(finding['what'])}</b> "
+                f"{html.escape(finding['meaning'])}{cure}"
+                f"<div class=measured>{html.escape(finding['measured'])}</div></div></li>"
             )
-        return "".join(pieces)
+        return "".join(items)
 
-    def _constraints(self) -> str:
+    def _format_constraints(self) -> str:
         rows = self.certificate["constraints"]
         if not rows:
             return "<p>None: this is an unconstrained problem.</p>"
         body = "".join(
-            f'<tr><th scope=row>{html.escape(one["name"])}</th><td><span class="state {html.escape(one["state"])}">'
-            f"{html.escape(one['state'])}</span>{' (uncertain)' if one['uncertain'] else ''}</td>"
-            f"<td class=number>{one['slack']:.3g}</td><td class=number>{one['multiplier']:.4g}</td>"
-            f"<td class=number>{_move(one['largest'])}</td><td class=number>{_move(one['median'])}</td></tr>"
-            for one in rows
+            f'<tr><th scope=row>{html.escape(row["name"])}</th><td><span class="state {html.escape(row["state"])}">'
+            f"{html.escape(row['state'])}</span>{' (uncertain)' if row['uncertain'] else ''}</td>"
+            f"<td class=number>{row['slack']:.3g}</td><td class=number>{row['multiplier']:.4g}</td>"
+            f"<td class=number>{_format_change(row['largest'])}</td>"
+            f"<td class=number>{_format_change(row['median'])}</td></tr>"
+            for row in rows
         )
-        words = ("constraint", "state", "slack", "multiplier λ", "one removal moves it by at most", "in the median")
-        head = "".join(f"<th scope=col>{word}</th>" for word in words)
-        head = f"<tr>{head}</tr>"
-        return f"<div class=wide><table class=plain><thead>{head}</thead><tbody>{body}</tbody></table></div>"
+        headings = ("constraint", "state", "slack", "multiplier λ", "largest change by one removal", "median change")
+        head = "".join(f"<th scope=col>{heading}</th>" for heading in headings)
+        return (
+            "<p>Change: of the multiplier λ where the constraint binds, of the slack elsewhere.</p>"
+            f"<div class=wide><table class=plain><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        )
 
 
-def fingerprint(told: Description, target: str) -> str:
-    """Of what a report is about and what it shows: where it differs, scores are of another model or question."""
-    at, program = told.solution, told.solution.program
-    targets = Targets(told.targets[target], at)
+def fingerprint(description: Description, target: str) -> str:
+    """Return a hash of the solution, the target and the displayed data; if it differs, the report is out of date."""
+    solution, program = description.solution, description.solution.program
+    targets = Targets(description.targets[target], solution)
     numbers = (
-        at.theta,
-        at.lam,
-        at.f,
+        solution.theta,
+        solution.lam,
+        solution.f,
         program.tau,
         program.kinds.equal,
-        targets.values(at.theta),
-        *told.losses.values(),
+        targets.values(solution.theta),
+        *description.losses.values(),
     )
-    shown = (target, targets.names, told.train.name, told.names, told.groups, told.features)
-    seen = hashlib.sha256(repr(shown).encode())
+    shown = (target, targets.names, description.train.name, description.names, description.groups, description.features)
+    digest = hashlib.sha256(repr(shown).encode())
     for part in numbers:
-        seen.update(part.detach().cpu().contiguous().numpy().tobytes())
-    return seen.hexdigest()[:32]
+        digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
-def shown(scores: Influence, top: int) -> list[int]:
-    """Which samples a report lists: the most influential, at least `top` and as many as are quickly looked through."""
-    return [one.index for one in scores.top(max(top, min(_MOST, len(scores))))]
+def select_samples(scores: Influence, top: int) -> list[int]:
+    """Return the indices of the samples that a report lists: the most influential, `top` or _MAX_LISTED if larger."""
+    return [entry.index for entry in scores.top(max(top, min(_MAX_LISTED, len(scores))))]
+
+
+def _retrained_pairs(samples: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return predicted and actual changes of the samples that have both."""
+    known = [sample for sample in samples if sample.get("actual") is not None and sample["score"] is not None]
+    predicted, actual = (np.array([sample[key] for sample in known], dtype=float) for key in ("score", "actual"))
+    return predicted, actual
 
 
 def _number(x: Any) -> float | None:
     value = float(x)
-    return value if np.isfinite(value) else None  # JSON knows no NaN
+    return value if np.isfinite(value) else None  # JSON has no NaN
 
 
-def _move(size: float | None) -> str:
-    return "—" if size is None else f"{size:.2g}"
+def _format_change(change: float | None) -> str:
+    return "—" if change is None else f"{change:.2g}"
 
 
-def _assessment(scores: Influence) -> dict[str, Any] | None:
-    found = scores.diagnostics.get("assessment")
-    if found is None:
+def _clean_assessment(scores: Influence) -> dict[str, Any] | None:
+    """Return the error estimate of the scores with numbers that JSON can hold."""
+    assessment = scores.diagnostics.get("assessment")
+    if assessment is None:
         return None
-    pooled = found["pooled"]
-    return found | {"errors": [_number(x) for x in found["errors"]], "pooled": pooled and min(pooled, 1e300)}
+    errors, pooled = [_number(x) for x in assessment["errors"]], assessment["pooled"]
+    return assessment | {"errors": errors, "pooled": pooled and min(pooled, 1e300)}
 
 
-def _picture(pixels: Tensor | None) -> dict[str, Any] | None:
+def _encode_image(pixels: Tensor | None) -> dict[str, Any] | None:
     if pixels is None:
         return None
     grey = pixels.dim() == 2
@@ -334,26 +346,26 @@ def _picture(pixels: Tensor | None) -> dict[str, Any] | None:
     return {"height": pixels.shape[0], "width": pixels.shape[1], "channels": 1 if grey else 3, "data": data}
 
 
-def _histogram(column: Tensor) -> dict[str, list[float]]:
+def _bin_scores(column: Tensor) -> dict[str, list[float]]:
     finite = column[torch.isfinite(column)].numpy()
-    counts, edges = np.histogram(finite, bins=_BARS) if len(finite) else (np.zeros(0), np.zeros(0))
+    counts, edges = np.histogram(finite, bins=_BINS) if len(finite) else (np.zeros(0), np.zeros(0))
     return {"counts": [float(c) for c in counts], "edges": [float(e) for e in edges]}
 
 
-def _by_group(told: Description, column: Tensor) -> list[dict[str, Any]]:
-    if told.groups is None:
+def _summarize_groups(description: Description, column: Tensor) -> list[dict[str, Any]]:
+    if description.groups is None:
         return []
-    found: dict[str, list[float]] = {}
+    scores: dict[str, list[float]] = {}
     for i, value in enumerate(column.tolist()):
         if np.isfinite(value):
-            found.setdefault(str(told.group(i)), []).append(value)
+            scores.setdefault(str(description.group(i)), []).append(value)
     return [
         {"group": name, "samples": len(values), "sum": float(np.sum(values)), "size": float(np.mean(np.abs(values)))}
-        for name, values in sorted(found.items())
+        for name, values in sorted(scores.items())
     ]
 
 
-def _circumstances(command: str) -> dict[str, str]:
+def _describe_run(command: str) -> dict[str, str]:
     return {
         "command": command,
         "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -365,6 +377,7 @@ def _circumstances(command: str) -> dict[str, str]:
     }
 
 
-def _harmless(text: str) -> str:
-    """JSON inside a script element: nothing in it can end the element or begin another."""
+def _escape_json(content: dict[str, Any]) -> str:
+    """Return JSON for a script element, escaped so that it cannot end the element or start another."""
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")

@@ -1,1 +1,1 @@
-"""The paper's experiments, rerun; each uses the public API only."""
+"""Studies that compare estimators with retraining: the paper's experiments and some more."""

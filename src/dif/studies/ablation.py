@@ -1,4 +1,4 @@
-"""What the agreement of the network study depends on: the ridge, the data, the bounds, damping, stopping early."""
+"""The small network study with one setting changed at a time: ridge, data, bounds, damping, early stopping."""
 
 from __future__ import annotations
 
@@ -15,26 +15,27 @@ import dif
 from dif.runtime.atomic_file import written
 from dif.studies import cnn
 
-VARIED: dict[str, tuple[float, ...]] = {  # one at a time, the others as in the small study
+VARIED: dict[str, tuple[float, ...]] = {  # values of each setting; the others stay as in the small study
     "l2": (0.003, 0.01, 0.03),
     "n": (1_000, 2_000, 4_000),
     "tau": (0.001, 0.01, 0.02),
 }
-DAMPED = (1e-3, 1e-2, 1e-1)
-derivative = partial(dif.DirectionalInfluence, switching=False)  # the paper's
-EPOCHS = (20, 200)  # of mini-batches, and nothing after them
-STOPPED = (1e-1, 1e-3)  # KKT residuals
+DAMPINGS = (1e-3, 1e-2, 1e-1)  # values of δ in H + δI
+EPOCHS = (20, 200)  # mini-batch epochs without the exact solver
+TOLERANCES = (1e-1, 1e-3)  # KKT residuals at which fitting stops early
+derivative = partial(dif.DirectionalInfluence, switching=False)  # the estimator of the paper
 
 
 def reproduce(out: Path, base: cnn.Setting = cnn.SMALL_STUDY, show_progress: bool = True) -> list[dict[str, Any]]:
-    """All rows of the table, each kept in its folder as soon as it is done; ablation.json has every number."""
-    rows = list(_rows(out, base, show_progress))
+    """Run all variants, write ablation.json and return the rows of the table; finished variants are reloaded."""
+    rows = list(_run_variants(out, base, show_progress))
     with written(out / "ablation.json") as file:
         file.write((json.dumps({"version": dif.__version__, "base": asdict(base), "rows": rows}, indent=2)).encode())
     return rows
 
 
-def _rows(out: Path, base: cnn.Setting, show_progress: bool) -> Iterator[dict[str, Any]]:
+def _run_variants(out: Path, base: cnn.Setting, show_progress: bool) -> Iterator[dict[str, Any]]:
+    """Yield the table rows: first one study per setting, then variants of the estimator at the base solution."""
     results: dict[cnn.Setting, dict[str, Any]] = {}
     for name, values in VARIED.items():
         for value in values:
@@ -43,12 +44,13 @@ def _rows(out: Path, base: cnn.Setting, show_progress: bool) -> Iterator[dict[st
                 folder = out / ("base" if setting == base else f"{name}-{value:g}")
                 options = {"resume": True, "paper_epsilon": False, "show_progress": show_progress}
                 results[setting] = cnn.reproduce(setting, folder, **options)
-            yield _of_study(name, value, results[setting])
-    yield from _at_one_solution(out / "base", base, results[base], show_progress)
+            yield _summarize(name, value, results[setting])
+    yield from _vary_estimator(out / "base", base, results[base], show_progress)
 
 
-def _of_study(name: str, value: float, result: dict[str, Any]) -> dict[str, Any]:
-    found = result["compared"][cnn.RENORMALISED]["agreement"]
+def _summarize(name: str, value: float, result: dict[str, Any]) -> dict[str, Any]:
+    """Return the table row of a network study."""
+    agreement = result["compared"][cnn.RENORMALISED]["agreement"]
     kkt = result["kkt"]
     return {
         "varied": name,
@@ -57,24 +59,26 @@ def _of_study(name: str, value: float, result: dict[str, Any]) -> dict[str, Any]
         "tangent_curvature": result["tangent_curvature"],
         "binding": len(result["binding"]),
         "damping": 0.0,
-        "DIF": found.get("DIF", {}),
-        "Newton": found.get("Newton", {}),
-        "classical IF": found.get("classical IF", {}),
+        "DIF": agreement.get("DIF", {}),
+        "Newton": agreement.get("Newton", {}),
+        "classical IF": agreement.get("classical IF", {}),
     }
 
 
-def _at_one_solution(
+def _vary_estimator(
     folder: Path, base: cnn.Setting, result: dict[str, Any], show_progress: bool
 ) -> Iterator[dict[str, Any]]:
-    """DIF damped, and DIF at points where training stopped early, against the same retrainings."""
-    stated = cnn.posed(base, None, "cpu")
-    solution = cnn.solved(stated, base, folder, show_progress)
-    test = cnn.target_of(stated, solution)[3]
-    removals = stated.train.remove_each(result["removed"])
+    """Compare DIF with damping, and DIF where training stopped early, with the same retrainings."""
+    task = cnn.build_task(base, None, "cpu")
+    solution = cnn.load_or_fit(task, base, folder, show_progress)
+    test = cnn.find_target(task, solution)[3]
+    removals = task.train.remove_each(result["removed"])
     actual = dif.Retraining(solution, keep=folder / "retrained", strict=False).scores(test, removals).values
 
     def row(name: str, value: float, at: dif.Solution, estimator: Any, damping: float) -> dict[str, Any]:
-        found = {} if estimator is None else cnn.agreement(estimator.scores(test, removals, assess=0).values, actual)
+        agreement = {}
+        if estimator is not None:
+            agreement = cnn.measure_agreement(estimator.scores(test, removals, assess=0).values, actual)
         return {
             "varied": name,
             "value": value,
@@ -82,19 +86,19 @@ def _at_one_solution(
             "tangent_curvature": at.active.curvature,
             "binding": len(at.active.binding),
             "damping": damping,
-            "DIF": found,
+            "DIF": agreement,
         }
 
-    for damping in DAMPED:
+    for damping in DAMPINGS:
         yield row("damping", damping, solution, derivative(solution, damping=damping), damping)
     batches = math.ceil(base.n / cnn.BATCH)
-    only = [("mini-batches only, epochs", replace(base, epochs=e), {"max_iter": e * batches}) for e in EPOCHS]
-    for name, setting, limits in [*only, *(("stopped at", base, {"tol": tol}) for tol in STOPPED)]:
+    without_polish = [("mini-batches only, epochs", replace(base, epochs=e), {"max_iter": e * batches}) for e in EPOCHS]
+    for name, setting, limits in [*without_polish, *(("stopped at", base, {"tol": tol}) for tol in TOLERANCES)]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", dif.NotConvergedWarning)
-            early = cnn.fitted(stated, setting, show_progress, **limits)
-        found = cnn.least_damped(
-            lambda damping, at=early: derivative(at, damping=damping, strict=False), test, stated.train
+            early = cnn.fit(task, setting, show_progress, **limits)
+        damped = cnn.find_least_damping(
+            lambda damping, at=early: derivative(at, damping=damping, strict=False), test, task.train
         )
         value = limits.get("tol", setting.epochs)
-        yield row(name, value, early, *(found or (None, float("nan"))))
+        yield row(name, value, early, *(damped or (None, float("nan"))))

@@ -1,4 +1,4 @@
-"""Is the error to be expected the error that happens? Many fitted models, the strongest removals of each retrained."""
+"""Compare the expected error of predictions with the actual one, for many models."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import dif
 from dif.runtime.progress import progress
 from dif.studies import results
 
-STRONGEST = 20
+STRONGEST = 20  # removals retrained per model: those with the largest scores
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One model: what is fitted to how many samples, how strongly it is held by a ridge and by a constraint."""
+    """One model: its kind and size, the number of samples, the ridge and whether it has constraints."""
 
     kind: str  # linear, logistic, poisson or tanh
     n: int
@@ -34,14 +34,14 @@ class Setting:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """The setting as text."""
         layers = "-".join(map(str, (self.inputs, *self.hidden)))
-        held = ", a group bound" if self.constrained else ""
-        return f"{self.kind} {layers}, n {self.n}, ridge {self.ridge:g}{held}, seed {self.seed}"
+        bound = ", a group bound" if self.constrained else ""
+        return f"{self.kind} {layers}, n {self.n}, ridge {self.ridge:g}{bound}, seed {self.seed}"
 
 
 def settings() -> Iterator[Setting]:
-    """All of them: convex models first, then networks."""
+    """Yield all settings: convex models first, then networks."""
     for seed, (kind, n, inputs, ridge) in enumerate(
         (kind, n, inputs, ridge)
         for kind in ("linear", "logistic", "poisson")
@@ -52,14 +52,16 @@ def settings() -> Iterator[Setting]:
     small = [(100, 6, (12,)), (400, 6, (12,)), (2000, 6, (12,)), (200, 10, (20, 10)), (1000, 10, (20, 10))]
     large = [(400, 20, (40, 20)), (1500, 20, (60, 25))]
     networks = [(1e-1, small + large), (1e-2, small + large[:1]), (1e-3, small), (1e-4, small)]
-    for seed, (ridge, (n, inputs, hidden)) in enumerate((ridge, one) for ridge, some in networks for one in some):
+    for seed, (ridge, (n, inputs, hidden)) in enumerate(
+        (ridge, shape) for ridge, shapes in networks for shape in shapes
+    ):
         yield Setting("tanh", n, inputs, hidden, ridge=ridge, constrained=seed % 2 == 1, seed=seed)
 
 
 def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
-    """Fit, assess and retrain every setting; calibration.json has every number and keeps what is finished."""
+    """Fit, assess and retrain every setting, saving each in calibration.json; return the rows and a summary."""
     path = out / "calibration.json"
-    known = results.finished(path)
+    known = results.load_finished(path)
     rows = [] if known is None else known["rows"]
     done = {row["name"] for row in rows}
     out.mkdir(parents=True, exist_ok=True)
@@ -74,7 +76,7 @@ def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How often the verdict is right where predictions are bad, and where they are good."""
+    """Count how often bad predictions are not trusted and good ones are."""
     fitted = [row for row in rows if row["actual"] is not None]
     bad = [not row["trusted"] for row in fitted if row["actual"] > 0.5]
     good = [bool(row["trusted"]) for row in fitted if row["actual"] < 0.1]
@@ -89,44 +91,44 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def measured(setting: Setting) -> dict[str, Any]:
-    """Expected and actual relative error of the strongest removals; None where no solution was reached."""
-    train, test, problem, start = posed(setting)
+    """Return the expected and actual relative error of the strongest removals; None if no solution was reached."""
+    train, test, problem, start = build_problem(setting)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what they say is counted here
+        warnings.simplefilter("ignore")  # the result records what they say
         solution = dif.fit(problem, start, show_progress=False)
-        nothing = {"parameters": solution.theta.numel(), "expected": None, "trusted": None, "actual": None, "failed": 0}
+        empty = {"parameters": solution.theta.numel(), "expected": None, "trusted": None, "actual": None, "failed": 0}
         try:
             estimator = dif.DirectionalInfluence(solution)
         except dif.DifError as error:
-            return {**nothing, "refused": str(error)}
+            return {**empty, "refused": str(error)}
         scores = estimator.scores(test.mean(), train.remove_each(), show_progress=False)
-        top = [one.index for one in scores.top(STRONGEST)]
+        top = [entry.index for entry in scores.top(STRONGEST)]
         retraining = dif.Retraining(solution, strict=False, show_progress=False)
         actual = retraining.scores(test.mean(), train.remove_each(top)).values[:, 0]
-    predicted, reached = scores.values[top, 0], torch.isfinite(actual)
-    if not bool(reached.any()):
-        return {**nothing, "refused": "no retraining ended", "failed": len(top)}
-    gap = (predicted - actual)[reached]
+    predicted, finished = scores.values[top, 0], torch.isfinite(actual)
+    if not bool(finished.any()):
+        return {**empty, "refused": "no retraining converged", "failed": len(top)}
+    gap = (predicted - actual)[finished]
     return {
-        **nothing,
+        **empty,
         "expected": scores.diagnostics["assessment"]["pooled"],
         "trusted": scores.trusted,
-        "actual": float(gap.norm() / actual[reached].norm()),
-        "failed": int((~reached).sum()),
+        "actual": float(gap.norm() / actual[finished].norm()),
+        "failed": int((~finished).sum()),
         "refused": None,
     }
 
 
-def posed(setting: Setting) -> tuple[dif.Samples, dif.Samples, dif.Problem, Any]:
-    """Training and test samples, the problem, and where to start."""
+def build_problem(setting: Setting) -> tuple[dif.Samples, dif.Samples, dif.Problem, Any]:
+    """Return training and test samples, the problem, and the initial parameters."""
     generator = torch.Generator().manual_seed(setting.seed)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     X, X_test = draw(setting.n, setting.inputs), draw(200, setting.inputs)
     teacher = draw(setting.inputs) / setting.inputs**0.5
-    bent = draw(setting.inputs) / setting.inputs**0.5
+    wave = draw(setting.inputs) / setting.inputs**0.5
 
     def labels(x: Tensor) -> Tensor:
-        signal = x @ teacher + (torch.sin(2 * (x @ bent)) if setting.kind == "tanh" else 0.0)
+        signal = x @ teacher + (torch.sin(2 * (x @ wave)) if setting.kind == "tanh" else 0.0)
         noise = draw(len(x))
         if setting.kind == "linear":
             return signal + 0.5 * noise
@@ -155,6 +157,7 @@ def posed(setting: Setting) -> tuple[dif.Samples, dif.Samples, dif.Problem, Any]
     bounds = []
     if setting.constrained:
         bounds = [
-            (train.mean(where=one) <= train.mean() + 0.02).named(f"group {g}") for g, one in enumerate((group, ~group))
+            (train.mean(where=members) <= train.mean() + 0.02).named(f"group {g}")
+            for g, members in enumerate((group, ~group))
         ]
     return train, test, dif.Problem(objective, bounds), start

@@ -1,4 +1,4 @@
-"""Real credits under a fairness constraint: DIF and classical influence against retraining without every single one."""
+"""A fair credit score on real data: DIF and classical influence compared with retraining without each credit."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dif.studies import results
 
 
 def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
-    """Score all 700 removals with each estimator, retrain all 700, write credit.json and credit.png; not twice."""
-    known = results.finished(out / "credit.json", out / "credit.png")
+    """Score and retrain all 700 removals, write credit.json and credit.png; reload them if they exist."""
+    known = results.load_finished(out / "credit.json", out / "credit.png")
     if known is not None:
         return known
     with as_file(files("dif") / "examples" / "credit.py") as path:
-        told = Description.read(path)
+        description = Description.read(path)
     out.mkdir(parents=True, exist_ok=True)
-    solution, removals = told.solution, told.train.remove_each()
-    targets = list(told.targets.values())
+    solution, removals = description.solution, description.train.remove_each()
+    targets = list(description.targets.values())
     actual = dif.Retraining(solution, show_progress=show_progress).scores(targets, removals)
-    made = {
+    estimators = {
         "classical IF": dif.ClassicalInfluence(solution),
         "DIF": dif.DirectionalInfluence(solution),
         "Newton": dif.NewtonInfluence(solution, show_progress=show_progress),
     }
-    scores = {name: one.scores(targets, removals, assess=0) for name, one in made.items()}
+    scores = {name: estimator.scores(targets, removals, assess=0) for name, estimator in estimators.items()}
     result = {
         "study": "credit",
         "version": dif.__version__,
@@ -38,17 +38,19 @@ def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
         "largest_residual": max(actual.diagnostics["residuals"]),
         "agreement": {
             target: {
-                name: asdict(dif.Agreement.of(one.values[:, t], actual.values[:, t])) for name, one in scores.items()
+                name: asdict(dif.Agreement.of(influence.values[:, t], actual.values[:, t]))
+                for name, influence in scores.items()
             }
-            for t, target in enumerate(told.targets)
+            for t, target in enumerate(description.targets)
         },
     }
     results.write(out / "credit.json", result)
-    _figure(out / "credit.png", result, {name: one.values[:, 0] for name, one in scores.items()}, actual.values[:, 0])
+    predicted = {name: influence.values[:, 0] for name, influence in scores.items()}
+    _draw_figure(out / "credit.png", result, predicted, actual.values[:, 0])
     return result
 
 
-def _figure(path: Path, result: dict[str, Any], predicted: dict[str, Any], actual: Any) -> None:
+def _draw_figure(path: Path, result: dict[str, Any], predicted: dict[str, Any], actual: Any) -> None:
     from matplotlib.figure import Figure
 
     target = next(iter(result["agreement"]))
@@ -56,9 +58,9 @@ def _figure(path: Path, result: dict[str, Any], predicted: dict[str, Any], actua
     for ax, name, colour in zip(
         canvas.subplots(1, 2), ("classical IF", "DIF"), (plots.BLUE, plots.ORANGE), strict=True
     ):
-        found = result["agreement"][target][name]
-        words = f"r = {found['pearson']:.3f}, slope {found['slope']:.2f}"
-        plots.predicted_vs_actual(predicted[name], actual, ax, words, colour)
+        agreement = result["agreement"][target][name]
+        label = f"r = {agreement['pearson']:.3f}, slope {agreement['slope']:.2f}"
+        plots.predicted_vs_actual(predicted[name], actual, ax, label, colour)
         ax.set_title(name)
-    canvas.suptitle(f"{target} after removing each of {result['removals']} credits; held by “{result['binding'][0]}”")
+    canvas.suptitle(f"{target} after removing each of {result['removals']} credits; binding: {result['binding'][0]}")
     canvas.savefig(path, dpi=130)

@@ -1,4 +1,4 @@
-"""Logistic regression on handwritten digits with a bound on the risk of each group: what two studies share."""
+"""Logistic regression on handwritten digits with a bound on the risk of each group; two studies use it."""
 
 from __future__ import annotations
 
@@ -10,50 +10,51 @@ from torch import Tensor
 
 import dif
 
-L2, TAU = 1e-2, 0.005
+L2 = 1e-2  # weight of the ridge
+TAU = 0.005  # how much the risk of a group may exceed the mean risk
 
 
 @dataclass(frozen=True, eq=False)
-class Digits:
-    """The problem, its data, and where training starts."""
+class Task:
+    """The problem, its data, and the initial parameters."""
 
     train: dif.Samples
     test: dif.Samples
     problem: dif.Problem
     start: dict[str, Tensor]
     X: Tensor  # (n, 64)
-    labels: Tensor  # (n,) as trained on
-    group: Tensor  # (n,) 0: less ink than the median digit, 1: more
+    labels: Tensor  # (n,) training labels, including the flipped ones
+    group: Tensor  # (n,) 0: at most as much ink as the median digit, 1: more
     test_X: Tensor
     test_labels: Tensor
     test_group: Tensor
-    flipped: Tensor  # (n,) bool, labels that are wrong on purpose
+    flipped: Tensor  # (n,) bool, whose labels were made wrong
 
-    def solved(self) -> dif.Solution:
-        """From zeros to a certified solution."""
+    def fit(self) -> dif.Solution:
+        """Fit the model from zeros."""
         return dif.fit(self.problem, self.start, show_progress=False)
 
-    def scratch(self, removed: Iterable[int]) -> dif.Solution:
-        """The problem without some samples, from zeros."""
+    def fit_without(self, removed: Iterable[int]) -> dif.Solution:
+        """Fit the model without some samples, from zeros."""
         return dif.fit(self.problem.without(self.train, removed), self.start, show_progress=False)
 
     @property
     def targets(self) -> dict[str, dif.Term]:
-        """What is asked about: the test loss, that of one group, the gap between the two."""
+        """Targets: the test loss, the test loss of group 0, and the gap between the groups."""
         thin, bold = (self.test.mean(where=self.test_group == g) for g in (0, 1))
         return {"test loss": self.test.mean(), "test loss of group 0": thin, "gap": thin - bold}
 
 
 def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Cross-entropy of a linear classifier, per sample."""
+    """Return the cross-entropy of a linear classifier, per sample."""
     X, y = batch
     return torch.nn.functional.cross_entropy(X @ params["W"] + params["b"], y, reduction="none")
 
 
-def posed(
+def build_task(
     seed: int = 0, n: int = 1200, tau: float = TAU, flipped: float = 0.0, constrained: bool = True, bound: int = 2
-) -> Digits:
-    """Min mean loss + ridge s.t. the risk of each of the first `bound` groups ≤ the mean risk + τ."""
+) -> Task:
+    """Build the task: min mean loss + ridge s.t. the risk of each of the first `bound` groups ≤ the mean risk + τ."""
     from sklearn.datasets import load_digits
 
     pixels, digits = load_digits(return_X_y=True)
@@ -74,4 +75,4 @@ def posed(
     bounds = [(train.mean(where=group[:n] == g) <= risk + tau).named(f"group {g}") for g in range(bound)]
     problem = dif.Problem(risk + dif.ridge(L2), bounds if constrained else [])
     start = {"W": torch.zeros(64, 10, dtype=torch.float64), "b": torch.zeros(10, dtype=torch.float64)}
-    return Digits(train, test, problem, start, X[:n], labels, group[:n], X[n:], y[n:], group[n:], wrong)
+    return Task(train, test, problem, start, X[:n], labels, group[:n], X[n:], y[n:], group[n:], wrong)

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 PAPER = ((3, 1), (3, 2), (3, 1), (3, 2), (3, 1), (1, 1), (1, 1))  # kernel and stride of each convolution
-SMALL = ((3, 2), (3, 2), (3, 2), (1, 1))
+SMALL = ((3, 2), (3, 2), (3, 2), (1, 1))  # the same for the small version
 
 
 class AllConvolutional(nn.Module):
-    """Convolutions with tanh in between and the mean over the image at the end.
+    """Convolutions with tanh between them, followed by the mean over the image.
 
     >>> sum(p.numel() for p in AllConvolutional(PAPER, 8).parameters())
     2578
@@ -19,49 +19,51 @@ class AllConvolutional(nn.Module):
     def __init__(self, layers: tuple[tuple[int, int], ...], channels: int) -> None:
         super().__init__()
         widths = [1, *[channels] * (len(layers) - 1), 10]
-        made = [
+        convolutions = [
             nn.Conv2d(widths[i], widths[i + 1], kernel, stride, padding=kernel // 2)
             for i, (kernel, stride) in enumerate(layers)
         ]
-        for layer in made:  # as torch begins, signals fade from layer to layer, and a ridge puts them out
+        for (
+            layer
+        ) in convolutions:  # with torch's default, activations shrink from layer to layer and a ridge kills them
             nn.init.orthogonal_(layer.weight, nn.init.calculate_gain("tanh"))
             layer.bias = nn.Parameter(torch.zeros(layer.out_channels))
-        self.layers = nn.ModuleList(made)
+        self.layers = nn.ModuleList(convolutions)
 
     def forward(self, images: Tensor) -> Tensor:
-        """(n, side, side) → (n, 10)."""
-        # double precision on a GPU: kernels of convolutions are slow there, products of matrices are not
-        multiplied = images.is_cuda and images.dtype == torch.float64
-        h = images[..., None] if multiplied else images[:, None]
+        """Return the class scores of the images: (n, side, side) → (n, 10)."""
+        # in double precision on a GPU, convolution kernels are slow and matrix products fast
+        by_matmul = images.is_cuda and images.dtype == torch.float64
+        h = images[..., None] if by_matmul else images[:, None]
         for number, layer in enumerate(self.layers):
             h = torch.tanh(h) if number else h
-            h = _multiplied(h, layer) if multiplied else layer(h)
-        return h.mean((1, 2) if multiplied else (2, 3))
+            h = _convolve_by_matmul(h, layer) if by_matmul else layer(h)
+        return h.mean((1, 2) if by_matmul else (2, 3))
 
 
-def _multiplied(h: Tensor, layer: nn.Module) -> Tensor:
-    """A convolution with the channels last, as one product of shifted images with the kernel."""
+def _convolve_by_matmul(h: Tensor, layer: nn.Module) -> Tensor:
+    """Apply a convolution, channels last, as one matrix product of shifted images with the kernel."""
     assert isinstance(layer, nn.Conv2d)
     assert layer.bias is not None
     (kernel, _), (stride, _) = layer.kernel_size, layer.stride
-    high, wide = ((size - 1) // stride + 1 for size in h.shape[1:3])
+    height, width = ((size - 1) // stride + 1 for size in h.shape[1:3])
     edge = kernel // 2
     h = nn.functional.pad(h, (0, 0, edge, edge, edge, edge))
-    spans = [(slice(i, i + (high - 1) * stride + 1, stride), i) for i in range(kernel)]
-    across = [(slice(j, j + (wide - 1) * stride + 1, stride), j) for j in range(kernel)]
-    shifted = torch.cat([h[:, rows, columns] for rows, _ in spans for columns, _ in across], -1)
+    row_slices = [slice(i, i + (height - 1) * stride + 1, stride) for i in range(kernel)]
+    column_slices = [slice(j, j + (width - 1) * stride + 1, stride) for j in range(kernel)]
+    shifted = torch.cat([h[:, rows, columns] for rows in row_slices for columns in column_slices], -1)
     return shifted @ layer.weight.permute(2, 3, 1, 0).reshape(-1, layer.out_channels) + layer.bias
 
 
 def cross_entropy(model: nn.Module, z: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss of each sample."""
+    """Return the loss of each sample."""
     return nn.functional.cross_entropy(model(z[0]), z[1], reduction="none")
 
 
-def dealt(labels: Tensor, groups: int, alpha: float, seed: int) -> Tensor:
-    """The group of each sample: a share α at random, the others sorted by label and dealt consecutively.
+def assign_groups(labels: Tensor, groups: int, alpha: float, seed: int) -> Tensor:
+    """Return the group of each sample: a share α at random, the others sorted by label and split evenly.
 
-    >>> dealt(torch.tensor([2, 0, 1, 0, 2, 1]), 3, 0.0, 0).tolist()
+    >>> assign_groups(torch.tensor([2, 0, 1, 0, 2, 1]), 3, 0.0, 0).tolist()
     [2, 0, 1, 0, 2, 1]
     """
     generator = torch.Generator().manual_seed(seed)

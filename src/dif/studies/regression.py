@@ -16,66 +16,67 @@ from dif import plots
 from dif.runtime.progress import progress
 from dif.studies import results
 
-N, D, NOISE = 1000, 5, 0.1
-A_EQ, B_EQ = [[1.0] * 5], -4.0
-A_INEQ, B_INEQ = [[1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, -1.0, 0.0, 1.0]], [1.5, 1.5]
-RHOS = tuple(10.0**e for e in range(0, 7))
-PRINTED, MINIMISER = "penalty IF, printed", "penalty IF, minimiser"  # both tuned over the grid
-RETRAINED = "dif's retraining"
-KS = tuple(10.0**e for e in range(0, 13, 2))
+N, D = 1000, 5  # samples, parameters
+NOISE = 0.1  # standard deviation of the noise of y
+A_EQ, B_EQ = [[1.0] * 5], -4.0  # A θ = b
+A_INEQ, B_INEQ = [[1.0, 1.0, 0.0, 0.0, 0.0], [0.0, 0.0, -1.0, 0.0, 1.0]], [1.5, 1.5]  # A θ ≤ b
+RHOS = tuple(10.0**e for e in range(0, 7))  # grid of penalty weights ρ
+KS = tuple(10.0**e for e in range(0, 13, 2))  # grid of the penalty's second parameter k
+PRINTED = "penalty IF, printed"  # penalty IF as the paper prints it, tuned over the grid
+MINIMISER = "penalty IF, minimiser"  # penalty IF at the minimiser of the penalised problem, tuned over the grid
+RETRAINED = "dif's retraining"  # dif.Retraining, a check of CVXPY's
 
 
 def data(seed: int) -> tuple[Tensor, Tensor]:
-    """X and y as the paper draws them."""
+    """Draw X and y as the paper does."""
     rng = np.random.default_rng(seed)
     X, truth = rng.standard_normal((N, D)), rng.standard_normal(D)
     return torch.as_tensor(X), torch.as_tensor(X @ truth + NOISE * rng.standard_normal(N))
 
 
 def problem(seed: int, bounds: str = "paper") -> tuple[dif.Samples, dif.Problem]:
-    """The regression under its constraints.
+    """Return the samples and the constrained regression problem.
 
-    `bounds="paper"` takes the paper's; which inequalities bind then depends on the seed. `bounds="binding"` lowers both
-    by 0.3 below the values at the solution without them, so that both bind.
+    `bounds="paper"` uses the paper's right-hand sides; which inequalities bind then depends on the seed.
+    `bounds="binding"` sets them 0.3 below the values at the solution without inequalities, so that both bind.
     """
     train = dif.Samples(lambda params, z: 0.5 * (z[0] @ params["theta"] - z[1]) ** 2, data(seed), name="train")
     equality = (dif.linear(A_EQ) == B_EQ).named("sum")
     limits = torch.tensor(B_INEQ, dtype=torch.float64)
     if bounds == "binding":
-        free = dif.fit(dif.Problem(train.mean(), [equality]), start(), show_progress=False)
-        limits = torch.tensor(A_INEQ, dtype=torch.float64) @ free.theta - 0.3
+        relaxed = dif.fit(dif.Problem(train.mean(), [equality]), start(), show_progress=False)
+        limits = torch.tensor(A_INEQ, dtype=torch.float64) @ relaxed.theta - 0.3
     elif bounds != "paper":
         raise dif.InvalidInputError(
-            "bounds",
-            measured=bounds,
-            threshold='"paper" or "binding"',
-            meaning="They choose the right-hand sides of the inequalities.",
-            cure="Use one of the two.",
+            f"`bounds` is {bounds!r}.",
+            'It must be "paper" or "binding".',
+            "It chooses the right-hand sides of the inequalities.",
+            "Use one of these two.",
         )
     return train, dif.Problem(train.mean(), [equality, (dif.linear(A_INEQ) <= limits).named("limits")])
 
 
 def start() -> dict[str, Tensor]:
-    """θ = 0."""
+    """Return the initial parameters θ = 0."""
     return {"theta": torch.zeros(D, dtype=torch.float64)}
 
 
-def cvxpy_retraining(seed: int, stated: dif.Problem, removed: list[int], show_progress: bool = True) -> Tensor:
-    """θ after removing each sample minus θ̄, each problem built and solved by CVXPY, (P, 5)."""
+def cvxpy_retraining(seed: int, constrained: dif.Problem, removed: list[int], show_progress: bool = True) -> Tensor:
+    """Return θ after removing each sample minus θ̄, (P, 5); CVXPY solves each problem."""
     X, y = (t.numpy() for t in data(seed))
-    limits = stated.constraints[1].tau.numpy()
-    everyone = np.arange(N)
-    before = _cvxpy_solution(X, y, limits)
+    limits = constrained.constraints[1].tau.numpy()
+    indices = np.arange(N)
+    before = _solve_with_cvxpy(X, y, limits)
     changes = []
     with progress("CVXPY retraining", len(removed), show_progress) as report:
         for number, i in enumerate(removed):
-            left = everyone != i
-            changes.append(_cvxpy_solution(X[left], y[left], limits) - before)
+            remaining = indices != i
+            changes.append(_solve_with_cvxpy(X[remaining], y[remaining], limits) - before)
             report(number + 1)
     return torch.as_tensor(np.stack(changes))
 
 
-def _cvxpy_solution(X: np.ndarray, y: np.ndarray, limits: np.ndarray) -> np.ndarray:
+def _solve_with_cvxpy(X: np.ndarray, y: np.ndarray, limits: np.ndarray) -> np.ndarray:
     import cvxpy as cp
 
     theta = cp.Variable(D)
@@ -87,8 +88,8 @@ def _cvxpy_solution(X: np.ndarray, y: np.ndarray, limits: np.ndarray) -> np.ndar
     return theta.value
 
 
-def penalties(solution: dif.Solution) -> Iterator[tuple[dict[str, Any], dif.PenaltyInfluence]]:
-    """Penalty IF as printed (only ρ matters there), and at its own minimiser, over the grid."""
+def build_penalty_estimators(solution: dif.Solution) -> Iterator[tuple[dict[str, Any], dif.PenaltyInfluence]]:
+    """Yield penalty IF as printed (where only ρ matters) and at its own minimiser, over the grid of ρ and k."""
     for rho in RHOS:
         yield {"at_minimiser": False, "rho": rho, "k": 1.0}, dif.PenaltyInfluence(solution, rho, 1.0)
     for rho in RHOS:
@@ -96,66 +97,65 @@ def penalties(solution: dif.Solution) -> Iterator[tuple[dict[str, Any], dif.Pena
             try:
                 estimator = dif.PenaltyInfluence(solution, rho, k, at_minimiser=True)
             except dif.DifError:
-                continue  # too stiff to be minimised
+                continue  # too ill-conditioned to be minimised
             yield {"at_minimiser": True, "rho": rho, "k": k}, estimator
 
 
 def run(seed: int = 0, removals: int = 100, bounds: str = "paper", show_progress: bool = True) -> dict[str, Any]:
-    """Score `removals` random removals with every estimator and compare with CVXPY's retraining."""
+    """Score random removals with every estimator and compare with retraining by CVXPY."""
     if not 2 <= removals <= N:
         raise dif.InvalidInputError(
-            "removals",
-            measured=removals,
-            threshold=f"2 … {N}",
-            meaning="Each removal takes one of the samples out.",
-            cure="Choose a number in that range.",
+            f"`removals` is {removals}.",
+            f"It must be between 2 and {N}.",
+            "Each removal takes one of the samples out.",
+            "Choose a number in that range.",
         )
-    train, stated = problem(seed, bounds)
-    solution = dif.fit(stated, start(), show_progress=False)
+    train, constrained = problem(seed, bounds)
+    solution = dif.fit(constrained, start(), show_progress=False)
     removed = np.random.default_rng([seed, 1]).choice(N, size=removals, replace=False).tolist()
     coordinates = dif.linear(torch.eye(D), name="theta")
-    actual = cvxpy_retraining(seed, stated, removed, show_progress)
+    actual = cvxpy_retraining(seed, constrained, removed, show_progress)
 
     estimators: dict[str, Any] = {
-        "DIF": dif.DirectionalInfluence(solution, switching=False),  # the paper's
+        "DIF": dif.DirectionalInfluence(solution, switching=False),  # as in the paper
         "DIF (switching)": dif.DirectionalInfluence(solution, switching=True),
         "Newton": dif.NewtonInfluence(solution, show_progress=show_progress),
         RETRAINED: dif.Retraining(solution, show_progress=show_progress),
         "classical IF": dif.ClassicalInfluence(solution),
     }
-    soft = list(penalties(solution))
-    figures: dict[str, dict[str, Any]] = {}
+    penalised = list(build_penalty_estimators(solution))
+    agreements: dict[str, dict[str, Any]] = {}
     predictions: dict[str, dict[str, list[list[float]]]] = {}
     for convention, renormalise in (("paper", False), ("renormalised", True)):
         perturbations = train.remove_each(removed, renormalise=renormalise)
         scored = {
-            name: one.scores(coordinates, perturbations, **({} if name == RETRAINED else {"assess": 0})).values
-            for name, one in estimators.items()
+            name: estimator.scores(coordinates, perturbations, **({} if name == RETRAINED else {"assess": 0})).values
+            for name, estimator in estimators.items()
         }
         rows = {name: asdict(dif.Agreement.of(values, actual)) for name, values in scored.items()}
         for at_minimiser, title in ((False, PRINTED), (True, MINIMISER)):
             grid = []
-            for setting, estimator in soft:
+            for setting, estimator in penalised:
                 if setting["at_minimiser"] == at_minimiser:
                     values = estimator.scores(coordinates, perturbations, assess=0).values
                     grid.append((dif.Agreement.of(values, actual), setting, values))
             best, setting, values = min(grid, key=lambda entry: entry[0].relative_error)
             scored[title] = values
             rows[title] = {**asdict(best), **setting, "grid": [{**s, **asdict(a)} for a, s, _ in grid]}
-        figures[convention] = rows
+        agreements[convention] = rows
         predictions[convention] = {name: values.tolist() for name, values in scored.items()}
     return {
         "study": "regression",
         "version": dif.__version__,
         "seed": seed,
         "bounds": bounds,
-        "limits": stated.constraints[1].tau.tolist(),
+        "limits": constrained.constraints[1].tau.tolist(),
         "theta": solution.theta.tolist(),
         "multipliers": solution.lam.tolist(),
         "binding": [solution.active.names[j] for j in solution.active.binding],
         "kkt_residual": solution.kkt.residual,
         "removed": removed,
-        "agreement": figures,
+        "agreement": agreements,
         "actual": actual.tolist(),
         "predicted": predictions,
     }
@@ -164,16 +164,16 @@ def run(seed: int = 0, removals: int = 100, bounds: str = "paper", show_progress
 def reproduce(
     out: Path, seed: int = 0, removals: int = 100, bounds: str = "paper", show_progress: bool = True
 ) -> dict[str, Any]:
-    """Run it, write regression.json and regression.png, return the numbers."""
+    """Run the study, write regression.json and regression.png, and return the numbers."""
     out.mkdir(parents=True, exist_ok=True)
     result = run(seed, removals, bounds, show_progress)
     results.write(out / "regression.json", result)
-    figure(out / "regression.png", result)
+    draw_figure(out / "regression.png", result)
     return result
 
 
-def figure(path: Path, result: dict[str, Any]) -> None:
-    """(a) IF and penalty IF against retraining, (b) DIF against retraining, y = x drawn; the paper's ε."""
+def draw_figure(path: Path, result: dict[str, Any]) -> None:
+    """Draw (a) classical and penalty IF and (b) DIF against retraining, with weights 1/n unchanged as in the paper."""
     from matplotlib.figure import Figure
 
     actual = torch.tensor(result["actual"])
@@ -185,6 +185,6 @@ def figure(path: Path, result: dict[str, Any]) -> None:
     plots.predicted_vs_actual(predicted["DIF"], actual, right, "DIF", plots.ORANGE)
     left.set_title("(a) without and with soft constraints")
     right.set_title("(b) directional influence")
-    held = ", ".join(result["binding"])
-    canvas.suptitle(f"Δθ, {len(actual)} removals × {D} coordinates, seed {result['seed']}, binding: {held}")
+    binding = ", ".join(result["binding"])
+    canvas.suptitle(f"Δθ, {len(actual)} removals × {D} coordinates, seed {result['seed']}, binding: {binding}")
     canvas.savefig(path, dpi=150)

@@ -1,4 +1,4 @@
-"""The numbers of a study as JSON: complete or not there at all, and not computed twice."""
+"""Save and reload the numbers of a study as JSON, so that a finished study is not computed again."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dif.runtime.atomic_file import written
 
 
 def write(path: Path, numbers: dict[str, Any]) -> None:
-    """Write them."""
+    """Write the numbers; the file is complete or not written at all."""
     with written(path) as file:
         file.write((json.dumps(numbers, indent=2) + "\n").encode())
 
 
-def finished(path: Path, *beside: Path) -> dict[str, Any] | None:
-    """The numbers that this version wrote before, if they and the files beside them are there."""
-    if not all(one.exists() for one in (path, *beside)):
+def load_finished(path: Path, *others: Path) -> dict[str, Any] | None:
+    """Return the saved numbers; None if a file is missing or another version of dif wrote them."""
+    if not all(file.exists() for file in (path, *others)):
         return None
-    known = json.loads(path.read_text())
-    return known if known["version"] == dif.__version__ else None
+    numbers = json.loads(path.read_text())
+    return numbers if numbers["version"] == dif.__version__ else None

@@ -1,4 +1,4 @@
-"""The paper's toy: least squares with ‖θ‖₁ ≤ 1, where the derivative has two sides (paper, section 2.1)."""
+"""The paper's toy: least squares with ‖θ‖₁ ≤ 1, where only one-sided derivatives exist (paper, section 2.1)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from dif import plots
 from dif.studies import results
 
 
-def problem() -> tuple[dif.Samples, dif.Problem]:
-    """The three samples and the constraint; ‖θ‖₁ ≤ 1 is four linear rows, smooth as the theory asks."""
+def build_problem() -> tuple[dif.Samples, dif.Problem]:
+    """Return the three samples and the problem; ‖θ‖₁ ≤ 1 is written as four linear, hence smooth, constraints."""
     X = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
     y = torch.tensor([1.0, 0.0, 0.5], dtype=torch.float64)
     train = dif.Samples(lambda params, z: (z[0] @ params["theta"] - z[1]) ** 2, (X, y), name="train")
@@ -22,9 +22,12 @@ def problem() -> tuple[dif.Samples, dif.Problem]:
 
 
 def run() -> dict[str, Any]:
-    """Every number of the toy: the solution, and what each estimator says of removing z₂ and of the opposite."""
-    train, stated = problem()
-    solution = dif.fit(stated, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
+    """Return every number of the toy: the solution, and the change that each estimator predicts for removing z₂.
+
+    "opposite" is the perturbation in the opposite direction: z₂ gains the weight that the removal takes away.
+    """
+    train, problem = build_problem()
+    solution = dif.fit(problem, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
     estimators = {
         "DIF": dif.DirectionalInfluence(solution, switching=False),  # the paper's
         "classical IF": dif.ClassicalInfluence(solution),
@@ -59,35 +62,35 @@ def run() -> dict[str, Any]:
 
 
 def reproduce(out: Path) -> dict[str, Any]:
-    """Run it, write toy.json and toy.png, return the numbers."""
+    """Run the study, write toy.json and toy.png, and return the numbers."""
     out.mkdir(parents=True, exist_ok=True)
     result = run()
     results.write(out / "toy.json", result)
-    figure(out / "toy.png", result)
+    draw_figure(out / "toy.png", result)
     return result
 
 
-def figure(path: Path, result: dict[str, Any]) -> None:
-    """Left: the two one-sided derivatives at ε = 0. Right: the estimates for removing z₂ and the truth."""
+def draw_figure(path: Path, result: dict[str, Any]) -> None:
+    """Draw the two one-sided derivatives at ε = 0 (left) and the estimates for removing z₂ with the truth (right)."""
     from matplotlib.figure import Figure
 
-    train, stated = problem()
-    solution = dif.fit(stated, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
-    removed = dif.Problem(train.weighted([1 / 3, 0.0, 1 / 3]), stated.constraints)
+    train, problem = build_problem()
+    solution = dif.fit(problem, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
+    removed = dif.Problem(train.weighted([1 / 3, 0.0, 1 / 3]), problem.constraints)
     after = dif.Solution.from_params(removed, {"theta": torch.tensor([0.75, 0.25], dtype=torch.float64)})
     canvas = Figure(figsize=(11, 5), layout="constrained")
     left, right = canvas.subplots(1, 2)
 
     plots.landscape(solution, left, span=0.55)
     by_direction = result["changes"]["paper"]
-    # the change for Δε = ∓1/3, per unit of ε times a drawing length
-    for direction, words, colour in (
+    # each arrow is the change for Δε = ∓1/3
+    for direction, label, colour in (
         ("removal", "ε → 0⁻ (weight falls): along the boundary", plots.ORANGE),
         ("opposite", "ε → 0⁺ (weight grows): into the interior", plots.GREEN),
     ):
         change = torch.tensor(by_direction[direction]["DIF"]["theta"])
-        plots.arrow(solution.theta, change, left, words, colour)
-    left.set_title("ε = 0: the derivative has two sides")
+        plots.arrow(solution.theta, change, left, label, colour)
+    left.set_title("ε = 0: two one-sided derivatives")
 
     plots.landscape(after, right, span=0.55)
     right.plot(*solution.theta.numpy(), marker="o", color="black", markersize=6, zorder=5)
@@ -97,8 +100,8 @@ def figure(path: Path, result: dict[str, Any]) -> None:
         ("classical IF", plots.BLUE, "-"),
     ):
         change = torch.tensor(by_direction["removal"][name]["theta"])
-        shown = ", ".join(f"{x:.3g}" for x in change.tolist())
-        plots.arrow(solution.theta, change, right, f"{name}: ({shown})", colour, style)
+        coordinates = ", ".join(f"{x:.3g}" for x in change.tolist())
+        plots.arrow(solution.theta, change, right, f"{name}: ({coordinates})", colour, style)
     right.set_title("ε = −1/3: z₂ removed")
     for ax in (left, right):
         ax.legend(loc="upper left", fontsize=8)

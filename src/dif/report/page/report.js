@@ -34,9 +34,9 @@
   const grouped = samples.some((s) => s.group !== null);
 
   byId("how").textContent =
-    `The ${samples.length} samples that move ${report.target} most, of ${report.total}. A score of +0.02 says: without ` +
-    "this sample the target would be about 0.02 higher." +
-    (report.loss ? " The target is a loss: samples without which it rises are helpful, the others harmful." : "");
+    `The ${samples.length} of ${report.total} samples with the largest effect on ${report.target}. A score of +0.02 means ` +
+    "that the target would be about 0.02 higher without this sample." +
+    (report.loss ? " The target is a loss, so samples with a positive score are helpful and those with a negative score harmful." : "");
   const kinds = report.loss ? { up: "helpful", down: "harmful" } : { up: "lowers the target", down: "raises the target" };
   for (const option of byId("kind").options) if (kinds[option.value]) option.textContent = `${kinds[option.value]} (${option.textContent})`;
 
@@ -61,7 +61,7 @@
     button.type = "button";
     button.addEventListener("click", () => {
       const again = order.key === column.key && !order.size;
-      const whole = column.key === "score" && again && !order.down; // a third time: by size again
+      const whole = column.key === "score" && again && !order.down; // third click: sort by absolute value again
       order = { key: column.key, down: whole || (again ? !order.down : !column.text), size: whole };
       show();
     });
@@ -143,7 +143,7 @@
     return canvas;
   };
 
-  // One sample
+  // Details of one sample
 
   const bars = (entries) => {
     const box = make("div", null, "bars");
@@ -163,12 +163,12 @@
     detail.replaceChildren(make("h3", s.name));
     if (s.image) detail.append(picture(s.image));
     const does = s.score === 0 ? "not change" : `${s.score > 0 ? "rise" : "fall"} by about ${short(Math.abs(s.score))}`;
-    detail.append(make("p", s.score === null ? `No answer for this one. ${s.why || ""}` : `Without it, ${report.target} would ${does}.`));
-    if (s.expected_error !== null && s.expected_error !== undefined) detail.append(make("p", `The error to be expected of that is ${percent(s.expected_error)}.`));
-    if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retrained without it: ${signed(s.actual)}.`));
+    detail.append(make("p", s.score === null ? `This sample has no score. ${s.why || ""}` : `Without it, ${report.target} would ${does}.`));
+    if (s.expected_error !== null && s.expected_error !== undefined) detail.append(make("p", `The expected relative error of this prediction is ${percent(s.expected_error)}.`));
+    if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retraining without it changed the target by ${signed(s.actual)}.`));
     if (s.failed) detail.append(make("p", `Retraining without it failed: ${s.failed}`));
     if (s.parts.length > 1) {
-      detail.append(make("h3", "Through which term"));
+      detail.append(make("h3", "Score split by term of the problem"));
       detail.append(bars(report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }))));
     }
     const list = make("dl");
@@ -188,7 +188,7 @@
     }
   };
 
-  // Pictures
+  // Plots
 
   const scatter = () => {
     const svg = byId("scatter");
@@ -196,7 +196,7 @@
     svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
     const x = retrained ? (s) => s.actual : (s) => s.loss;
     const points = samples.filter((s) => s.score !== null && x(s) !== null && x(s) !== undefined);
-    byId("c-scatter").textContent = retrained ? "Predicted against retrained change; the line is agreement" : "Score against the sample's own loss";
+    byId("c-scatter").textContent = retrained ? "Predicted against retrained change; on the line they agree" : "Score against the loss of the sample";
     if (!points.length) return;
     const span = (values) => {
       const [low, high] = [Math.min(...values), Math.max(...values)];
@@ -217,7 +217,7 @@
     const tip = byId("tip");
     const shown = [];
     for (const s of points) {
-      const touch = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 12, class: "touch" }); // for fingers
+      const touch = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 12, class: "touch" }); // larger target for touch screens
       touch.addEventListener("click", () => choose(s, true));
       svg.append(touch);
     }
@@ -236,7 +236,7 @@
       point.addEventListener("keydown", (event) => {
         if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s, true); }
         const next = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-        if (next && shown[number + next]) { // one stop for Tab, arrows inside
+        if (next && shown[number + next]) { // Tab reaches one point, arrow keys move between points
           event.preventDefault();
           point.setAttribute("tabindex", -1);
           shown[number + next].setAttribute("tabindex", 0);
@@ -264,7 +264,7 @@
     const at = (v) => 12 + ((v - edges[0]) / (edges[counts.length] - edges[0])) * (W - 24);
     for (const [v, text] of ticks(edges[0], edges[counts.length]))
       svg.append(drawn("text", { x: at(v), y: H - bottom + 15, "text-anchor": at(v) < 40 ? "start" : at(v) > W - 40 ? "end" : "middle" }, text));
-    svg.append(drawn("text", { x: W / 2, y: H - 6, "text-anchor": "middle" }, `score of all ${report.total} samples (heights: log of how many)`));
+    svg.append(drawn("text", { x: W / 2, y: H - 6, "text-anchor": "middle" }, `scores of all ${report.total} samples (bar height: log of the count)`));
   };
   if (report.by_group.length) {
     byId("groups").hidden = false;

@@ -1,0 +1,175 @@
+"""Terminal output of the commands: one-line error messages, tables, verdicts and reports."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from dif.errors import NotASolutionError
+
+if TYPE_CHECKING:
+    from dif.optimality.certificate import Certificate
+    from dif.report.report import Report
+
+_EXTRAS = ("cvxpy", "matplotlib", "pooch")  # optional packages that `pip install 'dif[studies]'` installs
+_PIPE_WIDTH = 160  # characters per line where the output is not a terminal
+_SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}  # symbol of each verdict
+_COLOURS = {"good": "green", "note": "yellow", "bad": "red"}  # colour of each verdict
+_state = {"debug": False}
+
+
+def show_tracebacks() -> None:
+    """Make all later errors print their traceback (option --debug)."""
+    _state["debug"] = True
+
+
+def debugging() -> bool:
+    """Return whether errors print their traceback."""
+    return _state["debug"]
+
+
+@contextmanager
+def report_errors() -> Iterator[None]:
+    """Turn an exception into one line on stderr and exit code 2; Ctrl-C into exit code 130."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        fail("Interrupted. Finished work is saved; run the same command again to continue.", 130, error)
+    except NotASolutionError as error:
+        sentences = re.split(r"(?<=\.) ", str(error))  # the command line has no option strict=False
+        fail(" ".join(sentence for sentence in sentences if "strict=False" not in sentence), 2, error)
+    except ImportError as error:
+        missing = f"{error.name} is not installed. Install it with: pip install 'dif[studies]'"
+        fail(missing if error.name in _EXTRAS else str(error), 2, error)
+    except OSError as error:
+        by_system = error.strerror and error.filename
+        fail(
+            f"Cannot use {str(error.filename)!r} ({error.strerror}). Choose another path." if by_system else str(error),
+            2,
+            error,
+        )
+    except ValueError as error:
+        fail(str(error), 2, error)
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        fail(f"{type(error).__name__}: {error} (add --debug to see the traceback)", 2, error)
+
+
+def fail(message: str, code: int = 2, cause: BaseException | None = None) -> None:
+    """Print a message on stderr and exit; with --debug, raise the cause instead."""
+    if debugging() and cause is not None:
+        raise cause
+    print_error(message)
+    raise typer.Exit(code) from cause
+
+
+def print_error(message: str) -> None:
+    """Print a message as one line on stderr."""
+    typer.echo(f"dif: {replace_control_characters(' '.join(message.split()))}", err=True)
+
+
+def escape_text(text: object) -> str:
+    """Return user data as text for a rich table, without markup and control characters."""
+    return escape(replace_control_characters(str(text)))
+
+
+def replace_control_characters(text: str) -> str:
+    """Return the text with every unprintable character replaced, so that it cannot control the terminal."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
+
+
+def make_console() -> Console:
+    """Return a console: coloured and as wide as the terminal, or plain and wide in a pipe."""
+    console = Console()
+    return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=_PIPE_WIDTH)
+
+
+def make_table(title: str, *headings: str, left: int = 1) -> Table:
+    """Return an empty table whose first `left` columns are left-aligned (text) and the others right-aligned."""
+    table = Table(title=title)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if number < left else "right")
+    return table
+
+
+def print_verdict(verdict: dict[str, str]) -> None:
+    """Print the verdict, coloured, with what to do about it."""
+    sign = verdict["sign"]
+    text = f"{_SIGNS[sign]} [bold {_COLOURS[sign]}]{escape_text(verdict['words'])}[/]"
+    cure = f" [italic]{escape_text(verdict['cure'])}[/]" if verdict["cure"] else ""
+    make_console().print(text + cure, soft_wrap=True)
+
+
+def print_certificate(certificate: Certificate) -> None:
+    """Print the findings about a solution, and a table of its constraints."""
+    title = f"{certificate.parameters} parameters, objective {certificate.objective:.6g}"
+    findings = make_table(title, "", "", "measured", left=3)
+    for finding in certificate.findings:
+        cure = f" [italic]{escape_text(finding.cure)}[/]" if finding.cure else ""
+        text = f"[bold]{escape_text(finding.what)}[/] {escape_text(finding.meaning)}{cure}"
+        findings.add_row(_SIGNS[finding.verdict], text, escape_text(finding.measured))
+    make_console().print(findings)
+    if not certificate.constraints:
+        return
+    headings = ("constraint", "state", "slack", "multiplier λ", "largest change by one removal", "median change")
+    table = make_table("Constraints", *headings, left=2)
+    table.caption = "change: of λ where the constraint binds, of the slack elsewhere"
+    for row in certificate.constraints:
+        state = row.state + (" (uncertain)" if row.uncertain else "")
+        changes = ("—" if change is None else f"{change:.2g}" for change in (row.largest, row.median))
+        table.add_row(escape_text(row.name), state, f"{row.slack:.3g}", f"{row.multiplier:.4g}", *changes)
+    make_console().print(table)
+
+
+def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool) -> None:
+    """Print the verdict and the `top` most influential samples, as a table or as JSON."""
+    samples = result.samples[:top]
+    if as_json:
+        rows = [{key: sample.get(key) for key in ("index", "name", "group", "score", "actual")} for sample in samples]
+        content = {"verdict": result.verdict, "target": result.target, "value": result.value}
+        content |= {"estimator": result.estimator, "samples": rows}
+        content |= {"agreement": result.agreement, "remarks": result.remarks}
+        typer.echo(json.dumps(content | {"report": str((out / "report.html").resolve())}))
+    if as_json or quiet:
+        if result.verdict["sign"] == "bad":
+            print_error(f"{result.verdict['words']} {result.verdict['cure']}")
+        return
+    print_verdict(result.verdict)
+    retrained = any(sample.get("actual") is not None for sample in result.samples)
+    headings = ["sample", "group", "score"]
+    headings += ["retrained"] if retrained else []
+    headings += ["mostly through"] if result.terms else []
+    title = f"Change of {escape_text(result.target)}, now {result.value:.6g}, without each sample ({result.estimator})"
+    table = make_table(title, *headings, left=2)
+    if result.terms:
+        table.caption = "mostly through: the term of the problem that contributes most to the score"
+    for sample in samples:
+        cells = [_signed(sample["score"]), *([_signed(sample.get("actual"))] if retrained else [])]
+        if result.terms:
+            sizes = [abs(x or 0.0) for x in sample["parts"]]
+            cells.append(escape_text(result.terms[sizes.index(max(sizes))]) if any(sizes) else "—")
+        table.add_row(escape_text(sample["name"]), escape_text(sample["group"] or ""), *cells)
+    make_console().print(table)
+    for remark in result.remarks:
+        typer.echo(replace_control_characters(remark))
+    if result.agreement is not None:
+        formats = {"pearson": "r = {:.4f}", "slope": "slope {:.3f}", "relative_error": "relative error {:.1%}"}
+        numbers = [text.format(result.agreement[k]) for k, text in formats.items() if result.agreement[k] is not None]
+        text = ", ".join(numbers) or "not defined"
+        typer.echo(f"Agreement with retraining ({result.agreement['n']} removals): {text}")
+    typer.echo(f"Report: {(out / 'report.html').resolve()}")
+
+
+def _signed(x: float | None) -> str:
+    return "—" if x is None else f"{x:+.4g}"

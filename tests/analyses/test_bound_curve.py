@@ -1,9 +1,9 @@
-"""Curves against a bound, and what samples do to prices, against solving again."""
+"""Curves against a bound, and effects of samples on prices, compared with solving again."""
 
 import numpy as np
-import pytest
 import torch
 from problems import fair_logistic, solved, zeros
+from refusals import invalid
 
 import dif
 
@@ -23,11 +23,11 @@ def test_closed_form():
     np.testing.assert_allclose(curve.values[:, 0], second, atol=1e-9)
     objective = [3 + 0.5 * ((a - 2) ** 2 + (b - 1) ** 2) for a, b in zip(first, second, strict=True)]
     np.testing.assert_allclose(curve.objective, objective, atol=1e-9)
-    # λ of the limit: 2 − τ alone, 3 − 2τ where the budget holds too, 0 beyond
+    # λ of the limit: 2 − τ alone, 3 − 2τ where the budget is binding too, 0 beyond
     np.testing.assert_allclose(curve.price, [2.0, 1.5, 0.6, 0.2, 0.0, 0.0], atol=1e-9)
     assert [(k.name, k.binds) for k in curve.kinks] == [("budget", "above"), ("limit", "below")]
     np.testing.assert_allclose([k.bound for k in curve.kinks], [1.0, 1.5], atol=1e-9)
-    assert str(curve.kinks[1]) == "bound 1.5: limit binds below"
+    assert str(curve.kinks[1]) == "bound 1.5: limit is binding below it"
     assert curve.lost == ()
     frame = curve.to_frame()
     assert list(frame.columns[:2]) == ["objective", "price"]
@@ -37,10 +37,10 @@ def test_closed_form():
 def test_grid_of_solutions():
     train, problem, group = fair_logistic()
     solution = solved(problem)
-    held, other = problem.constraints
-    curve = dif.bound_curve(solution, held, np.linspace(-0.05, 0.1, 9), train.mean(where=group == 0))
+    limited, other = problem.constraints
+    curve = dif.bound_curve(solution, limited, np.linspace(-0.05, 0.1, 9), train.mean(where=group == 0))
     for k, bound in enumerate(curve.bounds):
-        moved = dif.Problem(problem.objective, [held.term <= float(bound), other])
+        moved = dif.Problem(problem.objective, [limited.term <= float(bound), other])
         again = dif.fit(moved, zeros(), show_progress=False)
         np.testing.assert_allclose(curve.thetas[k], again.theta, atol=1e-7)
         np.testing.assert_allclose(curve.price[k], again.lam[0], atol=1e-6)
@@ -49,23 +49,23 @@ def test_grid_of_solutions():
     for kink in curve.kinks:
         row = solution.program.names.index(kink.name)
         for side in (-1e-6, 1e-6):
-            moved = dif.Problem(problem.objective, [held.term <= kink.bound + side, other])
+            moved = dif.Problem(problem.objective, [limited.term <= kink.bound + side, other])
             force = float(dif.fit(moved, zeros(), show_progress=False).lam[row])
             assert (force > 1e-12) == (kink.binds == ("below" if side < 0 else "above"))
 
 
-def test_written_the_other_way_round():
+def test_a_constraint_written_with_at_least():
     _, problem, _ = fair_logistic()
-    held, other = problem.constraints
-    turned = (-1.0 * held.term >= 0.02).named("turned")
+    limited, other = problem.constraints
+    turned = (-1.0 * limited.term >= 0.02).named("turned")
     solution = solved(dif.Problem(problem.objective, [turned, other]))
     curve = dif.bound_curve(solution, turned, [0.0, 0.04])
-    straight = dif.bound_curve(solved(problem), held, [-0.04, 0.0])
+    straight = dif.bound_curve(solved(problem), limited, [-0.04, 0.0])
     np.testing.assert_allclose(curve.price, straight.price.flip(0), atol=1e-7)
 
 
 def test_bounds_that_cannot_be_met():
-    """θ ≥ 1 and θ ≤ τ: below 1 there is nothing."""
+    """θ ≥ 1 and θ ≤ τ: for τ below 1 no point is feasible."""
     point = dif.Samples(lambda p, z: 0.5 * (p["t"] - z) ** 2, torch.zeros(1, dtype=F64))
     limit = (dif.linear([1.0]) <= 2.0).named("limit")
     problem = dif.Problem(point.mean(), [limit, (dif.linear([1.0]) >= 1.0).named("floor")])
@@ -78,28 +78,39 @@ def test_bounds_that_cannot_be_met():
 def test_errors():
     train, problem, _ = fair_logistic()
     solution = solved(problem)
-    with pytest.raises(dif.InvalidInputError, match=r"The curve is wanted at these right-hand sides."):
-        dif.bound_curve(solution, problem.constraints[0], [0.1, float("nan")])
+    for bounds, text in (
+        ([0.1, float("nan")], "1 of 2 values in `bounds` are not finite."),
+        ([], "`bounds` is empty."),
+    ):
+        invalid(
+            lambda bounds=bounds: dif.bound_curve(solution, problem.constraints[0], bounds),
+            text,
+            "The curve is computed at these right-hand sides.",
+        )
     boxed = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear(torch.eye(4)) <= 10.0])
-    with pytest.raises(dif.InvalidInputError, match=r"A curve has one bound along its axis."):
-        dif.bound_curve(solved(boxed), boxed.constraints[0], [0.1])
+    at = solved(boxed)
+    invalid(
+        lambda: dif.bound_curve(at, boxed.constraints[0], [0.1]),
+        "The constraint whose bound moves has 4 rows.",
+        "A curve has one bound along its axis.",
+    )
 
 
 def test_prices_are_the_changes_of_multipliers():
     train, problem, _ = fair_logistic()
     solution = solved(problem)
-    estimator, some = dif.DirectionalInfluence(solution), train.remove_each(range(6))
-    prices = estimator.prices(some)
+    estimator, removals = dif.DirectionalInfluence(solution), train.remove_each(range(6))
+    prices = estimator.prices(removals)
     assert prices.targets == ("group 1", "group 2")
-    for p, one in enumerate(some):
-        np.testing.assert_allclose(prices.values[p], estimator.change(one).multipliers.flat, atol=1e-12)
+    for p, removal in enumerate(removals):
+        np.testing.assert_allclose(prices.values[p], estimator.change(removal).multipliers.flat, atol=1e-12)
     small = 1e-6 * train.remove([7])
     differences = dif.Retraining(solution, tol=1e-14).change(small).multipliers.flat
     np.testing.assert_allclose(estimator.prices(small).values[0], differences, atol=1e-9)
 
 
-def test_rows_that_meet_where_nothing_is_left():
-    """Target (−3, −1), x + y ≤ 2, x + y ≥ low, x ≤ 0: several rows meet on the way; beyond 2 there is nothing."""
+def test_rows_that_meet_where_the_problem_becomes_infeasible():
+    """Target (−3, −1), x + y ≤ 2, x + y ≥ low, x ≤ 0: several rows meet on the way; low > 2 is infeasible."""
     point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[-3.0, -1.0]], dtype=F64))
     low = (dif.linear([1.0, 1.0]) >= 0.0).named("low")
     rows = [(dif.linear([1.0, 1.0]) <= 2.0).named("high"), low, (dif.linear([1.0, 0.0]) <= 0.0).named("left")]

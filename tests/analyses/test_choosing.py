@@ -1,4 +1,4 @@
-"""Sets to remove, against trying them; samples that look wrong, against removing each."""
+"""Sets to remove, compared with retraining; self-influence, compared with removing each sample."""
 
 import itertools
 
@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from problems import bound_regression, fair_logistic, regression_data, solved, squared, zeros
+from refusals import invalid
 
 import dif
 
@@ -16,11 +17,11 @@ def test_problem_without_samples():
     stays = torch.ones(60, dtype=torch.bool)
     stays[gone] = False
     risk = train.mean(where=stays)
-    rows = [train.mean(where=stays & (group == g)) <= risk + tau for g, tau in ((1, -0.02), (2, 0.3))]  # written anew
-    anew = solved(dif.Problem(risk + dif.ridge(0.05), rows))
+    rows = [train.mean(where=stays & (group == g)) <= risk + tau for g, tau in ((1, -0.02), (2, 0.3))]
+    rewritten = solved(dif.Problem(risk + dif.ridge(0.05), rows))
     left = solved(problem.without(train, gone))
-    np.testing.assert_allclose(left.theta, anew.theta, atol=1e-9)
-    np.testing.assert_allclose(left.lam, anew.lam, atol=1e-8)
+    np.testing.assert_allclose(left.theta, rewritten.theta, atol=1e-9)
+    np.testing.assert_allclose(left.lam, rewritten.lam, atol=1e-8)
     change = dif.Retraining(solved(problem)).change(train.remove(gone))
     np.testing.assert_allclose(left.theta - solved(problem).theta, change.flat, atol=1e-8)
     further = dif.Retraining(left).change(train.remove([12]))
@@ -85,7 +86,7 @@ def numbers(values):
     return train, solution, dif.Function(lambda p: p["m"], name="mean")
 
 
-def test_it_ends_where_nothing_helps():
+def test_choosing_ends_where_no_removal_helps():
     """The mean of five numbers: the largest go first; among the small ones none helps to raise it."""
     train, solution, mean = numbers([0.5, 1.0, 1.5, 4.0, 8.0])
     choice = dif.choose(solution, mean, train, 10, show_progress=False)
@@ -125,15 +126,15 @@ def test_smallest_set_flips_a_prediction():
     assert before * choice.verified <= 0
     left = dif.fit(problem.without(train, choice.indices), zeros(), show_progress=False)
     assert float((X @ left.theta)[0]) == pytest.approx(choice.verified, abs=1e-8)
-    for i in choice.indices:  # none of them can be spared
+    for i in choice.indices:  # each of them is needed
         fewer = [j for j in choice.indices if j != i]
         if fewer:
-            spared = dif.fit(problem.without(train, fewer), zeros(), show_progress=False)
-            assert before * float((X @ spared.theta)[0]) > 0
+            refitted = dif.fit(problem.without(train, fewer), zeros(), show_progress=False)
+            assert before * float((X @ refitted.theta)[0]) > 0
 
 
-def test_nothing_impossible_is_removed():
-    """The one sample of a constraint must stay."""
+def test_the_only_sample_of_a_constraint_is_not_chosen():
+    """The constraint would not be defined without it."""
     X, y = regression_data()
     train = dif.Samples(squared, (X, y), name="train")
     only = torch.arange(40) == 5
@@ -146,29 +147,32 @@ def test_nothing_impossible_is_removed():
 def test_errors():
     train, problem, _ = fair_logistic()
     solution = solved(problem)
-    with pytest.raises(dif.InvalidInputError, match=r"So many samples are chosen at most, so many at a time."):
-        dif.choose(solution, train.mean(), train, 0)
-    with pytest.raises(dif.InvalidInputError, match=r"So many samples are chosen at most, so many at a time."):
-        dif.smallest_set(solution, train.mean(), train, 0.1, per_round=0)
-    with pytest.raises(dif.InvalidInputError, match=r"A set is chosen for one number."):
-        dif.choose(solution, train, train, 2)
+    meaning = "They limit how many samples are removed in all, and how many in each round."
+    invalid(lambda: dif.choose(solution, train.mean(), train, 0), "`count` is 0 and `per_round` is 1.", meaning)
+    invalid(
+        lambda: dif.smallest_set(solution, train.mean(), train, 0.1, per_round=0),
+        "`limit` is 200 and `per_round` is 0.",
+        meaning,
+    )
+    meaning = "A set of samples is chosen for one number."
+    invalid(lambda: dif.choose(solution, train, train, 2), "60 targets were given.", meaning)
     with pytest.raises(dif.InvalidInputError, match="No such sample"):
         dif.choose(solution, train.mean(), train, 2, among=[99])
     with pytest.raises(dif.InvalidInputError, match="goal"):
         dif.smallest_set(solution, train.mean(), train, "low")
 
 
-def test_self_influence_is_what_removal_does_to_the_own_loss():
+def test_self_influence_is_the_effect_of_removal_on_the_own_loss():
     train, problem, _ = fair_logistic()
     solution = solved(problem)
     own = dif.self_influence(dif.DirectionalInfluence(solution), train, show_progress=False)
     assert own.values.shape == (60, 1)
     each = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
     np.testing.assert_allclose(own.values[:, 0], each.values.diagonal(), atol=1e-12)
-    some = dif.self_influence(dif.Retraining(solution, show_progress=False), train, [3, 11], show_progress=False)
+    exact = dif.self_influence(dif.Retraining(solution, show_progress=False), train, [3, 11], show_progress=False)
     for k, i in enumerate((3, 11)):
         actual = dif.Retraining(solution).scores(train.take(torch.tensor([i])), train.remove([i])).values
-        assert float(some.values[k, 0]) == pytest.approx(float(actual), abs=1e-9)
+        assert float(exact.values[k, 0]) == pytest.approx(float(actual), abs=1e-9)
         assert float(own.values[i, 0]) == pytest.approx(float(actual), rel=0.3)
 
 
@@ -191,13 +195,13 @@ def test_sets_without_which_there_is_no_solution():
     )
     assert greedy.solution.theta[0] >= -0.3 - 1e-9
     ranked = dif.choose(solution, first, limit, 2, greedy=False, show_progress=False)
-    assert not {0, 1} & set(ranked.indices)  # whose removal no step can follow
+    assert not {0, 1} & set(ranked.indices)  # without either of them no point is feasible
     with pytest.raises(dif.InfeasibleError) as caught:
         dif.fit(problem.without(limit, [0, 1]), solution.params, show_progress=False)
     assert "contradict each other" in str(caught.value)
 
 
-def test_forces_that_cancel_are_no_solution():
+def test_unbounded_multipliers_do_not_hide_a_violation():
     """Two rows clash, one made of samples: multipliers without bound must not make the violation look small."""
     _, problem, start, _ = contradicting()
     limit = dif.Samples(lambda p, z: p["t"][0] - z, torch.tensor([-2.0]).double(), name="z")
@@ -227,7 +231,7 @@ def test_constants_of_a_target_count():
     np.testing.assert_allclose(both.values[:, 0], both.values[:, 1])
 
 
-def test_what_is_left_out_must_be_there():
+def test_without_refuses_unknown_samples():
     train, problem, _ = fair_logistic()
     for indices in ([-1], [1.5], [500]):
         with pytest.raises(dif.InvalidInputError, match=r"No such sample."):
@@ -236,15 +240,15 @@ def test_what_is_left_out_must_be_there():
         problem.without(dif.Samples(squared, regression_data(), name="other"), [0])
 
 
-def test_the_only_sample_of_a_term():
+def test_a_set_of_only_indispensable_samples_is_refused():
     X, y = regression_data()
     train = dif.Samples(squared, (X, y), name="train")
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=torch.arange(40) == 5) <= 0.01])
     solution = solved(problem)
-    with pytest.raises(dif.InvalidInputError) as caught:
-        dif.choose(solution, train.mean(), train, 1, among=[5])
-    assert (
-        caught.value.meaning == "Each of them is alone in a term of the problem, which would not be defined without it."
+    invalid(
+        lambda: dif.choose(solution, train.mean(), train, 1, among=[5]),
+        "None of the 1 candidates can be removed.",
+        "Each is the only sample in a term of the problem, which would not be defined without it.",
     )
     own = dif.self_influence(dif.DirectionalInfluence(solution), train, show_progress=False)
     assert torch.isnan(own.values[:, 0]).nonzero().reshape(-1).tolist() == [5]

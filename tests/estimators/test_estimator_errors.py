@@ -115,7 +115,7 @@ def test_a_constraint_that_lets_go_where_only_it_kept_the_problem_convex():
         text = "The quadratic problem of the step has no minimum"
         refused(dif.DegenerateError, action, "curvature of the linearised problem", text, "DirectionalInfluence")
     assert torch.isfinite(dif.DirectionalInfluence(at).change(push).flat).all()
-    refused(dif.UnboundedError, lambda: dif.Retraining(at).change(push), "The objective falls without end")
+    refused(dif.UnboundedError, lambda: dif.Retraining(at).change(push), "The objective is unbounded below")
     refused(dif.DegenerateError, lambda: dif.DirectionalInfluence(at, rho=1e-3), "pivots of the curvature")
 
 

@@ -210,13 +210,13 @@ PROGRAMS = {
     "no iterations": (
         lambda: solve(TRAIN.mean(), max_iter=0),
         "max_iter=0, max_seconds=None",
-        "Nothing could be done within them.",
+        "No iteration could be made within these limits.",
     ),
-    "no time": (lambda: solve(TRAIN.mean(), max_seconds=0), "max_iter=20000, max_seconds=0", "both positive"),
+    "no time": (lambda: solve(TRAIN.mean(), max_seconds=0), "max_iter=20000, max_seconds=0", "Both must be positive"),
     "no iterations to retrain": (
         lambda: dif.Retraining(solution(), max_iter=0).change(TRAIN.remove(0)),
         "max_iter=0, max_seconds=None",
-        "limits of fit",
+        "The limits are max_iter=0",
     ),
 }
 

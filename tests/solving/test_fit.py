@@ -86,11 +86,11 @@ def test_flat_directions_held_by_constraints():
     np.testing.assert_allclose(removal[:3], dif.DirectionalInfluence(three).change(half.remove([3])).flat, atol=1e-10)
 
 
-def test_limits_are_honoured_and_said():
+def test_limits_are_respected_and_reported():
     x, _ = class_data()
     separable = dif.Problem(dif.Samples(logistic, (x, torch.sign(x[:, 0]))).mean())
     for limit in ({"max_iter": 30}, {"max_seconds": 0.1}):
-        with pytest.warns(dif.NotConvergedWarning, match="measured residual .* allowed 1e-10"):
+        with pytest.warns(dif.NotConvergedWarning, match="KKT residual is .*; it must be at most 1e-10"):
             solution = dif.fit(separable, zeros(), **limit)
         assert not solution.converged
         assert "NOT a solution" in repr(solution)
@@ -204,7 +204,7 @@ def test_warm_start_from_the_solution_is_immediate():
     np.testing.assert_allclose(again.theta, solution.theta, atol=1e-12)
 
 
-def test_active_set_in_words():
+def test_text_of_the_active_set():
     text = str(solved(bound_regression()[1]).active)
     assert "order: binding" in text
     assert "far: inactive" in text

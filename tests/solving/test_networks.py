@@ -30,9 +30,9 @@ def tanh_model():
 
 
 def certified(model, l2, tau):
-    """A solution with one binding and one weak group constraint.
+    """Return a solution with one binding and one weak group constraint, its training and its test samples.
 
-    The weak one is made so: its bound is put at the value that the group's risk has at the solution without it.
+    The bound of the weak constraint is the value of the group's risk at the solution without it.
     """
     X, y = digits()
     train = dif.Samples(cross_entropy, (X[:N], y[:N]), name="train")
@@ -50,7 +50,7 @@ def certified(model, l2, tau):
 @pytest.mark.parametrize(
     ("make", "l2", "d"), [(logistic_model, 0.01, 650), pytest.param(tanh_model, 0.01, 1210, marks=pytest.mark.slow)]
 )
-def test_matrix_free_is_dense(make, l2, d):
+def test_matrix_free_agrees_with_dense(make, l2, d):
     torch.manual_seed(0)
     train, test, solution = certified(make(), l2, tau=0.01)
     assert solution.theta.numel() == d
@@ -72,7 +72,7 @@ def test_network_against_retraining(seed):
     """The 50 most influential samples on a misclassified test point, removed and retrained.
 
     With a smaller ridge the minimum is flatter than one sample's share of the curvature: one removal is then no small
-    change, and the slope falls.
+    change, and the slope falls below 1.
     """
     torch.manual_seed(seed)
     X, y = digits()

@@ -1,4 +1,4 @@
-"""Models that are not convex: the phases of fit, what they keep, and retraining many at once."""
+"""Models that are not convex: the phases of fit, checkpoints, and retraining many problems at once."""
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from dif.linalg.trust_region import exact_step, steihaug_step
 from dif.runtime.limits import Limits
 from dif.solving.batched_newton import BatchedNewton
 from dif.solving.checkpoint import Standing
+from dif.solving.fit import solve
 
 X, Y = class_data(n=60)
 
@@ -68,7 +69,7 @@ def test_a_saddle_is_left():
 
 
 def test_a_saddle_is_left_without_a_matrix(monkeypatch):
-    """A network at zero: every unit sees the same, the gradient vanishes, the curvature does not."""
+    """A network with zero weights: the gradient vanishes, the curvature does not."""
     monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.0})
     monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
     loss = lambda p, z: nn.functional.softplus(-z[1] * (torch.tanh(z[0] @ p["a"]) @ p["v"]))  # noqa: E731
@@ -83,10 +84,10 @@ def test_a_saddle_is_left_without_a_matrix(monkeypatch):
 # Phases
 
 
-def test_mini_batches_come_near_and_depend_on_the_seed_alone():
+def test_mini_batches_come_near_and_depend_only_on_the_seed():
     _, problem = network_problem()
     model = small()
-    kept = {name: t.clone() for name, t in model.state_dict().items()}
+    before = {name: t.clone() for name, t in model.state_dict().items()}
     state = torch.random.get_rng_state()
 
     def near(seed):
@@ -98,8 +99,8 @@ def test_mini_batches_come_near_and_depend_on_the_seed_alone():
     first, again, other = near(0), near(0), near(1)
     assert torch.equal(first.theta, again.theta)
     assert not torch.equal(first.theta, other.theta)
-    begun = dif.Solution(problem, model, [0.0])
-    assert first.objective < begun.objective - 0.1
+    start = dif.Solution(problem, model, [0.0])
+    assert first.objective < start.objective - 0.1
     assert not first.converged
     full = dif.fit(problem, first.params, multipliers=first.multipliers, show_progress=False)
     assert full.converged
@@ -107,18 +108,18 @@ def test_mini_batches_come_near_and_depend_on_the_seed_alone():
     assert full.active.binding == (0,)
     assert abs(float(first.lam[0]) - float(full.lam[0])) < 0.5 * float(full.lam[0])
     assert torch.equal(state, torch.random.get_rng_state())
-    assert all(torch.equal(kept[name], t) for name, t in model.state_dict().items())
+    assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
 
 
-def test_an_interrupted_fit_goes_on(tmp_path):
+def test_an_interrupted_fit_resumes(tmp_path):
     _, problem = network_problem()
     file = tmp_path / "fit.npz"
     options = {"epochs": 10, "batch_size": 16, "rate": 0.02, "show_progress": False}
     whole = dif.fit(problem, small(), **options)
     with pytest.warns(dif.NotConvergedWarning):
         dif.fit(problem, small(), max_iter=20, checkpoint=file, **options)  # 5 of 10 epochs of 4 steps
-    with np.load(file, allow_pickle=False) as held:
-        assert '"epochs": 5' in str(held["about"]) or '"epochs": 10' in str(held["about"])
+    with np.load(file, allow_pickle=False) as stored:
+        assert '"epochs": 5' in str(stored["about"]) or '"epochs": 10' in str(stored["about"])
     resumed = dif.fit(problem, small(seed=9), checkpoint=file, **options)  # not from these params
     assert resumed.converged
     assert whole.converged
@@ -134,21 +135,20 @@ def test_a_checkpoint_of_another_problem_is_refused(tmp_path):
     damaged = tmp_path / "damaged.npz"
     damaged.write_bytes(b"nothing")
     for path in (file, damaged):
-        with pytest.raises(dif.InvalidInputError, match="checkpoint") as caught:
+        with pytest.raises(dif.InvalidInputError, match=r"The checkpoint .* cannot be resumed") as caught:
             dif.fit(convex, zeros(), checkpoint=path, show_progress=False)
-        assert caught.value.meaning == (
-            "It belongs to another model or problem, or is damaged, so there is nothing to go on from."
-        )
-    with pytest.raises(FileNotFoundError, match="make it"):
+        assert caught.value.meaning == "It belongs to another model or problem, or is damaged."
+    with pytest.raises(FileNotFoundError, match=r"does not exist\. Create it\."):
         dif.fit(convex, zeros(), checkpoint=tmp_path / "none" / "fit.npz", show_progress=False)
 
 
 @pytest.mark.parametrize("wrong", [{"epochs": -1}, {"batch_size": 0}, {"rate": 0.0}, {"seed": 0.5}, {"rate": "fast"}])
-def test_mini_batches_that_make_no_sense_are_refused(wrong):
+def test_invalid_mini_batch_options_are_refused(wrong):
     _, problem = network_problem()
-    with pytest.raises(dif.InvalidInputError, match="mini-batch phase of fit") as caught:
+    with pytest.raises(dif.InvalidInputError, match="mini-batch phase of `fit`") as caught:
         dif.fit(problem, small(), **wrong)
-    assert caught.value.meaning == "There is no such phase."
+    assert all(f"{name}={value}" in caught.value.found for name, value in wrong.items())
+    assert caught.value.meaning == "These numbers do not describe passes over the data in mini-batches."
 
 
 # Curvature
@@ -189,7 +189,7 @@ def test_gauss_newton_is_the_outer_product():
 
 
 def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
-    """Where the whole Hessian is too dear, that of some samples makes conjugate gradients quick; the answer stays."""
+    """Where the Hessian is too expensive, that of a subset of the samples preconditions; the answer is the same."""
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(3000, 30, generator=generator, dtype=F64) * torch.logspace(-1.5, 0.5, 30, dtype=F64)
     y = torch.sign(X @ torch.randn(30, generator=generator, dtype=F64))
@@ -212,7 +212,7 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
 
 @pytest.mark.parametrize("make", [fair_logistic, weak_regression])
 def test_every_estimator_without_a_matrix(make, monkeypatch):
-    """The Hessian is assembled nowhere, neither in fit nor after it: the same answers."""
+    """Without assembling the Hessian, in fit or after it, the answers are the same."""
     train, problem, *_ = make()
     solution = solved(problem)
     kinds = (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining)
@@ -225,35 +225,35 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
     assert free.active.binding == solution.active.binding
     monkeypatch.setattr(Curvature, "dense", None)
     for kind, expected in zip(kinds, dense, strict=True):
-        found = kind(free).scores(train, removals)
-        np.testing.assert_allclose(found.values, expected, atol=1e-7 * float(expected.abs().max()))
+        influence = kind(free).scores(train, removals)
+        np.testing.assert_allclose(influence.values, expected, atol=1e-7 * float(expected.abs().max()))
 
 
 # Retraining
 
 
-def near(solution, changes, max_iter=1000):
-    """Where all end after each means that was tried, and how many were there then."""
-    partly = lambda share: Direction(solution.program, share * changes).stacked()  # noqa: E731
-    stages = BatchedNewton(solution).solve(partly(1.0), 1e-10, max_iter, partly)
+def solve_together(solution, changes, max_iter=1000):
+    """Return the ends after each stage of the batched solver, and how many programs are solved then."""
+    scaled = lambda share: Direction(solution.program, share * changes).stacked()  # noqa: E731
+    stages = BatchedNewton(solution).solve(scaled(1.0), 1e-10, max_iter, scaled)
     return [(ends, int(ends.reached.sum())) for ends in stages]
 
 
 @pytest.mark.parametrize("make", [fair_logistic, weak_regression])
-def test_many_at_once_is_one_by_one(make):
+def test_solving_together_agrees_with_one_by_one(make):
     train, problem, *_ = make()
     solution = solved(problem)
     groups = train.remove_groups([[0], [1, 2, 3], list(range(5, 15)), [20]]) + problem.constraints[0].shift(0.01)
-    together = near(solution, groups)[-1][0]
+    together = solve_together(solution, groups)[-1][0]
     assert bool(together.reached.all())
     for p in range(len(groups)):
         program = Direction(solution.program, groups[p]).carried_out(0)
-        alone = dif.fit.__globals__["solve"](program, Standing(solution.theta, solution.lam), Limits(10_000))
-        np.testing.assert_allclose(together.theta[p], alone.theta, atol=1e-8)
-        np.testing.assert_allclose(together.lam[p], alone.lam, atol=1e-8)
+        single = solve(program, Standing(solution.theta, solution.lam), Limits(10_000))
+        np.testing.assert_allclose(together.theta[p], single.theta, atol=1e-8)
+        np.testing.assert_allclose(together.lam[p], single.lam, atol=1e-8)
 
 
-def test_networks_are_retrained_together_and_the_truth_is_honest():
+def test_networks_retrained_together_agree_with_fit():
     train, problem = network_problem(l2=0.05)
     solution = dif.fit(problem, small(), show_progress=False)
     removals = train.remove_each(range(20))
@@ -269,28 +269,28 @@ def test_networks_are_retrained_together_and_the_truth_is_honest():
         np.testing.assert_allclose(change.flat, again.theta - solution.theta, atol=1e-7)
 
 
-def test_removals_are_retrained_by_gradients_alone(monkeypatch):
+def test_removals_are_retrained_without_hessian_products(monkeypatch):
     train, problem = network_problem()
     solution = dif.fit(problem, small())
     removals = train.remove_each(range(0, 60, 3))
     expected = dif.Retraining(solution).scores(train.mean(), removals)
     assert expected.diagnostics["failed"] == {}
 
-    def dear(*_):
+    def refuse(*_):
         raise AssertionError("a product with a program's own curvature")
 
-    monkeypatch.setattr(Stack, "products", dear)
-    ends = near(solution, removals, 200)[0][0]
+    monkeypatch.setattr(Stack, "products", refuse)
+    ends = solve_together(solution, removals, 200)[0][0]
     assert bool(ends.reached.all())
     assert int(ends.steps.max()) <= 30
 
 
-def test_what_is_too_far_for_one_step_is_reached_in_several(monkeypatch):
+def test_large_perturbations_are_reached_through_smaller_ones(monkeypatch):
     train, problem = network_problem()
     solution = dif.fit(problem, small())
     groups = train.remove_groups([[(7 * k + 3 * j) % 60 for j in range(15)] for k in range(8)])
     monkeypatch.setattr(BatchedNewton, "_iterate_newton", lambda *_: None)
-    (_, at_once), (stepwise, in_several), *_ = near(solution, groups)
+    (_, at_once), (stepwise, in_several), *_ = solve_together(solution, groups)
     assert at_once < in_several
     for p in torch.nonzero(stepwise.reached).reshape(-1).tolist():
         program = Direction(solution.program, groups[p]).carried_out(0)
@@ -298,21 +298,21 @@ def test_what_is_too_far_for_one_step_is_reached_in_several(monkeypatch):
         assert again.kkt.residual <= 1e-8
 
 
-def test_extrapolation_forgets_what_it_is_told_to_and_keeps_problems_apart():
+def test_extrapolation_forgets_on_request_and_keeps_problems_apart():
     generator = torch.Generator().manual_seed(0)
     A = torch.eye(6, dtype=F64) + 0.9 * torch.diag(torch.tensor([1, -1, 0, 0, 0.5, 0], dtype=F64))
     points = torch.randn(3, 6, generator=generator, dtype=F64)
-    z, alone = points.clone(), points[:1].clone()
+    z, first = points.clone(), points[:1].clone()
     together, single = Extrapolation(3, 6, lambda moves: moves), Extrapolation(1, 6, lambda moves: moves)
     for step in range(5):
         if step == 2:
             together.forget(torch.tensor([1]))
         live = torch.tensor([0, 1, 2])
         z[live] += together.combined(live, z[live], -z[live] @ A)
-        alone += single.combined(torch.tensor([0]), alone, -alone @ A)
-    np.testing.assert_allclose(z[:1], alone, atol=1e-12)
+        first += single.combined(torch.tensor([0]), first, -first @ A)
+    np.testing.assert_allclose(z[:1], first, atol=1e-12)
     assert float(z[[0, 2]].abs().max()) < 1e-9  # four directions to find out
-    assert float(z[1].abs().max()) > 1e-6  # begun anew
+    assert float(z[1].abs().max()) > 1e-6  # its history was forgotten
 
 
 def test_programs_that_cannot_be_mapped_are_retrained_one_by_one():

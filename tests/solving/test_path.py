@@ -1,4 +1,6 @@
-"""Paths of solutions against re-solving: where they end, where constraints switch, and where they are lost."""
+"""Paths of solutions against re-solving: their ends, their events, and paths that are lost."""
+
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ F64 = torch.float64
 
 
 def random_quadratic(seed, n=60, d=6):
-    """Least squares under four inequalities near their bounds and one equality; and a group to remove."""
+    """Return least squares with four nearly active inequalities and an equality, solved, and a group to remove."""
     g = torch.Generator().manual_seed(seed)
     X = torch.randn(n, d, generator=g).double()
     y = X @ torch.randn(d, generator=g).double() + 0.5 * torch.randn(n, generator=g).double()
@@ -26,7 +28,7 @@ def random_quadratic(seed, n=60, d=6):
 
 
 def test_fifty_random_quadratic_programs():
-    """The end is the re-solved one to 1e-7; every event is confirmed by re-solving on both sides of its ε."""
+    """The end agrees with re-solving to 1e-7; every event is confirmed by re-solving on both sides of its ε."""
     events = 0
     for seed in range(50):
         solution, removal = random_quadratic(seed)
@@ -73,7 +75,7 @@ def test_groups_that_the_first_order_cannot_predict(share):
 
 
 def test_events_of_a_bound_that_moves():
-    """min ½‖θ − (2, 1)‖² s.t. θ₁ ≤ τ, θ₁ + θ₂ ≤ 2, τ from 3 to 0.5: both are known."""
+    """min ½‖θ − (2, 1)‖² s.t. θ₁ ≤ τ, θ₁ + θ₂ ≤ 2, τ from 3 to 0.5: both events are known in closed form."""
     point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[2.0, 1.0]], dtype=F64))
     limit = (dif.linear([1.0, 0.0]) <= 3.0).named("limit")
     problem = dif.Problem(point.mean(), [limit, (dif.linear([1.0, 1.0]) <= 2.0).named("budget")])
@@ -84,11 +86,11 @@ def test_events_of_a_bound_that_moves():
     np.testing.assert_allclose([event.epsilon for event in path.events], [0.6, 0.8], atol=1e-9)
     np.testing.assert_allclose(path.end.theta, [0.5, 1.0], atol=1e-9)
     change = dif.PathInfluence(solution).change(limit.shift(-2.5))
-    assert change.diagnostics["events"] == ["ε = 0.6: limit begins to bind", "ε = 0.8: budget lets go"]
+    assert change.diagnostics["events"] == ["ε = 0.6: limit becomes binding", "ε = 0.8: budget becomes inactive"]
     np.testing.assert_allclose(change.multipliers["limit"], 1.5, atol=1e-9)
 
 
-def test_a_path_that_ends_is_said_to():
+def test_a_lost_path_is_reported():
     """θ⁴/4 − θ²/2 + aθ: the minimum at the right vanishes in a fold at a = 2/√27."""
     point = dif.Samples(lambda p, z: p["t"] ** 4 / 4 - p["t"] ** 2 / 2 + 0.0 * z, torch.zeros(1, dtype=F64))
     push = dif.Samples(lambda p, z: z * p["t"], torch.ones(1, dtype=F64), name="push")
@@ -99,15 +101,19 @@ def test_a_path_that_ends_is_said_to():
     np.testing.assert_allclose(end**3 - end + 0.38, 0.0, atol=1e-8)
     with pytest.raises(dif.NotConvergedError, match=r"lost at ε = 0\.9") as caught:
         dif.PathInfluence(solution).follow(far)
+    assert re.fullmatch(
+        r"The path of the solution under '.*' was lost at ε = 0\.9\d* after \d+ steps\.", caught.value.found
+    )
+    assert caught.value.allowed == "It must reach ε = 1 within 5000 steps."
     assert caught.value.meaning == (
-        "No solution was found beyond it that continues the one before: a fold, or clashing constraints."
+        "No solution was found beyond that ε: the path may fold back, or the constraints contradict each other."
     )
     lenient = dif.PathInfluence(solution, strict=False).scores(point.mean(), far)
     assert bool(lenient.values.isnan().all())
     assert "lost at" in lenient.diagnostics["unanswered"][far.labels[0]]
 
 
-def test_stops_and_what_a_path_knows():
+def test_stops_and_changes_along_a_path():
     train, problem, *_ = fair_logistic()
     solution = solved(problem)
     removal = train.remove(list(range(0, 60, 5)))
@@ -117,7 +123,7 @@ def test_stops_and_what_a_path_knows():
     expected = dif.Retraining(solution).scores(train.mean(), 0.35 * removal)
     np.testing.assert_allclose(path.changes(train.mean())[at], expected.values[0], atol=1e-9)
     assert path.start is solution
-    assert path.curvatures == 0  # the one at the start served all
+    assert path.curvatures == 0  # the one at the start was enough
     with pytest.raises(dif.InvalidInputError, match="stops on a path"):
         dif.PathInfluence(solution).follow(removal, stops=["a"])
     with pytest.raises(dif.InvalidInputError, match="A path leads from ε = 0") as caught:
@@ -128,7 +134,7 @@ def test_stops_and_what_a_path_knows():
 
 
 def test_one_constraint_takes_over_from_another():
-    """A corner of the plane at which two rows hold; a third comes by and pushes one of them aside."""
+    """Two rows are active at a corner of the plane; a third row becomes active there and replaces one of them."""
     point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[5.0, 9.0]], dtype=F64))
     rows = dif.linear([[1.0, 0.0], [0.0, 1.0]]) <= torch.tensor([1.0, 1.0])
     third = (dif.linear([1.0, 1.0]) <= 3.0).named("third")

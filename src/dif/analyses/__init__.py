@@ -1,1 +1,1 @@
-"""Questions that are made of estimators: sets to remove, prices of bounds, samples that look wrong."""
+"""Analyses built on estimators: sets to remove, prices of bounds, self-influence, and the verdict on predictions."""

@@ -1,4 +1,4 @@
-"""The price of a constraint: the solution against its bound, without solving again for each value."""
+"""The price of a constraint: the solution as a function of its bound, followed along a path."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.term import Constraint
 from dif.runtime.inputs import as_numbers
-from dif.solving.continuation import Event, Point
+from dif.solving.continuation import Event, PathPoint
 
 
 @dataclass(frozen=True)
-class Kink:
-    """A bound at which the active set changes: to its left and right the curve has different slopes."""
+class CurveKink:
+    """A bound at which the active set changes, so that the curve has different slopes to its left and right."""
 
     bound: float
     name: str  # of the constraint that switches
-    binds: str  # on which side it binds: "below" or "above" that bound
+    binds: str  # the side on which it is binding: "below" or "above" that bound
 
     def __str__(self) -> str:
-        return f"bound {self.bound:.6g}: {self.name} binds {self.binds}"
+        return f"bound {self.bound:.6g}: {self.name} is binding {self.binds} it"
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,18 +35,18 @@ class BoundCurve:
     """The solutions of a problem as one of its bounds moves."""
 
     constraint: str
-    bounds: Tensor  # (K,) ascending, as they were asked for
+    bounds: Tensor  # (K,) the bounds asked for, ascending
     objective: Tensor  # (K,) f₀; NaN where there is no solution
-    price: Tensor  # (K,) the multiplier λ: how much the objective falls per unit of the bound loosened
+    price: Tensor  # (K,) the multiplier λ: how much the objective falls per unit by which the bound is loosened
     values: Tensor  # (K, T) of the targets
     targets: tuple[str, ...]
-    multipliers: Tensor  # (K, m) of every row
+    multipliers: Tensor  # (K, m) of all rows
     thetas: Tensor  # (K, d)
-    kinks: tuple[Kink, ...]
-    lost: tuple[str, ...]  # why the curve ends before the outermost bounds, where it does
+    kinks: tuple[CurveKink, ...]
+    lost: tuple[str, ...]  # why the curve ends before the outermost bounds; empty where it does not
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame: one row per bound, columns for the objective, the price and each target."""
+        """Return a pandas DataFrame: one row per bound, columns for the objective, the price and each target."""
         try:
             import pandas
         except ImportError as error:
@@ -69,65 +69,64 @@ def bound_curve(
 
     Args:
         solution: A certified solution; its own bound may lie anywhere among the others.
-        constraint: A constraint of its problem, of one row.
-        bounds: Right-hand sides as the constraint is written.
-        target: A Term, a list of Terms, or Samples, whose values are wanted, too.
+        constraint: A constraint of its problem, with one row.
+        bounds: Right-hand sides, as in the constraint as it is written.
+        target: A Term, a list of Terms, or Samples, whose values are computed along the curve.
         tol: Relative KKT residual of every point (None: 1e-10 in float64).
         max_steps: Limit on steps, each a gradient and a solve, to either side.
 
-    Where a bound cannot be met, the values are NaN from there on, and `lost` says why.
+    Returns:
+        The curve. Where a bound cannot be met the values are NaN from there on, and `lost` says why.
     """
     at = expect_solution(solution)
     rows = at.program.where(constraint)
     if rows.stop - rows.start != 1:
         raise InvalidInputError(
-            "rows of the constraint whose bound moves",
-            measured=rows.stop - rows.start,
-            threshold="1",
-            meaning="A curve has one bound along its axis.",
-            cure="State the row you mean as a constraint of its own.",
+            f"The constraint whose bound moves has {rows.stop - rows.start} rows.",
+            "It must have one row.",
+            "A curve has one bound along its axis.",
+            "State the row as a constraint of its own.",
         )
     asked = as_numbers(bounds, "bounds of a curve").double().reshape(-1)
-    if not len(asked) or not bool(torch.isfinite(asked).all()):
+    infinite = int((~torch.isfinite(asked)).sum())
+    if not len(asked) or infinite:
         raise InvalidInputError(
-            "bounds of a curve",
-            measured=f"{len(asked)} values" if len(asked) == 0 else "some not finite",
-            threshold="at least one, all finite",
-            meaning="The curve is wanted at these right-hand sides.",
-            cure="Pass, for example, torch.linspace(0.0, 0.1, 21).",
+            f"{infinite} of {len(asked)} values in `bounds` are not finite." if infinite else "`bounds` is empty.",
+            "There must be at least one value, and all must be finite.",
+            "The curve is computed at these right-hand sides.",
+            "Pass, for example, torch.linspace(0.0, 0.1, 21).",
         )
     asked = torch.unique(asked)
     targets = None if target is None else Targets(target, at)
     sign = -1.0 if constraint.negated else 1.0
     now = sign * float(constraint.tau)
     paths = PathInfluence(at, tol=tol, max_steps=max_steps)
-    found: dict[float, Point] = {}
-    kinks: list[Kink] = []
+    points = {now: PathPoint(0.0, at.program, at.theta, at.lam, at.c)}
+    kinks: list[CurveKink] = []
     lost: list[str] = []
     for side in (-1.0, 1.0):
-        reach = [float(b) for b in asked if side * (float(b) - now) > 0]
-        if not reach:
+        ahead = [bound for bound in asked.tolist() if side * (bound - now) > 0]
+        if not ahead:
             continue
-        far = max(reach, key=lambda b: abs(b - now)) - now
-        stops = {(b - now) / far: b for b in reach}
-        follower = paths.follower(constraint.shift(far))
+        span = max(ahead, key=lambda bound: abs(bound - now)) - now
+        stops = {(bound - now) / span: bound for bound in ahead}
+        follower = paths.follower(constraint.shift(span))
         try:
             follower.run(sorted(stops))
         except DifError as error:
             lost.append(str(error))
-        found |= {stops[p.epsilon]: p for p in follower.points if p.epsilon in stops}
-        kinks += [_kink(event, now, far) for event in follower.events]
-    found[now] = Point(0.0, at.program, at.theta, at.lam, at.c)
-    nothing = float("nan")
+        points |= {stops[point.epsilon]: point for point in follower.points if point.epsilon in stops}
+        kinks += [_make_kink(event, now, span) for event in follower.events]
+    nan = float("nan")
     thetas, multipliers, values, objective = [], [], [], []
     for bound in asked.tolist():
-        point = found.get(bound)
-        thetas.append(torch.full_like(at.theta, nothing) if point is None else point.theta)
-        multipliers.append(torch.full_like(at.lam, nothing) if point is None else point.lam)
-        known = thetas[-1]
-        objective.append(nothing if point is None else float(point.program.rows.values(known)[0]))
+        point = points.get(bound)
+        theta = torch.full_like(at.theta, nan) if point is None else point.theta
+        thetas.append(theta)
+        multipliers.append(torch.full_like(at.lam, nan) if point is None else point.lam)
+        objective.append(nan if point is None else float(point.program.rows.values(theta)[0]))
         if targets is not None:
-            values.append(targets.values(known))
+            values.append(targets.values(theta))
     lam = torch.stack(multipliers).double().cpu()
     return BoundCurve(
         at.program.names[rows.start],
@@ -143,6 +142,6 @@ def bound_curve(
     )
 
 
-def _kink(event: Event, now: float, far: float) -> Kink:
-    ahead_is_above = far > 0
-    return Kink(now + event.epsilon * far, event.name, "above" if event.binds == ahead_is_above else "below")
+def _make_kink(event: Event, now: float, span: float) -> CurveKink:
+    """Translate an event on the path from the bound `now` to now + span."""
+    return CurveKink(now + event.epsilon * span, event.name, "above" if event.binds == (span > 0) else "below")

@@ -1,4 +1,4 @@
-"""Which samples to remove: sets chosen one by one, each choice at the solution that the others left."""
+"""Choose sets of samples to remove: greedily, with the solution and the scores updated after each round."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from dif.runtime.inputs import as_index, as_numbers
 from dif.runtime.progress import Reporter, progress
 from dif.solving.fit import fit
 
-_PATIENCE = 5  # rounds in a row that may fail before it is said that nothing helps
+_PATIENCE = 5  # failed attempts in a row after which no removal counts as helpful
 
 
 @dataclass(frozen=True, eq=False)
 class Choice:
-    """Samples to remove, and what training without them says."""
+    """A set of samples to remove, and the target after retraining without them."""
 
     indices: tuple[int, ...]  # in the order in which they were chosen
     target: str
-    before: float  # the target as it is
-    predicted: float  # without them, as the sum of first-order scores at the start has it
-    followed: tuple[float, ...]  # after each round of removals, at the solution that was followed; empty for a ranking
-    verified: float  # at the solution of the problem without them, solved on its own
-    solution: Solution  # that one, certified
-    reached: bool | None  # whether the goal was reached, where there was one
+    before: float  # the target at the given solution
+    predicted: float  # the target without them, predicted by the sum of their first-order scores at the given solution
+    followed: tuple[float, ...]  # the target after each greedy round; empty for a ranking
+    verified: float  # the target after solving the problem without them
+    solution: Solution  # of the problem without them, certified
+    reached: bool | None  # whether the goal was reached; None where there was none
 
     def __str__(self) -> str:
         return f"without {len(self.indices)} samples: {self.target} {self.before:.6g} → {self.verified:.6g} (retrained)"
@@ -53,34 +53,34 @@ def choose(
     per_round: int = 1,
     show_progress: bool = True,
 ) -> Choice:
-    """The samples whose removal lowers (or raises) a target most, the constraints kept.
+    """Choose the samples whose removal lowers (or raises) a target most, under the same constraints.
 
-    Greedy: the strongest sample is removed, the solution followed to the problem without it, all scores are taken anew
-    there, and so on. A round that makes the target worse is taken back, and the next strongest are tried. It ends early
-    where no removal helps any more. With `greedy=False` the first-order
-    ranking at the start is taken as it is. The problem without the set is then solved on its own, by `fit` from the old
-    parameters (where it is not convex, other starts may end elsewhere): `Choice.verified`.
+    Greedy: the sample with the strongest score is removed, the solution is followed to the problem without it, all
+    scores are computed again there, and so on. A round that makes the target worse is undone, and the next strongest
+    samples are tried. The choice ends early where no removal helps any more. With `greedy=False` the first-order
+    ranking at the given solution is used as it is. The problem without the set is then solved by `fit` from the old
+    parameters: `Choice.verified`. (If it is not convex, other starts may lead to other solutions.)
 
     Args:
         solution: A certified solution.
         target: A Term.
         samples: The Samples to remove from.
-        count: How many at most.
+        count: Largest number of samples to remove.
         lower: Lower the target; False raises it.
         among: Indices that may be removed (None: all).
-        greedy: Take scores anew after each round.
-        per_round: How many are removed before scores are taken anew.
+        greedy: Compute the scores again after each round.
+        per_round: How many samples are removed in each round.
         show_progress: Show a bar on a terminal.
     """
-    chooser = _Chooser.of(solution, target, samples, 1.0 if lower else -1.0, among)
-    number, together = _counts("choose(count, per_round)", count, per_round)
+    removal = _RemovalSet.start(solution, target, samples, 1.0 if lower else -1.0, among)
+    count, per_round = _check_counts("count", count, per_round)
     if greedy:
-        with progress("choosing", number, show_progress) as report:
-            while len(chooser.chosen) < number and chooser.round(min(together, number - len(chooser.chosen))):
-                report(len(chooser.chosen))
+        with progress("choosing", count, show_progress) as report:
+            while len(removal.chosen) < count and removal.extend(min(per_round, count - len(removal.chosen))):
+                report(len(removal.chosen))
     else:
-        chooser.chosen = chooser.best(number)
-    return chooser.verified(None)
+        removal.chosen = removal.rank(count)
+    return removal.verify(None)
 
 
 def smallest_set(
@@ -94,165 +94,163 @@ def smallest_set(
     per_round: int = 1,
     show_progress: bool = True,
 ) -> Choice:
-    """A set, as small as it is found, whose removal brings a target to a goal: a margin to 0, a gap to what is wanted.
+    """Find a small set of samples whose removal brings a target to a goal, such as a margin to 0.
 
-    Samples are chosen greedily until the goal is reached; then each that can stay without losing the goal is given
-    back. No single one of those left can be spared; that no other set is smaller is not proven. `Choice.reached` says
-    whether the goal was reached within the limit, `Choice.verified` where training without the set ends.
+    Samples are chosen greedily until the goal is reached; then each one that is not needed for the goal is put back.
+    No single sample of the final set can be put back, but a smaller set may exist. `Choice.reached` says whether the
+    goal was reached within the limit, `Choice.verified` is the target after training without the set.
 
     Args:
         solution: A certified solution.
         target: A Term, now above the goal or below it.
         samples: The Samples to remove from.
         goal: Value of the target to reach.
-        limit: How many may be removed.
+        limit: Largest number of samples to remove.
         among: Indices that may be removed (None: all).
-        per_round: How many are removed before scores are taken anew.
+        per_round: How many samples are removed in each round.
         show_progress: Show a bar on a terminal.
     """
-    wanted = float(as_numbers(goal, "goal").reshape(()))
-    most, together = _counts("smallest_set(limit, per_round)", limit, per_round)
-    chooser = _Chooser.of(solution, target, samples, 1.0, among)
-    chooser.sign = 1.0 if chooser.value > wanted else -1.0
-    with progress("choosing", most, show_progress) as report:
-        while len(chooser.chosen) < most and not chooser.beyond(wanted, chooser.value):
-            if not chooser.round(min(together, most - len(chooser.chosen))):
+    goal = float(as_numbers(goal, "goal").reshape(()))
+    limit, per_round = _check_counts("limit", limit, per_round)
+    removal = _RemovalSet.start(solution, target, samples, 1.0, among)
+    removal.sign = 1.0 if removal.value > goal else -1.0
+    with progress("choosing", limit, show_progress) as report:
+        while len(removal.chosen) < limit and not removal.reaches(goal, removal.value):
+            if not removal.extend(min(per_round, limit - len(removal.chosen))):
                 break
-            report(len(chooser.chosen))
-        if chooser.beyond(wanted, chooser.value):
-            chooser.spare(wanted, report)
-    return chooser.verified(wanted)
+            report(len(removal.chosen))
+        if removal.reaches(goal, removal.value):
+            removal.prune(goal, report)
+    return removal.verify(goal)
 
 
-def _counts(what: str, limit: int, per_round: int) -> tuple[int, int]:
-    most, together = as_index(limit), as_index(per_round)
-    if most is None or most < 1 or together is None or together < 1:
+def _check_counts(name: str, limit: int, per_round: int) -> tuple[int, int]:
+    most, each = as_index(limit), as_index(per_round)
+    if most is None or most < 1 or each is None or each < 1:
         raise InvalidInputError(
-            what,
-            measured=f"{limit}, {per_round}",
-            threshold="integers ≥ 1",
-            meaning="So many samples are chosen at most, so many at a time.",
-            cure="Use per_round=1 for the most careful choice.",
+            f"`{name}` is {limit!r} and `per_round` is {per_round!r}.",
+            "Both must be integers of at least 1.",
+            "They limit how many samples are removed in all, and how many in each round.",
+            "Use per_round=1 for the most careful choice.",
         )
-    return most, together
+    return most, each
 
 
-def _scored(at: Solution, target: Any, samples: Samples, indices: list[int]) -> dict[int, float]:
-    """The score of each sample without which there still is a solution, as far as one step can tell."""
-    found = DirectionalInfluence(at).scores(target, samples.remove_each(indices), show_progress=False, assess=0)
-    values = zip(indices, found.values[:, 0].tolist(), strict=True)
+def _score(at: Solution, target: Any, samples: Samples, indices: list[int]) -> dict[int, float]:
+    """Return the first-order score of each sample, without those whose removal has no answer."""
+    influence = DirectionalInfluence(at).scores(target, samples.remove_each(indices), show_progress=False, assess=0)
+    values = zip(indices, influence.values[:, 0].tolist(), strict=True)
     return {i: value for i, value in values if isfinite(value)}
 
 
 @dataclass
-class _Chooser:
-    """A set that grows, and the solution without it."""
+class _RemovalSet:
+    """A growing set of samples to remove, and the solution without them."""
 
-    start: Solution
-    at: Solution
+    start_solution: Solution
+    at: Solution  # without the chosen samples
     target: Any
     targets: Targets
     samples: Samples
     sign: float  # +1: lower is better
     candidates: list[int]
-    first: dict[int, float]  # scores at the start
+    first_scores: dict[int, float]  # at the start
     chosen: list[int]
-    followed: list[float]
+    followed: list[float]  # the target after each round
 
     @classmethod
-    def of(cls, solution: Solution, target: Any, samples: Samples, sign: float, among: Any) -> _Chooser:
-        """Nothing chosen yet."""
+    def start(cls, solution: Solution, target: Any, samples: Samples, sign: float, among: Any) -> _RemovalSet:
+        """Build an empty set, with the scores of all candidates."""
         targets = Targets(target, expect_solution(solution))
         if len(targets.names) != 1:
             raise InvalidInputError(
-                "targets to choose samples for",
-                measured=len(targets.names),
-                threshold="1",
-                meaning="A set is chosen for one number.",
-                cure="Add them up with weights of your choice: a sum of Terms is a Term.",
+                f"{len(targets.names)} targets were given.",
+                "There must be one target.",
+                "A set of samples is chosen for one number.",
+                "Add them up with weights of your choice: a sum of Terms is a Term.",
             )
         needed = indispensable(solution.program, samples)
-        every = range(len(samples)) if among is None else samples.checked(among)
-        candidates = [i for i in every if i not in needed]
+        indices = range(len(samples)) if among is None else samples.checked(among)
+        candidates = [i for i in indices if i not in needed]
         if not candidates:
             raise InvalidInputError(
-                "samples that may be removed",
-                measured=0,
-                threshold="at least 1",
-                meaning="Each of them is alone in a term of the problem, which would not be defined without it.",
-                cure="Name others, or leave among= out.",
+                f"None of the {len(indices)} candidates can be removed.",
+                "At least one must be removable.",
+                "Each is the only sample in a term of the problem, which would not be defined without it.",
+                "Name other indices, or leave `among` out.",
             )
-        first = _scored(solution, target, samples, candidates)
-        return cls(solution, solution, target, targets, samples, sign, candidates, first, [], [])
+        scores = _score(solution, target, samples, candidates)
+        return cls(solution, solution, target, targets, samples, sign, candidates, scores, [], [])
 
     @property
     def value(self) -> float:
         """The target at the solution without the set."""
-        return float(self.targets.values(self.at.theta)[0])
+        return self._value_at(self.at.theta)
 
-    def beyond(self, goal: float, value: float) -> bool:
-        """Whether a value is at the goal or past it."""
+    def _value_at(self, theta: Tensor) -> float:
+        return float(self.targets.values(theta)[0])
+
+    def reaches(self, goal: float, value: float) -> bool:
+        """Return whether a value is at the goal or beyond it."""
         return self.sign * (value - goal) <= 0
 
-    def best(self, count: int) -> list[int]:
-        """The strongest candidates at the solution without the set, as far as they help."""
-        scores = {i: self.first[i] for i in self.candidates if i in self.first}
+    def rank(self, count: int) -> list[int]:
+        """Return the strongest candidates at the solution without the set, only those that help."""
+        scores = {i: self.first_scores[i] for i in self.candidates if i in self.first_scores}
         if self.chosen:
-            out = {*self.chosen, *indispensable(self.at.program, self.samples)}
-            left = [i for i in self.candidates if i not in out]
-            if not left:
+            excluded = {*self.chosen, *indispensable(self.at.program, self.samples)}
+            remaining = [i for i in self.candidates if i not in excluded]
+            if not remaining:
                 return []
-            scores = _scored(self.at, self.target, self.samples, left)
+            scores = _score(self.at, self.target, self.samples, remaining)
         order = sorted(scores, key=lambda i: self.sign * scores[i])[:count]
         return [i for i in order if self.sign * scores[i] < 0]
 
-    def round(self, count: int) -> bool:
-        """Remove the strongest, follow the solution; False where nothing helps any more."""
+    def extend(self, count: int) -> bool:
+        """Remove the strongest candidates and follow the solution; return False where no removal helps."""
         for _ in range(_PATIENCE):
-            best = self.best(count)
+            best = self.rank(count)
             if not best:
                 return False
             try:
                 end = PathInfluence(self.at).follow(self.samples.remove(best)).end
-            except NotConvergedError:  # the solution cannot do without them
+            except NotConvergedError:  # no solution without them was found
                 end = None
-            if end is not None and self.sign * (float(self.targets.values(end.theta)[0]) - self.value) < 0:
+            if end is not None and self.sign * (self._value_at(end.theta) - self.value) < 0:
                 self.chosen += best
-                self.at = self._without(self.chosen, end.theta, end.lam)
+                problem = self.start_solution.problem.without(self.samples, self.chosen)
+                program = Program.of(problem, self.start_solution.program.parameters, end.theta)
+                self.at = Solution.of_program(program, end.theta, end.lam)
                 self.followed.append(self.value)
                 return True
             self.candidates = [i for i in self.candidates if i not in best]
         return False
 
-    def spare(self, goal: float, report: Reporter) -> None:
-        """Give back what the goal does not need, the weakest first."""
-        for i in sorted(self.chosen, key=lambda i: abs(self.first[i])):
+    def prune(self, goal: float, report: Reporter) -> None:
+        """Put back the samples that are not needed to reach the goal, the weakest first."""
+        for i in sorted(self.chosen, key=lambda i: abs(self.first_scores[i])):
             fewer = [j for j in self.chosen if j != i]
             if not fewer:
                 return
-            report(len(self.chosen), "(sparing)")
-            problem = self.start.problem.without(self.samples, fewer)
+            report(len(self.chosen), "(putting back)")
+            problem = self.start_solution.problem.without(self.samples, fewer)
             try:
-                found = fit(problem, self.at.params, multipliers=self.at.lam, show_progress=False)
-            except DifError:  # it cannot be solved with that one back: the set stays as it is
+                solution = fit(problem, self.at.params, multipliers=self.at.lam, show_progress=False)
+            except DifError:  # the problem with that sample cannot be solved, so it stays removed
                 continue
-            if found.converged and self.beyond(goal, float(self.targets.values(found.theta)[0])):
-                self.chosen, self.at = fewer, found
+            if solution.converged and self.reaches(goal, self._value_at(solution.theta)):
+                self.chosen, self.at = fewer, solution
 
-    def _without(self, indices: list[int], theta: Tensor, lam: Tensor) -> Solution:
-        problem = self.start.problem.without(self.samples, indices)
-        return Solution.of_program(Program.of(problem, self.start.program.parameters, theta), theta, lam)
-
-    def verified(self, goal: float | None) -> Choice:
-        """Solve the problem without the set, from the first solution."""
-        if not self.chosen:
-            found = self.start
-        else:
-            problem = self.start.problem.without(self.samples, self.chosen)
-            found = fit(problem, self.start.params, show_progress=False)
-            found.check()
-        before, after = (float(self.targets.values(s.theta)[0]) for s in (self.start, found))
+    def verify(self, goal: float | None) -> Choice:
+        """Solve the problem without the set, from the solution at the start."""
+        solution = self.start_solution
+        if self.chosen:
+            problem = self.start_solution.problem.without(self.samples, self.chosen)
+            solution = fit(problem, self.start_solution.params, show_progress=False)
+            solution.check()
+        before, after = self._value_at(self.start_solution.theta), self._value_at(solution.theta)
+        predicted = before + sum(self.first_scores[i] for i in self.chosen)
+        reached = None if goal is None else self.reaches(goal, after)
         return Choice(
-            tuple(self.chosen), self.targets.names[0], before, before + sum(self.first[i] for i in self.chosen),
-            tuple(self.followed), after, found, None if goal is None else self.beyond(goal, after),
-        )  # fmt: skip
+            tuple(self.chosen), self.targets.names[0], before, predicted, tuple(self.followed), after, solution, reached
+        )

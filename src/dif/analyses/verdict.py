@@ -1,4 +1,4 @@
-"""Whether the predictions for a model can be trusted, in one plain sentence."""
+"""The verdict: whether the predictions for a model can be trusted, in one sentence."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ from dif.optimality.certificate import BAD, GOOD, NOTE
 _REFUSED = "Predictions for this model cannot be trusted"
 
 
+_SMOOTH = "Derivatives do not see jumps or kinks: use a smooth target (a probability, for example), or retrain."
+_TOO_LARGE = (
+    "These removals are too large for a first-order prediction: ask for an accuracy (--accuracy 0.05, or "
+    "dif.AdaptiveInfluence), retrain, or use a larger ridge or more samples."
+)
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """The sentence, and what to do where it is bad."""
+    """One sentence on the predictions for a model, and what to do where they cannot be trusted."""
 
     sign: str  # good, note or bad
     words: str
@@ -25,71 +32,67 @@ class Verdict:
         cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None,
         unanswered: tuple[int, str] | None = None, kinked: str = "",
     ) -> Verdict:  # fmt: skip
-        """The strongest evidence there is: a point that is refused, then retrainings, then expected errors.
+        """Judge by the strongest evidence: a failed certificate, then retrainings, then expected errors.
 
         Args:
             certificate: `Certificate.to_dict()`.
             assessment: `Influence.diagnostics["assessment"]`; None where nothing was assessed.
-            retrained: What retraining found: `n`, `relative_error`, `wrong_signs`; None where nothing was retrained.
-            unanswered: How many removals have no answer, and why the first has none.
-            kinked: What is not smooth about the target; empty where it is.
+            retrained: Results of retraining: `n`, `relative_error`, `wrong_signs`; None where nothing was retrained.
+            unanswered: How many removals have no answer, and the reason for the first of them.
+            kinked: What is not smooth about the target; empty where it is smooth.
         """
-        found = cls._of(certificate, assessment, retrained)
-        if kinked and found.sign == BAD:
-            found = cls(BAD, f"{_REFUSED}: the target is not smooth ({kinked}).", _SMOOTH)
-        if unanswered is not None and found.sign != BAD:
-            count, why = unanswered
-            words = f"{found.words} {_counted(count)} {'has' if count == 1 else 'have'} no answer: {why.rstrip('.')}."
-            found = cls(NOTE, words, found.cure)
-        return found
-
-    @classmethod
-    def _of(
-        cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None
-    ) -> Verdict:
-        bad = [one for one in certificate["findings"] if one["verdict"] == BAD]
-        if bad:
-            return cls(BAD, f"{_REFUSED}. {bad[0]['what']} {bad[0]['meaning']}", bad[0]["cure"])
-        if retrained is not None:
-            return _of_retraining(retrained, assessment)
-        if assessment is None:
-            return cls(NOTE, "No prediction was checked.", "Leave out assess=0, or retrain.")
-        if assessment["pooled"] is None:
-            return cls(BAD, f"{_REFUSED}: they could not be checked ({assessment['failed']}).", _CURE)
-        looked = f"checked on {_counted(len(assessment['rows']))} by two further Newton steps each"
-        off = _percent(assessment["pooled"])
-        if assessment["pooled"] <= TRUSTED:
-            words = f"Predictions should be off by {off} ({looked})."
-            return cls(GOOD, words, "`dif retrain` verifies the strongest.")
-        return cls(BAD, f"{_REFUSED}: they should be off by {off} ({looked}).", _CURE)
+        verdict = _judge(certificate, assessment, retrained)
+        if kinked and verdict.sign == BAD:
+            verdict = cls(BAD, f"{_REFUSED}: the target is not smooth ({kinked}).", _SMOOTH)
+        if unanswered is not None and verdict.sign != BAD:
+            count, reason = unanswered
+            have = "has" if count == 1 else "have"
+            words = f"{verdict.words} {_count_removals(count)} {have} no answer: {reason.rstrip('.')}."
+            verdict = cls(NOTE, words, verdict.cure)
+        return verdict
 
 
-_SMOOTH = "No derivative sees a jump or a kink: ask about a smooth version of it (a probability, say), or retrain."
-_CURE = (
-    "The first order does not reach as far as these removals go: ask for an accuracy (--accuracy 0.05, or "
-    "dif.AdaptiveInfluence), retrain, or use a larger ridge or more samples."
-)
+def _judge(
+    certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None
+) -> Verdict:
+    """Return the verdict on smooth targets with an answer for every removal."""
+    bad = [finding for finding in certificate["findings"] if finding["verdict"] == BAD]
+    if bad:
+        return Verdict(BAD, f"{_REFUSED}. {bad[0]['what']} {bad[0]['meaning']}", bad[0]["cure"])
+    if retrained is not None:
+        return _judge_retraining(retrained, assessment)
+    if assessment is None:
+        return Verdict(NOTE, "No prediction was checked.", "Leave out assess=0, or retrain.")
+    if assessment["pooled"] is None:
+        return Verdict(BAD, f"{_REFUSED}: they could not be checked ({assessment['failed']}).", _TOO_LARGE)
+    method = f"checked on {_count_removals(len(assessment['rows']))} by two further Newton steps each"
+    error = _percent(assessment["pooled"])
+    if assessment["pooled"] <= TRUSTED:
+        words = f"Predictions should be off by {error} ({method})."
+        return Verdict(GOOD, words, "`dif retrain` verifies the strongest.")
+    return Verdict(BAD, f"{_REFUSED}: they should be off by {error} ({method}).", _TOO_LARGE)
 
 
-def _of_retraining(retrained: Mapping[str, Any], assessment: Mapping[str, Any] | None) -> Verdict:
+def _judge_retraining(retrained: Mapping[str, Any], assessment: Mapping[str, Any] | None) -> Verdict:
+    """Return the verdict on predictions that were compared with retraining."""
     n, error, wrong = retrained["n"], retrained["relative_error"], retrained["wrong_signs"]
-    gone = "1 sample was removed" if n == 1 else f"{n} samples were removed, one at a time,"
-    done = f"{gone} and the model retrained"
+    removed = "1 sample was removed" if n == 1 else f"{n} samples were removed, one at a time,"
+    done = f"{removed} and the model retrained"
     signs = "all signs right" if wrong == 0 else f"{wrong} of {n} signs wrong"
-    promised = None if assessment is None else assessment["pooled"]
-    expected = "" if promised is None else f" ({_percent(promised)} was to be expected)"
-    off = f"predictions were off by {_percent(error)} overall, {signs}{expected}"
+    estimate = None if assessment is None else assessment["pooled"]
+    expected = "" if estimate is None else f" ({_percent(estimate)} was to be expected)"
+    comparison = f"predictions were off by {_percent(error)} overall, {signs}{expected}"
     if error <= TRUSTED:
-        return Verdict(GOOD, f"{done}: {off}.")
-    return Verdict(BAD, f"{_REFUSED}: {done}, and {off}.", _CURE)
+        return Verdict(GOOD, f"{done}: {comparison}.")
+    return Verdict(BAD, f"{_REFUSED}: {done}, and {comparison}.", _TOO_LARGE)
 
 
-def _counted(n: int) -> str:
+def _count_removals(n: int) -> str:
     return "1 removal" if n == 1 else f"{n} removals"
 
 
 def _percent(share: float) -> str:
-    """Two digits below ten per cent, whole numbers above."""
+    """Format a share in per cent, with two digits below ten per cent and as a whole number above."""
     if not share < 1:
         return "100 % or more"
     if share < 0.001:

@@ -1,1 +1,1 @@
-"""How points are reached: fit, many problems at once, a solution followed along a path."""
+"""Solvers: `fit`, Newton's method on many problems at once, and the path of a solution under a perturbation."""

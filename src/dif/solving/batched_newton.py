@@ -1,4 +1,4 @@
-"""Many problems similar to a solved one, solved at once: Newton's method on their KKT systems."""
+"""Solve many problems similar to a solved one at once, by Newton's method on their KKT systems."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from dif.runtime.memory import in_flight
 from dif.solving.newton import damped_newton
 
 _IN_MEMORY = 2**25  # entries of θ, weights and gradients in memory at once on the CPU
-_TRIALS = 30  # Newton steps and shortenings of them
+_TRIALS = 30  # Newton steps tried per program, shortened ones included
 _INNER = 200  # iterations of conjugate gradients per Newton step
-_SHORTEST = 1 / 64  # of a Newton step
+_SHORTEST = 1 / 64  # smallest fraction of a Newton step that is tried
 _HALVED = 6  # chord steps within which the residual must halve; else each program's own curvature is used
-_SHARES = (0.2, 0.4, 0.6, 0.8)  # of a perturbation that is too large for one step
-_ON_THE_WAY = 1e-4  # residual to reach at these
+_SHARES = (0.2, 0.4, 0.6, 0.8)  # fractions of a large perturbation that are solved on the way to it
+_ROUGH = 1e-4  # relative KKT residual to reach at these
 _LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
 @dataclass
 class Ends:
-    """Where the programs of a stack ended."""
+    """The points at which the programs of a stack ended."""
 
     theta: Tensor  # (P, d)
     lam: Tensor  # (P, m)
@@ -45,13 +45,13 @@ class Ends:
 
 
 class BatchedNewton:
-    """Solves stacks of programs that differ little from the one solved at `at`.
+    """Solver for stacks of programs that differ little from the one solved at `at`.
 
     Chord steps come first: they use the curvature and the gradients of the rows at the solution, prepared once, and
     cost one gradient and one solve each (where the matrix is not assembled, steps with its preconditioner come before
     them). Anderson's acceleration combines each with those before it. Programs that do not converge are approached
     through smaller perturbations, and then solved by Newton's method with their own curvature: conjugate gradients,
-    preconditioned by what was prepared. Programs that resist are returned unsolved.
+    preconditioned by what was prepared. Programs that still do not converge are returned unsolved.
     """
 
     def __init__(self, at: Solution) -> None:
@@ -62,10 +62,10 @@ class BatchedNewton:
         self.solver = self.system.solver
         self.rows = self.system.firm | at.active.mask(at.active.active)  # that take part in the steps, (m,) bool
 
-    def solve(self, stack: Stack, tol: float, max_iter: int, partly: Callable[[float], Stack]) -> Iterator[Ends]:
-        """Solve every program of the stack from (θ̄, λ̄); yield where they are after each stage.
+    def solve(self, stack: Stack, tol: float, max_iter: int, scaled: Callable[[float], Stack]) -> Iterator[Ends]:
+        """Solve every program of the stack from (θ̄, λ̄); yield the points reached after each stage.
 
-        `partly(share)` returns the same programs with only a share of their perturbations.
+        `scaled(share)` returns the same programs with their perturbations multiplied by a share in (0, 1).
         """
         ends = self._start(len(stack), tol)
         if not self.at.curvature.assembled:
@@ -73,7 +73,7 @@ class BatchedNewton:
         self._iterate_chord(stack, ends, max_iter, None)
         yield ends
         if not bool(ends.reached.all()):
-            self._approach(stack, partly, ends, tol, max_iter)
+            self._approach(stack, scaled, ends, tol, max_iter)
             yield ends
         if not bool(ends.reached.all()):
             self._iterate_newton(stack, ends, max_iter)
@@ -97,11 +97,11 @@ class BatchedNewton:
         goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)
         return Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
 
-    def _approach(self, stack: Stack, partly: Callable[[float], Stack], ends: Ends, tol: float, max_iter: int) -> None:
+    def _approach(self, stack: Stack, scaled: Callable[[float], Stack], ends: Ends, tol: float, max_iter: int) -> None:
         """Solve the programs not solved yet by way of smaller perturbations."""
         which = torch.nonzero(~ends.reached).reshape(-1)
         now = self._start(len(which), tol)
-        stages = [*((partly(share).take(which), _ON_THE_WAY) for share in _SHARES), (stack.take(which), tol)]
+        stages = [*((scaled(share).take(which), _ROUGH) for share in _SHARES), (stack.take(which), tol)]
         solve = None if self.at.curvature.assembled else self.solver.approximate
         for programs, goal in stages:
             now.residual[:] = float("inf")
@@ -116,8 +116,8 @@ class BatchedNewton:
     def _judge(self, c: Tensor, g: Tensor, lam: Tensor) -> Tensor:
         """Measure the KKT residuals, (P,), in the units of the solution; inf where they are not finite."""
         scales, kinds = self.at.scales, self.at.program.kinds
-        found = [residuals(scales, g[p], c[p], lam[p], kinds).residual for p in range(len(g))]
-        sizes = torch.tensor(found, dtype=torch.float64)
+        values = [residuals(scales, g[p], c[p], lam[p], kinds).residual for p in range(len(g))]
+        sizes = torch.tensor(values, dtype=torch.float64)
         return torch.where(torch.isfinite(sizes) & torch.isfinite(c).all(1).cpu(), sizes, float("inf"))
 
     # Steps with what was prepared at the solution
@@ -193,7 +193,7 @@ class BatchedNewton:
     # Steps with each program's own curvature
 
     def _iterate_newton(self, stack: Stack, ends: Ends, max_iter: int) -> None:
-        """Newton's method on the programs not solved yet."""
+        """Run Newton's method on the programs not solved yet."""
         P, d = ends.theta.shape
         every = torch.nonzero(~ends.reached).reshape(-1)
         f, J = ends.lam.new_zeros((P, 1 + ends.lam.shape[1])), ends.lam.new_zeros((P, 1 + ends.lam.shape[1], d))
@@ -224,7 +224,7 @@ class BatchedNewton:
         damped_newton(z, residual, step, judge, proceed, min(_TRIALS, max_iter))
 
     def _newton_step(self, stack: Stack, ends: Ends, which: Tensor, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
-        """Solve for ω, (P, d), and the multipliers, (P, m), of some programs, with H and G of their own."""
+        """Solve for ω, (P, d), and the multipliers, (P, m), of the given programs, with H and G of their own."""
         theta, lam = ends.theta[which], ends.lam[which]
         weights, c, G = _weights(lam), f[:, 1:] - stack.tau, J[:, 1:]
         eps = torch.finfo(theta.dtype).eps
@@ -233,13 +233,13 @@ class BatchedNewton:
 
         def step(rows: Tensor) -> tuple[Tensor, Tensor]:
             B = torch.cat([b[:, :, None], G[:, rows].mT], 2)
-            X, found = self._solve_each(stack, theta, weights, G, B, accuracy)
-            omega, some, _ = complete_step(
+            X, solved = self._solve_each(stack, theta, weights, G, B, accuracy)
+            omega, nu_rows, _ = complete_step(
                 -X[:, :, 0], X[:, :, 1:], G[:, rows], c[:, rows], lam[:, rows], self.system.firm[rows]
             )
             nu = torch.zeros_like(lam)
-            nu[:, rows] = some
-            omega[~found], nu[~found] = float("nan"), float("nan")
+            nu[:, rows] = nu_rows
+            omega[~solved], nu[~solved] = float("nan"), float("nan")
             return omega, nu
 
         return self._with_violated_rows(step, lambda omega: c + torch.einsum("pjd,pd->pj", G, omega))
@@ -249,16 +249,16 @@ class BatchedNewton:
     ) -> tuple[Tensor, Tensor]:
         """Solve H_p X_p = B_p, (P, d, k), for each program, and say for which that succeeded, (P,) bool."""
         P, d, k = B.shape
-        root = self.at.curvature.scale().sqrt()[:, None]  # so that the length of a residual means something
+        root = self.at.curvature.scale().sqrt()[:, None]  # scales residuals, so that their norms are comparable
 
         def product(D: Tensor, columns: Tensor) -> Tensor:
             programs, place = torch.unique(columns // k, return_inverse=True)
             V = D.new_zeros((len(programs), k, d))
             V[place, columns % k] = (D / root).T
             V, every = V.mT, len(programs) == P
-            some, G_some = (stack, G) if every else (stack.take(programs), G[programs])
-            products = some.products(theta[programs], weights[programs], V)
-            products = products + G_some.mT @ (self.system.R[:, None] * (G_some @ V))
+            chunk, G_chunk = (stack, G) if every else (stack.take(programs), G[programs])
+            products = chunk.products(theta[programs], weights[programs], V)
+            products = products + G_chunk.mT @ (self.system.R[:, None] * (G_chunk @ V))
             return products.mT[place, columns % k].T / root
 
         precondition = lambda R: self.solver.approximate(R * root) * root  # noqa: E731

@@ -1,4 +1,4 @@
-"""Where a fit stands, on disk: interrupted work goes on from there."""
+"""A file that stores the state of an unfinished fit, so that it can be resumed."""
 
 from __future__ import annotations
 
@@ -18,87 +18,85 @@ from dif.evaluation.fingerprint import of_program
 from dif.evaluation.program import Program
 from dif.runtime.atomic_file import written
 
-_FORMAT = "dif fit 2"
+_FORMAT = "dif fit 2"  # name and version of the file format
 
 
 @dataclass(frozen=True)
 class Standing:
-    """θ, λ and how far the phases have come."""
+    """The state of a fit: θ, λ and the progress of each phase."""
 
     theta: Tensor
     lam: Tensor
-    epochs: int = 0  # of the mini-batch phase
-    penalty: float | None = None  # of the augmented Lagrangian; None: not begun
-    accuracy: float | None = None
+    epochs: int = 0  # mini-batch epochs done
+    penalty: float | None = None  # of the augmented Lagrangian; None before its first round
+    accuracy: float | None = None  # of its next round
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """A file (npz, no pickle) for one problem and model."""
+    """A file (npz, no pickle) with the state of a fit of one program."""
 
     path: Path
     program: Program
 
     @classmethod
-    def at(cls, path: str | os.PathLike[str], program: Program) -> Checkpoint:
-        """The file need not exist yet; its folder must."""
+    def open(cls, path: str | os.PathLike[str], program: Program) -> Checkpoint:
+        """Return the checkpoint at a path; its folder must exist, the file need not."""
         path = Path(path)
         if not path.parent.is_dir():
-            raise FileNotFoundError(f"no folder {os.fspath(path.parent)!r} for the checkpoint {path.name!r}: make it")
+            raise FileNotFoundError(
+                f"The folder {os.fspath(path.parent)!r} for the checkpoint {path.name!r} does not exist. Create it."
+            )
         return cls(path, program)
 
-    def _about(self) -> dict[str, Any]:
+    def _description(self) -> dict[str, Any]:
+        """Return what must agree between the file and the program."""
         parameters = self.program.parameters
         layout = [[name, list(shape)] for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
         return {"format": _FORMAT, "params": layout, "constraints": list(self.program.names)}
 
     @cached_property
-    def _problem(self) -> str:
+    def _fingerprint(self) -> str:
         return of_program(self.program).hex()
 
-    def save(self, standing: Standing) -> None:
-        """Write, complete or not at all."""
-        numbers = {"epochs": standing.epochs, "penalty": standing.penalty, "accuracy": standing.accuracy}
-        theta, lam = standing.theta.cpu().numpy(), standing.lam.cpu().numpy()
+    def save(self, state: Standing) -> None:
+        """Write the file atomically."""
+        numbers = {"epochs": state.epochs, "penalty": state.penalty, "accuracy": state.accuracy}
+        theta, lam = state.theta.cpu().numpy(), state.lam.cpu().numpy()
+        about = json.dumps({**self._description(), **numbers, "problem": self._fingerprint})
         with written(self.path) as file:
-            np.savez(
-                file,
-                theta=theta,
-                lam=lam,
-                about=np.array(json.dumps({**self._about(), **numbers, "problem": self._problem})),
-            )
+            np.savez(file, theta=theta, lam=lam, about=np.array(about))
 
     def load(self) -> Standing | None:
-        """Where the work stood; None if it has not begun."""
+        """Return the stored state; None if there is no file, or (with a warning) one of a changed problem."""
         if not self.path.exists():
             return None
         try:
             with np.load(self.path, allow_pickle=False) as file:
                 theta, lam = torch.as_tensor(file["theta"]), torch.as_tensor(file["lam"])
                 about = json.loads(str(file["about"]))
-            found = {key: about[key] for key in self._about()}
+            stored = {key: about[key] for key in self._description()}
             numbers = {key: about[key] for key in ("epochs", "penalty", "accuracy")}
-            problem = about["problem"]
+            fingerprint = about["problem"]
         except Exception as error:
-            raise self._foreign(f"{type(error).__name__}: {error}") from error
-        other = [key for key, value in self._about().items() if found[key] != value]
-        if other:
-            raise self._foreign(", ".join(f"{key} {found[key]}" for key in other))
-        if problem != self._problem:
+            raise self._unusable(f"{type(error).__name__}: {error}") from error
+        different = [key for key, value in self._description().items() if stored[key] != value]
+        if different:
+            raise self._unusable(", ".join(f"{key} {stored[key]}" for key in different))
+        if fingerprint != self._fingerprint:
             warn(
-                f"The checkpoint {os.fspath(self.path)!r} is of another problem (its data, weights, bounds or code "
-                "have changed), so fit begins anew and overwrites it.",
+                f"The checkpoint {os.fspath(self.path)!r} belongs to another problem: its data, weights, bounds or "
+                "code have changed. `fit` starts from the beginning and overwrites it.",
                 UserWarning,
             )
             return None
         like = self.program.parameters
         return Standing(theta.to(like.device, like.dtype), lam.to(like.device, like.dtype), **numbers)
 
-    def _foreign(self, found: str) -> InvalidInputError:
+    def _unusable(self, reason: str) -> InvalidInputError:
         return InvalidInputError(
-            f"checkpoint {os.fspath(self.path)!r}",
-            measured=found,
-            threshold="a file of fit for the same parameters and constraints",
-            meaning="It belongs to another model or problem, or is damaged, so there is nothing to go on from.",
-            cure="Name another file, or delete this one to begin anew.",
+            f"The checkpoint {os.fspath(self.path)!r} cannot be resumed ({reason}).",
+            "It must have been written by `fit` for the same parameters and constraints.",
+            "It belongs to another model or problem, or is damaged.",
+            "Name another file, or delete this one to start from the beginning.",
         )

@@ -1,4 +1,4 @@
-"""θ(ε) and λ(ε) while a perturbation is carried out, with the ε at which constraints switch on or off."""
+"""Follow a solution θ(ε), λ(ε) while a perturbation is carried out, and locate where constraints switch."""
 
 from __future__ import annotations
 
@@ -22,33 +22,35 @@ from dif.optimality.targets import Targets
 from dif.problem.kinds import Kinds
 from dif.problem.perturbation import Perturbation
 
-_FIRST, _SHORTEST = 0.25, 1e-7  # steps of ε
-_CORRECTIONS = 60  # steps with one prepared system per point,
-_HALVED = 8  # within so many of which the residual must halve
-_EASY, _HARD = 10, 20  # corrections after which the next step of ε is longer or shorter
-_ROUGH = 1e-2  # residual, of what is to be told apart, while an event is located
-_ROOTS = 60  # steps in which an event is located
-_LOCATED = 1e-13  # ε
-_DEPENDENT = 1e-8  # relative size of what is left of a gradient beside others on which it depends
-_TOUCHING = 1e-6  # units, within which other rows switch at the same place
+_FIRST_STEP = 0.25  # first step of ε
+_SHORTEST = 1e-7  # smallest step of ε
+_CORRECTIONS = 60  # corrector steps per point
+_HALVED = 8  # corrector steps within which the residual must halve
+_EASY = 10  # with at most so many corrections, the next step of ε is doubled
+_HARD = 20  # with more corrections than this, the next step of ε is halved
+_ROUGH = 1e-2  # residual of trial points while an event is located, relative to the margin that changes sign
+_ROOT_STEPS = 60  # root-finding steps per event
+_LOCATED = 1e-13  # width in ε at which an event counts as located
+_DEPENDENT = 1e-8  # relative norm of what a projection leaves of a gradient that depends on others
+_TOUCHING = 1e-6  # scaled margin within which other rows switch at the same ε
 
 
 @dataclass(frozen=True)
 class Event:
-    """A constraint that lets go or begins to bind."""
+    """A constraint that becomes binding or inactive."""
 
     epsilon: float
     row: int
     name: str
-    binds: bool  # from then on
+    binds: bool  # whether it is binding beyond this ε
 
     def __str__(self) -> str:
-        return f"ε = {self.epsilon:.6g}: {self.name} {'begins to bind' if self.binds else 'lets go'}"
+        return f"ε = {self.epsilon:.6g}: {self.name} becomes {'binding' if self.binds else 'inactive'}"
 
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """The solutions of the problems between the one that was solved and the perturbed one."""
+    """The solutions of the problems between the solved one and the perturbed one."""
 
     start: Solution
     perturbation: Perturbation
@@ -56,9 +58,9 @@ class Path:
     thetas: Tensor  # (K, d)
     multipliers: Tensor  # (K, m)
     events: tuple[Event, ...]
-    residual: float  # the largest KKT residual of its points, in the units of the start
-    steps: int  # gradients of the Lagrangian that it took
-    curvatures: int  # Hessians beside the one at the start
+    residual: float  # largest KKT residual of the points, in the units of the start
+    steps: int  # gradients of the Lagrangian computed
+    curvatures: int  # Hessians computed, apart from the one at the start
 
     @cached_property
     def end(self) -> Solution:
@@ -68,15 +70,15 @@ class Path:
         return Solution.of_program(program, theta, self.multipliers[-1])
 
     def changes(self, target: Any) -> Tensor:
-        """How far each target has moved at each ε, (K, T)."""
+        """Return the change of each target from the start to each ε, (K, T)."""
         targets = Targets(target, self.start)
         values = torch.stack([targets.values(theta) for theta in self.thetas])
         return (values - values[:1]).double().cpu()
 
 
 @dataclass
-class Point:
-    """A solution on the way."""
+class PathPoint:
+    """The solution at one ε."""
 
     epsilon: float
     program: Program
@@ -89,11 +91,12 @@ class Point:
 
 @dataclass
 class Follower:
-    """Predictor–corrector along ε: the directional derivative ahead, Newton on the KKT system with its rows held.
+    """Predictor–corrector method along ε with an active set.
 
-    Corrections use the curvature of the last point at which it was looked at, and look again where they do not close
-    in. Rows are held as equalities between events; where one would be violated, or its multiplier turn negative, the ε
-    at which that begins is located and the row changes sides; where several meet there, the quadratic problem of the
+    The directional derivative predicts the next point, and Newton's method on the KKT system, with the active rows as
+    equalities, corrects it. Corrections use the last prepared curvature and prepare a new one where they do not
+    converge. Where an inactive row would be violated, or the multiplier of an active one turn negative, that ε is
+    located and the row switches. Where several rows switch at the same ε, the quadratic program of the directional
     derivative decides.
     """
 
@@ -102,59 +105,49 @@ class Follower:
     tol: float
     max_steps: int
     prepared: KKTSystem
-    points: list[Point] = field(default_factory=list)
+    points: list[PathPoint] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     steps: int = 0
     curvatures: int = 0
 
     def __post_init__(self) -> None:
-        Direction.single(self.at.program, self.perturbation)  # refuses several
-        self.whole = self._program(1.0)
+        Direction.single(self.at.program, self.perturbation)  # refuses several perturbations
+        self.end_program = self._perturbed_program(1.0)
         self.one_sided = self.at.program.kinds.one_sided
         self.goal = max(self.tol, 16 * self.at.scales.rounding)
 
     def run(self, stops: Sequence[float] = (1.0,)) -> Path:
-        """From ε = 0 to 1, with a point at each of the stops on the way (ascending; the last is the end)."""
-        active = self.at.active
-        held, weak = active.mask(active.binding), active.mask(active.weak)
-        here = Point(0.0, self.at.program, self.at.theta, self.at.lam, self.at.c)
+        """Follow the solution from ε = 0 to the last stop, with a point at each stop (ascending)."""
+        known = self.at.active
+        active, weak = known.mask(known.binding), known.mask(known.weak)
+        here = PathPoint(0.0, self.at.program, self.at.theta, self.at.lam, self.at.c)
         self.points.append(here)
-        fresh, length, waiting = True, _FIRST, [s for s in stops if s > 0.0]
+        up_to_date = True  # whether the curvature was prepared at this point
+        length, waiting = _FIRST_STEP, [stop for stop in stops if stop > 0.0]
         if bool(weak.any()):
-            held = self._turned(here, held, weak)
-        slope = self._slope(here, held)
+            active = self._resolve(here, active, weak)
+        slope = self._slope(here, active)
         while waiting:
             aim = min(here.epsilon + length, waiting[0])
-            ahead = aim - here.epsilon
-            there = self._corrected(here.theta + ahead * slope[0], here.lam + ahead * slope[1], aim, held)
-            if there is None and not fresh:
-                self._look(here, held)
-                fresh, slope = True, self._slope(here, held)
+            step = aim - here.epsilon
+            there = self._correct(here.theta + step * slope[0], here.lam + step * slope[1], aim, active)
+            if there is None and not up_to_date:
+                self._prepare(here, active)
+                up_to_date, slope = True, self._slope(here, active)
                 continue
             if there is None:
-                length = 0.25 * ahead
+                length = 0.25 * step
                 if length < _SHORTEST:
                     raise self._lost(here)
                 continue
-            if bool((self._functions(there, held) < -10 * self.goal).any()):
-                there, row = self._located(here, there, held)
-                touching = (self._functions(there, held).abs() < _TOUCHING) & self.one_sided
-                touching[row] = True
-                before = held
-                if int(touching.sum()) > 1:
-                    held = self._turned_anew(there, held & ~touching, touching)
-                else:
-                    held = self._exchanged(there, held, row) if not bool(held[row]) else held ^ touching
-                there.lam = torch.where(held, there.lam, 0.0)
-                for j in torch.nonzero(held != before).reshape(-1).tolist():
-                    self.events.append(Event(there.epsilon, j, self.at.program.names[j], bool(held[j])))
-                if bool((self.prepared.firm & ~held).any()):
-                    self._look(there, held)
+            if bool((self._margins(there, active) < -10 * self.goal).any()):
+                there, row = self._locate(here, there, active)
+                active = self._switch(there, active, row)
             else:
                 length *= 2.0 if there.corrections <= _EASY else 1.0 if there.corrections <= _HARD else 0.5
-            here, fresh = there, False
+            here, up_to_date = there, False
             self.points.append(here)
-            slope = self._slope(here, held)
+            slope = self._slope(here, active)
             if here.epsilon >= waiting[0]:
                 waiting.pop(0)
         return Path(
@@ -169,88 +162,50 @@ class Follower:
             self.curvatures,
         )
 
-    def _program(self, epsilon: float) -> Program:
+    def _perturbed_program(self, epsilon: float) -> Program:
         return Direction(self.at.program, epsilon * self.perturbation).carried_out(0)
 
-    # One point
+    # Points
 
-    def _look(self, at: Point, held: Tensor) -> None:
-        """Prepare anew."""
+    def _prepare(self, at: PathPoint, active: Tensor) -> None:
+        """Prepare the KKT system at a point."""
         self.curvatures += 1
         try:
             H = Curvature(at.program.rows, at.theta, at.program.weights(at.lam))
             G = at.program.rows.gradients(at.theta)[1][1:]
-            self.prepared = KKTSystem.prepare_convex(H, G, at.program.kinds, held)
+            self.prepared = KKTSystem.prepare_convex(H, G, at.program.kinds, active)
         except DegenerateError as error:
             raise self._lost(at) from error
 
-    def _turned_anew(self, at: Point, held: Tensor, weak: Tensor) -> Tensor:
-        self._look(at, held)
-        try:
-            return self._turned(at, held, weak)
-        except DifError as error:  # the rows that meet here contradict each other ahead
-            raise self._lost(at) from error
-
-    def _derivative(self, at: Point) -> tuple[Tensor, Tensor]:
-        """∂∇L/∂ε, (d,), and ∂(f − τ)/∂ε, (m,): the problem is linear in ε, so that its two ends tell."""
+    def _derivative(self, at: PathPoint) -> tuple[Tensor, Tensor]:
+        """Return ∂∇L/∂ε, (d,), and ∂(f − τ)/∂ε, (m,): differences between ε = 1 and 0, as both are linear in ε."""
         weights = self.at.program.weights(at.lam)
         self.steps += 2
-        (f1, g1), (f0, g0) = (p.rows.pullback(at.theta, lambda _: weights) for p in (self.whole, self.at.program))
-        return g1 - g0, (f1 - f0)[1:] - (self.whole.tau - self.at.program.tau)
+        ends = (self.end_program, self.at.program)
+        (f1, g1), (f0, g0) = (program.rows.pullback(at.theta, lambda _: weights) for program in ends)
+        return g1 - g0, (f1 - f0)[1:] - (self.end_program.tau - self.at.program.tau)
 
-    def _slope(self, at: Point, held: Tensor) -> tuple[Tensor, Tensor]:
-        """(θ′, λ′) with these rows held, as the prepared curvature has it."""
-        return self.prepared.hold(*self._derivative(at), held)
+    def _slope(self, at: PathPoint, active: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (θ′, λ′) with the active rows as equalities, for the prepared curvature."""
+        return self.prepared.hold(*self._derivative(at), active)
 
-    def _turned(self, at: Point, held: Tensor, weak: Tensor) -> Tensor:
-        """Which rows hold ahead of the point at which the curvature was prepared; weak rows may go either way."""
-        b, r = self._derivative(at)
-        some = torch.nonzero(held | weak).reshape(-1)
-        nothing, firm = torch.zeros_like(r[some]), torch.ones_like(held[some])
-        step = kkt_step(b, self.prepared.H, r[some], self.prepared.G[some], nothing, Kinds(held[some]), firm)
-        ahead = held.clone()
-        ahead[some] = held[some] | (step.lam > 0)
-        return ahead
-
-    def _exchanged(self, at: Point, held: Tensor, row: int) -> Tensor:
-        """The rows that hold once another begins to; where its gradient depends on theirs, it takes over from one.
-
-        Along the combination of gradients that vanishes, force can be shifted onto the new row until another has none
-        left: that one lets go. Where all of them gain force instead, the constraints contradict each other ahead.
-        """
-        ahead = held.clone()
-        ahead[row] = True
-        G = at.program.rows.gradients(at.theta)[1][1:] / self.at.scales.root
-        rows = torch.nonzero(held).reshape(-1)
-        share = torch.linalg.lstsq(G[rows].T, G[row][:, None]).solution[:, 0] if len(rows) else G[row, :0]
-        if float((G[row] - share @ G[rows]).norm()) > _DEPENDENT * float(G[row].norm()):
-            return ahead
-        gives = (share > _DEPENDENT) & self.one_sided[rows]
-        if not bool(gives.any()):
-            raise self._lost(at)
-        ratios = torch.where(gives, at.lam[rows] / share, float("inf"))
-        first = int(ratios.argmin())
-        at.lam = at.lam.clone()
-        at.lam[rows] -= float(ratios[first]) * share
-        at.lam[row] = float(ratios[first])
-        ahead[rows[first]] = False
-        return ahead
-
-    def _corrected(self, theta: Tensor, lam: Tensor, epsilon: float, held: Tensor, goal: float = 0.0) -> Point | None:
-        """The point at ε with these rows held, from a guess; None where the steps do not close in."""
-        program = self._program(epsilon)
+    def _correct(
+        self, theta: Tensor, lam: Tensor, epsilon: float, active: Tensor, goal: float = 0.0
+    ) -> PathPoint | None:
+        """Solve for the point at ε with the active rows as equalities; return None if that does not converge."""
+        program = self._perturbed_program(epsilon)
         d, scales = theta.numel(), self.at.scales
         past = Extrapolation(1, d + len(lam), partial(scales.lengths, G=self.at.G))
         only = torch.tensor([0], device=theta.device)
-        mark, since = float("inf"), 0
+        mark, since = float("inf"), 0  # the last residual that was half of the mark before it, and steps since then
         for count in range(_CORRECTIONS):
             weights = program.weights(lam)
             f, g = program.rows.pullback(theta, lambda _, weights=weights: weights)
             c = f[1:] - program.tau
-            counted = torch.where(held, c, -1.0)  # the others are looked at when the point is found
-            residual = residuals(scales, g, counted, torch.where(held, lam, 0.0), Kinds(held)).residual
+            counted = torch.where(active, c, -1.0)  # inactive rows are checked by the caller
+            residual = residuals(scales, g, counted, torch.where(active, lam, 0.0), Kinds(active)).residual
             if residual <= max(goal, self.goal):
-                return Point(epsilon, program, theta, lam, c, count, residual)
+                return PathPoint(epsilon, program, theta, lam, c, count, residual)
             mark, since = (residual, 0) if residual < 0.5 * mark else (mark, since + 1)
             if since >= _HALVED or not residual < float("inf"):
                 return None
@@ -258,7 +213,7 @@ class Follower:
                 raise self._lost(self.points[-1])
             self.steps += 1
             try:
-                omega, mu = self.prepared.hold(g, c, held)
+                omega, mu = self.prepared.hold(g, c, active)
             except NotConvergedError:
                 return None
             here = torch.cat([theta, lam])[None]
@@ -268,49 +223,103 @@ class Follower:
 
     # Events
 
-    def _functions(self, point: Point, held: Tensor) -> Tensor:
-        """What must stay ≥ 0 of each row, scaled, (m,): its multiplier where it is held, else its slack."""
-        found = torch.where(held, self.at.scales.multiplier(point.lam), self.at.scales.slack(point.c))
-        return torch.where(self.one_sided, found, 1.0)
+    def _margins(self, point: PathPoint, active: Tensor) -> Tensor:
+        """Return what must stay ≥ 0 of each row, scaled, (m,): the multiplier of active rows, the slack of others."""
+        margins = torch.where(active, self.at.scales.multiplier(point.lam), self.at.scales.slack(point.c))
+        return torch.where(self.one_sided, margins, 1.0)
 
-    def _located(self, low: Point, high: Point, held: Tensor) -> tuple[Point, int]:
-        """The point at which the first row goes wrong between two, and that row."""
-        before, after = self._functions(low, held), self._functions(high, held)
+    def _locate(self, low: PathPoint, high: PathPoint, active: Tensor) -> tuple[PathPoint, int]:
+        """Find the point between two at which the first margin changes sign, and the row of that margin."""
+        before, after = self._margins(low, active), self._margins(high, active)
         row = int(after.argmin())
-        for turn in range(_ROOTS):
-            wrong = torch.nonzero(after < -self.goal).reshape(-1)
+        for turn in range(_ROOT_STEPS):
+            negative = torch.nonzero(after < -self.goal).reshape(-1)
             span = high.epsilon - low.epsilon
-            if len(wrong) == 0 or span <= _LOCATED:
+            if len(negative) == 0 or span <= _LOCATED:
                 break
-            shares = (before[wrong] / (before[wrong] - after[wrong]).clamp(min=1e-300)).clamp(0.0, 1.0)
+            shares = (before[negative] / (before[negative] - after[negative]).clamp(min=1e-300)).clamp(0.0, 1.0)
             first = int(shares.argmin())
-            row, share = int(wrong[first]), float(shares[first])
-            if turn % 3 == 2:  # where secants creep, halving does not
+            row, share = int(negative[first]), float(shares[first])
+            if turn % 3 == 2:  # bisection now and then, as secant steps may converge slowly
                 share = 0.5
             if span > 1e-9:
                 share = min(max(share, 1e-3), 1 - 1e-3)
             theta, lam = (torch.lerp(getattr(low, x), getattr(high, x), share) for x in ("theta", "lam"))
             rough = _ROUGH * min(abs(float(before[row])), abs(float(after[row])))
-            point = self._corrected(theta, lam, low.epsilon + share * span, held, rough)
-            if point is not None and abs(float(self._functions(point, held)[row])) <= 10 * point.residual:
-                point = self._corrected(point.theta, point.lam, point.epsilon, held)  # too rough to tell
+            point = self._correct(theta, lam, low.epsilon + share * span, active, rough)
+            if point is not None and abs(float(self._margins(point, active)[row])) <= 10 * point.residual:
+                point = self._correct(point.theta, point.lam, point.epsilon, active)  # too rough to know the sign
             if point is None:
                 raise self._lost(low)
-            values = self._functions(point, held)
-            if bool((values < -self.goal).any()):
-                high, after = point, values
-            elif float(values[row]) <= self.goal:
+            margins = self._margins(point, active)
+            if bool((margins < -self.goal).any()):
+                high, after = point, margins
+            elif float(margins[row]) <= self.goal:
                 return point, row
             else:
-                low, before = point, values
-        exact = self._corrected(high.theta, high.lam, high.epsilon, held)
+                low, before = point, margins
+        exact = self._correct(high.theta, high.lam, high.epsilon, active)
         return (high if exact is None else exact), row
 
-    def _lost(self, at: Point) -> NotConvergedError:
+    def _switch(self, at: PathPoint, active: Tensor, row: int) -> Tensor:
+        """Return the active rows beyond an event at which a row switches; record the events and adjust λ."""
+        touching = (self._margins(at, active).abs() < _TOUCHING) & self.one_sided
+        touching[row] = True
+        if int(touching.sum()) > 1:
+            self._prepare(at, active & ~touching)
+            try:
+                ahead = self._resolve(at, active & ~touching, touching)
+            except DifError as error:  # the rows that meet here contradict each other beyond it
+                raise self._lost(at) from error
+        else:
+            ahead = active ^ touching if bool(active[row]) else self._activate(at, active, row)
+        at.lam = torch.where(ahead, at.lam, 0.0)
+        for j in torch.nonzero(ahead != active).reshape(-1).tolist():
+            self.events.append(Event(at.epsilon, j, self.at.program.names[j], bool(ahead[j])))
+        if bool((self.prepared.firm & ~ahead).any()):
+            self._prepare(at, ahead)
+        return ahead
+
+    def _resolve(self, at: PathPoint, active: Tensor, weak: Tensor) -> Tensor:
+        """Return the rows that are active beyond the point of the prepared curvature; weak rows may go either way."""
+        b, r = self._derivative(at)
+        rows = torch.nonzero(active | weak).reshape(-1)
+        lam, firm = torch.zeros_like(r[rows]), torch.ones_like(active[rows])
+        step = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, Kinds(active[rows]), firm)
+        ahead = active.clone()
+        ahead[rows] = active[rows] | (step.lam > 0)
+        return ahead
+
+    def _activate(self, at: PathPoint, active: Tensor, row: int) -> Tensor:
+        """Return the active rows once another becomes active; if its gradient depends on theirs, it replaces one.
+
+        Along the linear combination of gradients that vanishes, force is shifted to the new row until the multiplier
+        of another is zero: that one becomes inactive. Where none decreases, the constraints contradict each other
+        beyond the point.
+        """
+        ahead = active.clone()
+        ahead[row] = True
+        G = at.program.rows.gradients(at.theta)[1][1:] / self.at.scales.root
+        rows = torch.nonzero(active).reshape(-1)
+        share = torch.linalg.lstsq(G[rows].T, G[row][:, None]).solution[:, 0] if len(rows) else G[row, :0]
+        if float((G[row] - share @ G[rows]).norm()) > _DEPENDENT * float(G[row].norm()):
+            return ahead
+        decreasing = (share > _DEPENDENT) & self.one_sided[rows]
+        if not bool(decreasing.any()):
+            raise self._lost(at)
+        ratios = torch.where(decreasing, at.lam[rows] / share, float("inf"))
+        first = int(ratios.argmin())
+        at.lam = at.lam.clone()
+        at.lam[rows] -= float(ratios[first]) * share
+        at.lam[row] = float(ratios[first])
+        ahead[rows[first]] = False
+        return ahead
+
+    def _lost(self, at: PathPoint) -> NotConvergedError:
         return NotConvergedError(
-            f"path of the solution under {self.perturbation.labels[0]!r}",
-            measured=f"lost at ε = {at.epsilon:.6g} after {self.steps} steps",
-            threshold=f"followed to ε = 1 within {self.max_steps}",
-            meaning="No solution was found beyond it that continues the one before: a fold, or clashing constraints.",
-            cure="Perturb less, add a ridge, or use Retraining, which may jump to another solution.",
+            f"The path of the solution under {self.perturbation.labels[0]!r} was lost at ε = {at.epsilon:.6g} "
+            f"after {self.steps} steps.",
+            f"It must reach ε = 1 within {self.max_steps} steps.",
+            "No solution was found beyond that ε: the path may fold back, or the constraints contradict each other.",
+            "Perturb less, add a ridge, raise max_steps, or use Retraining, which may jump to another solution.",
         )

@@ -1,4 +1,4 @@
-"""Solving a problem: augmented Lagrangian with L-BFGS from afar, Newton on the KKT system near the solution."""
+"""Solve a problem: the augmented Lagrangian far from the solution, Newton's method on the KKT system near it."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ from dif.solving.checkpoint import Checkpoint, Standing
 from dif.solving.minibatch import PrimalDual
 from dif.solving.newton import damped_newton
 
-_SHORTEST = 1e-3  # of a Newton step
-_SLOW = 0.5  # by which a step must shrink the residual to be worth its price there
-_NEAR = 1e-3  # residual, in units, below which Newton's method is tried where the Hessian is not assembled
+_SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
+_SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
+_NEAR = 1e-3  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
+_SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
 def fit(
@@ -51,34 +52,34 @@ def fit(
     checkpoint: str | os.PathLike[str] | None = None,
     show_progress: bool = True,
 ) -> Solution:
-    """Solve the problem from the given params, which are not changed.
+    """Solve a problem, starting from the given params, which are not changed.
 
-    From afar the augmented Lagrangian is minimised by L-BFGS in coordinates that curve alike, with trust-region steps
-    where the curvature is negative or the descent slow; near the solution Newton's method on the optimality conditions
-    takes over. A network that was never trained gets there sooner after some `epochs` on mini-batches.
+    Far from the solution, the augmented Lagrangian is minimised by L-BFGS in coordinates scaled by the curvature, with
+    trust-region steps where the curvature is negative or L-BFGS is slow. Near the solution, Newton's method on the
+    optimality conditions takes over. An untrained network gets there sooner after some `epochs` on mini-batches.
 
     Args:
-        problem: What to solve.
+        problem: The problem to solve.
         params: Start: a dict of tensors or an `nn.Module`.
         multipliers: Start of λ (per constraint or flat); zero when left out.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
-        max_iter: Limit on iterations, all phases together: sweeps of L-BFGS over the data, and Newton steps.
-        max_seconds: Limit on time, looked at between steps: one that has begun (a Hessian, say) is finished.
-        epochs: Passes over the data in mini-batches before all that: Adam on θ, ascent on λ.
+        max_iter: Limit on the iterations of all phases together: passes of L-BFGS over the data, and Newton steps.
+        max_seconds: Time limit, checked between steps; a step that has begun (a Hessian, for example) is finished.
+        epochs: Passes over the data in mini-batches before the other phases: Adam on θ, gradient ascent on λ.
         batch_size: Samples per mini-batch.
         rate: First step size of Adam; it falls to zero over the epochs.
-        seed: Of the order of the mini-batches.
-        checkpoint: A file that keeps where the work stands (after each epoch and round). Called again with the same
-            file, `fit` goes on from there (Adam's averages begin anew).
+        seed: Seed of the order of the mini-batches.
+        checkpoint: A file in which the state is saved after each epoch and round. Called again with the same file,
+            `fit` resumes from there (Adam's moving averages start again).
         show_progress: Show a line with the residual on a terminal.
 
     Returns:
-        The solution. Where a limit came first a `NotConvergedWarning` says so; `solution.converged` says whether the
-        point still passes as a solution.
+        The solution. If a limit was reached first, a `NotConvergedWarning` is given; `solution.converged` says whether
+        the point is still accepted as a solution.
 
     Raises:
         InfeasibleError: No point satisfies the constraints.
-        UnboundedError: The objective falls without end.
+        UnboundedError: The objective is unbounded below.
     """
     parameters, theta = Parameters.of(params)
     program = Program.of(problem, parameters, theta)
@@ -87,93 +88,95 @@ def fit(
     check_limits(max_iter, max_seconds)
     _check_batches(epochs, batch_size, rate, seed)
     limits = Limits(max_iter, max_seconds)
-    file = None if checkpoint is None else Checkpoint.at(checkpoint, program)
-    begun = (None if file is None else file.load()) or Standing(theta, lam)
+    file = None if checkpoint is None else Checkpoint.open(checkpoint, program)
+    start = (None if file is None else file.load()) or Standing(theta, lam)
 
-    def keep(theta: Tensor, lam: Tensor, epochs: int, *others: float) -> None:
+    def save(theta: Tensor, lam: Tensor, epochs: int, *phase: float) -> None:
         if file is not None:
-            file.save(Standing(theta, lam, epochs, *others))
+            file.save(Standing(theta, lam, epochs, *phase))
 
     with progress("fit", None, show_progress) as report:
-        if begun.penalty is None and begun.epochs < epochs:
-            warm = PrimalDual(program, epochs, batch_size, rate, seed, limits, report)
-            begun = Standing(*warm.run(begun.theta, begun.lam, begun.epochs, keep))
-        found = solve(
+        if start.penalty is None and start.epochs < epochs:
+            mini_batches = PrimalDual(program, epochs, batch_size, rate, seed, limits, report)
+            start = Standing(*mini_batches.run(start.theta, start.lam, start.epochs, save))
+        result = solve(
             program,
-            begun,
+            start,
             limits,
             tol=tol,
             report=report,
-            keep=lambda *now: keep(now[0], now[1], begun.epochs, *now[2:]),
+            save=lambda theta, lam, *phase: save(theta, lam, start.epochs, *phase),
         )
-    solution = Solution.of_program(program, found.theta, found.lam)
+    solution = Solution.of_program(program, result.theta, result.lam)
     solution.check_feasible()
-    if found.reached:
+    if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
     else:
         warn(
-            f"fit stopped before its tolerance: measured residual {solution.kkt.residual:.3g} ({solution.kkt}), "
-            f"allowed {found.goal:.1g}, after {found.iterations} iterations ({found.stopped_by}). The point is "
-            f"{_verdict(found, solution)}. {_cure(solution)}",
+            f"`fit` stopped after {result.iterations} iterations ({result.stopped_by}), before reaching its tolerance. "
+            f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most {result.goal:.1g}. "
+            f"The point is {_describe(result, solution)}. {_advise(solution)}",
             NotConvergedWarning,
         )
     return solution
 
 
-def _verdict(found: Found, solution: Solution) -> str:
-    if found.down is not None:
-        return f"a saddle (curvature {found.down[0]:.3g} along one direction, in scaled coordinates; allowed ≥ 0)"
+def _describe(result: Found, solution: Solution) -> str:
+    """Say what kind of point an unfinished solve ended at."""
+    if result.negative_curvature is not None:
+        lowest = result.negative_curvature[0]
+        return f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
     return "nearly a solution" if solution.converged else "not a solution"
 
 
-def _cure(solution: Solution) -> str:
+def _advise(solution: Solution) -> str:
+    """Say what to do about an unfinished solve."""
     if solution.kinks and not solution.converged:
         return explain(solution.kinks)
-    kkt, again = solution.kkt, "Raise max_iter or max_seconds, start nearer, or add a ridge if the curvature vanishes."
+    kkt = solution.kkt
+    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
     if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
-        return again
+        return advice
     program = solution.program
     row = int(violations(solution.scales, solution.c, program.kinds).argmax())
     return (
-        f"It violates {program.names[row]} by {float(solution.c[row].abs()):.3g}: perhaps no point satisfies the "
-        f"constraints (loosen that bound). {again}"
+        f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
+        f"constraints, loosen that bound. {advice}"
     )
 
 
 def default_tolerance(theta: Tensor) -> float:
-    """1e-10 in float64, 1e-5 in float32."""
+    """Return the default relative KKT residual: 1e-10 in float64, 1e-5 in float32."""
     return 1e-10 if theta.dtype == torch.float64 else 1e-5
 
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
-    """Refuse limits within which nothing could be done."""
+    """Refuse limits that are not positive numbers."""
     numbers = isinstance(max_iter, int) and (max_seconds is None or isinstance(max_seconds, int | float))
     if not numbers or max_iter < 1 or (max_seconds is not None and not max_seconds > 0):
         raise InvalidInputError(
-            "limits of fit",
-            measured=f"max_iter={max_iter}, max_seconds={max_seconds}",
-            threshold="both positive",
-            meaning="Nothing could be done within them.",
-            cure="Leave them out for the defaults.",
+            f"The limits are max_iter={max_iter}, max_seconds={max_seconds}.",
+            "Both must be positive, and max_iter an integer.",
+            "No iteration could be made within these limits.",
+            "Leave them out for the defaults.",
         )
 
 
 def _check_batches(epochs: int, batch_size: int, rate: float, seed: int) -> None:
-    whole = all(as_index(number) is not None for number in (epochs, batch_size, seed)) and abs(seed) < 2**31
-    if not whole or epochs < 0 or batch_size < 1 or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+    integers = all(as_index(number) is not None for number in (epochs, batch_size, seed)) and abs(seed) < 2**31
+    if not integers or epochs < 0 or batch_size < 1 or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
         raise InvalidInputError(
-            "mini-batch phase of fit",
-            measured=f"epochs={epochs}, batch_size={batch_size}, rate={rate}, seed={seed}",
-            threshold="epochs ≥ 0, batch_size ≥ 1, rate > 0, an integer seed",
-            meaning="There is no such phase.",
-            cure="Leave them out for none at all, or say epochs=20.",
+            f"The mini-batch phase of `fit` has epochs={epochs}, batch_size={batch_size}, rate={rate}, seed={seed}.",
+            "It needs integers epochs ≥ 0, batch_size ≥ 1 and |seed| < 2³¹, and a finite rate > 0.",
+            "These numbers do not describe passes over the data in mini-batches.",
+            "Leave them out for no mini-batch phase, or set only epochs=20.",
         )
 
 
 @dataclass
 class Found:
-    """Where a solve stands."""
+    """The state of a solve, and its result in the end."""
 
     theta: Tensor
     lam: Tensor
@@ -181,106 +184,116 @@ class Found:
     goal: float = 0.0  # the tolerance, or what rounding allows
     iterations: int = 0
     stopped_by: str = "max_iter"
-    down: tuple[float, Tensor] | None = None  # at a saddle: the curvature that is negative, and along what in √D·θ
+    negative_curvature: tuple[float, Tensor] | None = None  # at a saddle: the curvature and its direction in √D·θ
 
     @property
     def reached(self) -> bool:
-        """Whether the residual is within the tolerance, at what may be a minimum."""
-        return self.residual <= self.goal and self.down is None
+        """Whether the residual is within the tolerance and the point is not a saddle."""
+        return self.residual <= self.goal and self.negative_curvature is None
 
 
 def solve(
     program: Program,
-    begun: Standing,
+    start: Standing,
     limits: Limits,
     *,
     tol: float | None = None,
     report: Reporter = lambda done, text="": None,
-    keep: Callable[..., None] = lambda *standing: None,
+    save: Callable[..., None] = lambda *state: None,
 ) -> Found:
-    """(θ, λ) of a compiled program: Newton at once if the start is near, else augmented-Lagrangian rounds before it."""
-    goal = default_tolerance(begun.theta) if tol is None else checked_tolerance(tol)
-    best, solver = Found(begun.theta, begun.lam), SolverSeries()
-    _approach(program, best, goal, limits, report, solver)
+    """Solve a compiled program: by Newton's method if the start is near, else after augmented-Lagrangian rounds.
+
+    Args:
+        program: The program.
+        start: Where to start.
+        limits: Limits on iterations and time.
+        tol: Relative KKT residual to reach (None: the default).
+        report: Called with the iterations used and a text.
+        save: Called with θ and λ, and with the penalty and accuracy of the augmented Lagrangian once it is used.
+    """
+    goal = default_tolerance(start.theta) if tol is None else checked_tolerance(tol)
+    best, solver = Found(start.theta, start.lam), SolverSeries()
+    _polish(program, best, goal, limits, report, solver)
     rounds = None
     if not best.reached:
-        rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, keep)
-        rounds.penalty, rounds.accuracy = begun.penalty or rounds.penalty, begun.accuracy or rounds.accuracy
+        rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, save)
+        rounds.penalty, rounds.accuracy = start.penalty or rounds.penalty, start.accuracy or rounds.accuracy
     waited = 0
     trial = best
     while rounds is not None and not best.reached and limits.spent() is None:
-        if trial.down is not None:
-            rounds.escape(trial.down[1])
-        if not rounds.round():
-            continue  # ran away; the next round has a stiffer penalty
-        keep(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
+        if trial.negative_curvature is not None:
+            rounds.escape(trial.negative_curvature[1])
+        if not rounds.run_round():
+            continue  # diverged; the next round has a larger penalty
+        save(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
         trial = Found(rounds.theta, rounds.lam)
-        _approach(program, trial, goal, limits, report, solver)
-        left = best.down is not None and trial.down is None
-        waited = 0 if left or trial.residual < 0.5 * best.residual else waited + 1
-        if left or (trial.residual < best.residual and (trial.down is None or best.down is not None)):
+        _polish(program, trial, goal, limits, report, solver)
+        was_saddle, is_saddle = best.negative_curvature is not None, trial.negative_curvature is not None
+        escaped = was_saddle and not is_saddle
+        waited = 0 if escaped or trial.residual < 0.5 * best.residual else waited + 1
+        if escaped or (trial.residual < best.residual and (was_saddle or not is_saddle)):
             best = trial
         if not best.reached and (waited > PATIENCE or rounds.raised > PATIENCE + 2):
-            rounds.judge(goal)
+            rounds.check_feasible(goal)
             best.stopped_by = "no further progress"
             break
     else:
         best.stopped_by = limits.spent() or "converged"
     best.iterations = limits.used
-    others = (rounds.penalty, rounds.accuracy) if rounds is not None and rounds.rounds > 0 else ()
-    keep(best.theta, best.lam, *others)
+    phase = (rounds.penalty, rounds.accuracy) if rounds is not None and rounds.rounds > 0 else ()
+    save(best.theta, best.lam, *phase)
     return best
 
 
-def _judge(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
-    """The residuals at (θ, λ), f and its gradients, in the units of a Hessian nearby."""
+def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
+    """Return the KKT residuals at (θ, λ), in the units of a Hessian nearby, with f and its gradients."""
     f, J = program.rows.gradients(theta)
     scales = Scales.of(theta, J, H.own, H.noise)
     kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds)
-    if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may well be finite
+    if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
         kkt = replace(kkt, stationarity=float("nan"))
     return kkt, f, J
 
 
 def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> bool:
-    """Newton's method on the KKT system while the residual falls; `at` is moved to the best point.
+    """Run Newton's method on the KKT system while the residual falls; `at` is moved to the best point.
 
-    After the tolerance is reached it goes on until rounding stops it, so that weak constraints can be told from
-    nearly weak ones; where the Hessian is not assembled that would be expensive, and it stops.
+    Where the Hessian is assembled it continues below the tolerance until rounding stops it, so that weak constraints
+    can be told from nearly weak ones. Elsewhere that would be expensive, and it stops at the tolerance.
 
     Returns:
-        Whether a factorisation has shown that the Lagrangian is convex along the rows that hold.
+        Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
     """
     units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    kkt, f, J = _judge(program, at.theta, at.lam, units)
+    kkt, f, J = _measure(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
-    if (not H.cheap and at.residual > _NEAR) or not _finite(kkt):
+    if (not H.cheap and at.residual > _NEAR) or not _is_finite(kkt):
         return False  # far away, where a step is expensive and seldom good
-    exact, d, convex = torch.finfo(at.theta.dtype).eps ** 0.672, len(at.theta), False
+    finest, d, convex = torch.finfo(at.theta.dtype).eps ** 0.672, len(at.theta), False
     z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
     trial = kkt, f, J
 
     def step(_: Tensor) -> tuple[Tensor, Tensor]:
-        nothing = torch.zeros_like(z), torch.tensor([False])
+        no_step = torch.zeros_like(z), torch.tensor([False])
         if limits.spent() is not None:
-            return nothing
+            return no_step
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
-        solver.tolerance = max(exact, min(1e-3, 1e-2 * at.residual))  # only as exact as the step deserves
+        solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))  # a rough step is enough far from the solution
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            made = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
+            solved = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
         except DegenerateError:
-            return nothing
+            return no_step
         except NotConvergedError:
             solver.restart()
-            return nothing
-        return torch.cat([made.omega, made.lam - at.lam])[None], torch.tensor([True])
+            return no_step
+        return torch.cat([solved.omega, solved.lam - at.lam])[None], torch.tensor([True])
 
     def judge(_: Tensor, points: Tensor) -> Tensor:
         nonlocal trial
-        trial = _judge(program, points[0, :d], points[0, d:], units)
-        return torch.tensor([trial[0].residual if _finite(trial[0]) else float("inf")], dtype=torch.float64)
+        trial = _measure(program, points[0, :d], points[0, d:], units)
+        return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
 
     def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
         nonlocal f, J, H, units, convex
@@ -302,16 +315,16 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     return convex
 
 
-def _approach(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> None:
-    """Newton; and where it ends with the conditions of first order alone, a look whether that is a saddle."""
+def _polish(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> None:
+    """Run Newton's method from `at`; where it ends at a stationary point, check whether that is a saddle."""
     if _newton(program, at, goal, limits, report, solver) or not at.residual <= at.goal:
         return
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
     G = program.rows.gradients(at.theta)[1][1:][program.kinds.pushing(at.lam)]
     lowest, direction = lanczos(H, G, H.scale().sqrt())
-    if lowest < -1e-6:
-        at.down = lowest, direction
+    if lowest < _SADDLE:
+        at.negative_curvature = lowest, direction
 
 
-def _finite(kkt: KKT) -> bool:
-    return kkt.residual < float("inf")  # false for NaN too
+def _is_finite(kkt: KKT) -> bool:
+    return kkt.residual < float("inf")  # False for NaN too

@@ -1,4 +1,4 @@
-"""From a random start: mini-batches, Adam on θ, ascent on λ."""
+"""The mini-batch phase of `fit`: Adam on θ and gradient ascent on λ."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from dif.evaluation.rows import Rows
 from dif.runtime.limits import Limits
 from dif.runtime.progress import Reporter
 
-_ASCENT = 10.0  # steps of λ relative to the rate of Adam, where its row moves as fast as the objective
-_MEMORY = (0.9, 0.999)
+_ASCENT = 10.0  # step size of λ relative to that of Adam
+_BETAS = (0.9, 0.999)  # decay rates of Adam's two moving averages
 
 
 class PrimalDual:
-    """Stochastic descent on the Lagrangian in θ, ascent in λ, with a rate that falls to zero along a cosine.
+    """Stochastic descent on the Lagrangian in θ and ascent in λ, with a step size that falls to zero along a cosine.
 
-    It does not end at a solution (nothing stochastic does); it ends near enough for the phases after it.
+    It ends near a solution, not at one; the phases after it do the rest.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class PrimalDual:
         self.steps = max((math.ceil(n / batch_size) for n in sizes), default=1)  # per epoch
 
     def run(
-        self, theta: Tensor, lam: Tensor, done: int, keep: Callable[[Tensor, Tensor, int], None]
+        self, theta: Tensor, lam: Tensor, done: int, save: Callable[[Tensor, Tensor, int], None]
     ) -> tuple[Tensor, Tensor, int]:
-        """All epochs that are left after `done` of them; `keep` is called after each. Also how many are done then."""
+        """Run the epochs after the first `done`, and call `save` after each; return θ, λ and the epochs done."""
         theta, lam = theta.clone(), lam.clone()
         first, second, count = torch.zeros_like(theta), torch.zeros_like(theta), 0
         for epoch in range(done, self.epochs):
@@ -46,19 +46,18 @@ class PrimalDual:
                 rate = self.rate * 0.5 * (1 + math.cos(math.pi * share))
                 f, g = rows.pullback(theta, lambda f, lam=lam: self.program.weights(lam))
                 count += 1
-                first = _MEMORY[0] * first + (1 - _MEMORY[0]) * g
-                second = _MEMORY[1] * second + (1 - _MEMORY[1]) * g * g
-                size = (second / (1 - _MEMORY[1] ** count)).sqrt() + 1e-8
-                theta = theta - rate * (first / (1 - _MEMORY[0] ** count)) / size
-                ahead = lam + _ASCENT * rate * (f[1:] - self.program.tau)
-                lam = self.program.kinds.project(ahead)
+                first = _BETAS[0] * first + (1 - _BETAS[0]) * g
+                second = _BETAS[1] * second + (1 - _BETAS[1]) * g * g
+                size = (second / (1 - _BETAS[1] ** count)).sqrt() + 1e-8
+                theta = theta - rate * (first / (1 - _BETAS[0] ** count)) / size
+                lam = self.program.kinds.project(lam + _ASCENT * rate * (f[1:] - self.program.tau))
                 self.limits.used += 1
             self.report(self.limits.used, f"(mini-batches, epoch {epoch + 1} of {self.epochs})")
-            keep(theta, lam, epoch + 1)
+            save(theta, lam, epoch + 1)
         return theta, lam, self.epochs
 
     def _batches(self, epoch: int) -> Iterator[Rows]:
-        """The rows over one batch of every table after the other, each an unbiased estimate of the whole."""
+        """Yield the rows over one mini-batch of every table at a time; each is an unbiased estimate of all rows."""
         rows = self.program.rows
         generator = torch.Generator().manual_seed((self.seed * 1_000_003 + epoch) % 2**62)
         orders = [torch.randperm(len(table.samples), generator=generator) for table in rows.tables]

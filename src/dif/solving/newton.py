@@ -1,4 +1,4 @@
-"""Newton's method on many systems at once, each step shortened until the residual falls."""
+"""Damped Newton's method on many systems at once: each step is shortened until the residual falls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_DECREASE = 0.1  # part of the decrease that Newton's model promises which a step must achieve
+_DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve
 
 
 def damped_newton(
@@ -27,7 +27,7 @@ def damped_newton(
         judge: For numbers (k,) and trial points (k, n): the residuals there, (k,); inf where they are unusable.
         proceed: Called after every trial with the numbers, whether each point moved, and the length of its next trial
             (1 where a new step is due): which of them go on, (k,) bool.
-        limit: Trials at most.
+        limit: Largest number of trials.
     """
     live = torch.arange(len(z))
     direction, length = torch.zeros_like(z), torch.ones(len(z), dtype=torch.float64)
@@ -42,10 +42,10 @@ def damped_newton(
         if len(live) == 0:
             return
         trial = z[live] + length[live, None].to(z) * direction[live]
-        found = judge(live, trial)
-        moved = found < (1 - _DECREASE * length[live]) * residual[live]
+        trial_residual = judge(live, trial)
+        moved = trial_residual < (1 - _DECREASE * length[live]) * residual[live]
         there = live[moved]
-        z[there], residual[there] = trial[moved], found[moved]
+        z[there], residual[there] = trial[moved], trial_residual[moved]
         length[live] = torch.where(moved, 1.0, 0.5 * length[live])
         due[there] = True
         live = live[proceed(live, moved, length[live])]

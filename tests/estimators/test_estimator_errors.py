@@ -345,7 +345,7 @@ def test_wrong_objects_are_named():
     invalid(lambda: dif.fit(TRAIN.mean(), START), "Term", text)
     invalid(lambda: dif.Function(3.0, name="three"), "float", "A Function is evaluated at many parameters.")
     unreadable = refused(dif.InvalidInputError, lambda: TRAIN.reweight(None), "It cannot be read as numbers.")
-    assert "NoneType" in unreadable.measured
+    assert "NoneType" in unreadable.found
     invalid(lambda: TRAIN.mean() / 0, "0", "A Term divided by 0 is not defined.")
     constant = dif.Term(constant=torch.ones((), dtype=F64))
     text = "A constant does not change with the parameters."

@@ -56,9 +56,9 @@ LOSSES = {
 @table(LOSSES)
 def test_a_loss_of_the_wrong_shape_is_refused(case):
     loss, measured = case
-    texts = ("what the loss of Samples 'odd' returned", "the loss of each sample by itself", 'reduction="none"')
+    texts = ("The loss of Samples 'odd' returned", "the loss of each sample by itself", 'reduction="none"')
     error = invalid(lambda: fit_loss(loss), measured, *texts)
-    assert error.threshold == "a tensor of shape (8,) for a batch of 8"
+    assert error.allowed == "It must return a tensor of shape (8,) for a batch of 8."
     invalid(lambda: estimator(dif.DirectionalInfluence).scores(samples(loss), TRAIN.remove(0)), measured, *texts)
     invalid(lambda: dif.Solution(dif.Problem(samples(loss).mean()), START), measured, *texts)
 
@@ -137,10 +137,9 @@ def test_an_error_inside_the_loss_names_the_samples():
         error = refused(
             UserCodeError,
             lambda: fit_loss(lambda params, z: z[0] @ params["nope"]),
-            "It was raised by your code, or by torch inside it.",
+            "The exception was raised by your code, or by torch inside it.",
         )
-    assert error.what == "loss of Samples 'odd'"
-    assert error.measured == "KeyError: 'nope'"
+    assert error.found == "The loss of Samples 'odd' raised KeyError: 'nope'."
     assert isinstance(error.__cause__, KeyError)
 
 
@@ -177,19 +176,19 @@ def test_functions_are_checked(case):
 PROGRAMS = {
     "missing name": (
         lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0], of="v") <= 1.0]),
-        "no parameter 'v'",
-        "one of w",
+        "there is no parameter 'v'",
+        "`of` must be one of w.",
         "The tensor that A multiplies is not among the params.",
     ),
     "columns": (
         lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0, 1.0]) <= 1.0]),
-        "3",
+        "`A` of linear(A) has 3 columns.",
         "2, the number of scalars in the params",
         "Each column multiplies one entry of θ.",
     ),
     "columns of one tensor": (
         lambda: solve(TRAIN.mean(), [dif.linear([1.0], of="w") <= 1.0]),
-        "1",
+        "`A` of linear(A) has 1 columns.",
         "2, the number of scalars in w",
     ),
     "bounds": (

@@ -36,18 +36,26 @@ import dif
 
 SAMPLES = {
     "loss and data swapped": (lambda: dif.Samples(X, squares, name="train"), "Tensor", "the loss comes first"),
-    "batch_size zero": (lambda: samples(squares, batch_size=0), "0", "It is the number of samples per pass."),
-    "batch_size negative": (lambda: samples(squares, batch_size=-2), "-2", "an integer ≥ 1"),
-    "batch_size float": (lambda: samples(squares, batch_size=2.0), "2.0", "batch_size of Samples 'odd'"),
+    "batch_size zero": (lambda: samples(squares, batch_size=0), "is 0.", "It is the number of samples per pass."),
+    "batch_size negative": (lambda: samples(squares, batch_size=-2), "is -2.", "an integer ≥ 1"),
+    "batch_size float": (lambda: samples(squares, batch_size=2.0), "is 2.0.", "`batch_size` of Samples 'odd'"),
     "generator": (lambda: samples(squares, (x for x in X)), "generator", "countable and addressable by index"),
     "no data": (lambda: dif.Samples(squares, None, name="odd"), "NoneType", "Load an iterable into tensors first."),
-    "unequal lengths": (lambda: samples(squares, (X, Y[:3])), "8, 3", "The first dimension of every tensor counts"),
-    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "number of samples in 'odd'"),
-    "zero samples": (lambda: samples(squares, X[:0]), "0", "one length ≥ 1"),
+    "unequal lengths": (
+        lambda: samples(squares, (X, Y[:3])),
+        "lengths 8, 3.",
+        "The first dimension of every tensor counts",
+    ),
+    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "The tensors of Samples 'odd'"),
+    "zero samples": (lambda: samples(squares, X[:0]), "lengths 0.", "the same length, at least 1"),
     "empty tuple": (lambda: samples(squares, ()), "no tensor", "Make the first dimensions equal."),
     "empty dict": (lambda: samples(squares, {}), "no tensor", "Make the first dimensions equal."),
-    "empty dataset": (lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])), "0", "one length ≥ 1"),
-    "list of numbers": (lambda: samples(squares, [1.0, 2.0]), "a scalar, a scalar", "counts the samples"),
+    "empty dataset": (lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])), "lengths 0.", "at least 1"),
+    "list of numbers": (
+        lambda: samples(squares, [1.0, 2.0]),
+        "none (a scalar), none (a scalar).",
+        "counts the samples",
+    ),
 }
 
 
@@ -62,8 +70,8 @@ def test_data_that_is_not_finite_is_refused_with_the_samples_named(bad, structur
     broken = X.clone()
     broken[3, 1] = broken[5, 0] = bad
     data = {"tensor": broken, "tuple": (broken, Y), "dict": {"x": broken, "y": Y}}[structure]
-    expected = "NaN or infinite in 2 samples (3, 5)"
-    invalid(lambda: samples(squares, data), expected, "A loss of such a sample is not finite", keep=[broken])
+    expected = "NaN or infinite in 2 samples (3, 5)."
+    invalid(lambda: samples(squares, data), expected, "The loss of such a sample is not finite", keep=[broken])
 
 
 WHERE = {
@@ -78,7 +86,9 @@ WHERE = {
 @pytest.mark.parametrize("method", [TRAIN.mean, TRAIN.sum])
 def test_masks_are_checked(case, method):
     mask, measured = case
-    invalid(lambda: method(where=mask), measured, "where= over 'train'", "The mask says which samples")
+    invalid(
+        lambda: method(where=mask), f"is {measured}.", "mask `where` of 'train'", "The mask says over which samples"
+    )
 
 
 WEIGHTS = {
@@ -93,26 +103,32 @@ WEIGHTS = {
 @pytest.mark.parametrize("method", [TRAIN.weighted, TRAIN.reweight])
 def test_weights_are_checked(case, method):
     weights, measured = case
-    invalid(lambda: method(weights), measured, "over 'train'", "One weight per sample is needed.", "shape (8,)")
+    name = "w" if method == TRAIN.weighted else "dw"
+    texts = (f"The vector `{name}` of 'train' has", "One weight per sample is needed.", "It must have shape (8,)")
+    invalid(lambda: method(weights), f"{measured} entries.", *texts)
 
 
 INDICES = {
-    "beyond": ([2, 8, 9], "8, 9", "No such sample."),
-    "negative": ([-1], "-1", "No such sample."),
-    "scalar beyond": (8, "8", "No such sample."),
-    "huge": ([10**20], "100000000000000000000", "No such sample."),
-    "float": ([1.0], "1.0", "No such sample."),
-    "numpy float": (np.array([1.0]), "1.0", "No such sample."),
-    "float tensor": (torch.tensor([1.0]), "1.0", "No such sample."),
-    "nan": ([NAN], "nan", "No such sample."),
-    "text": (["a"], "a", "No such sample."),
-    "none": (None, "None", "No such sample."),
-    "nested": ([[1, 2]], "[1, 2]", "No such sample."),
+    "beyond": ([2, 8, 9], "8, 9", "No such sample exists."),
+    "negative": ([-1], "-1", "No such sample exists."),
+    "scalar beyond": (8, "8", "No such sample exists."),
+    "huge": ([10**20], "100000000000000000000", "No such sample exists."),
+    "float": ([1.0], "1.0", "No such sample exists."),
+    "numpy float": (np.array([1.0]), "1.0", "No such sample exists."),
+    "float tensor": (torch.tensor([1.0]), "1.0", "No such sample exists."),
+    "nan": ([NAN], "nan", "No such sample exists."),
+    "text": (["a"], "a", "No such sample exists."),
+    "none": (None, "None", "No such sample exists."),
+    "nested": ([[1, 2]], "[1, 2]", "No such sample exists."),
     "boolean mask": (torch.tensor([True, False, True]), "True, False, True", "use torch.nonzero(mask)"),
     "numpy mask": (np.array([True] * 3), "True, True, True", "use torch.nonzero(mask)"),
     "single bool": (True, "True", "use torch.nonzero(mask)"),
-    "empty": ([], "none", "Nothing would change."),
-    "twice": ([4, 1, 4, 1, 2], "1, 4 given more than once", "A sample can be removed only once."),
+    "empty": ([], "no index was given", "Nothing would change."),
+    "twice": (
+        [4, 1, 4, 1, 2],
+        "The sample indices 1, 4 of 'train' were given more than once.",
+        "A sample can be removed only once.",
+    ),
 }
 
 
@@ -132,17 +148,20 @@ def test_sample_indices_are_checked(case, method):
     if method == TRAIN.remove_each and index is None:
         assert len(method(index)) == 8  # None means every sample there
         return
-    invalid(lambda: method(index), measured, "sample indices of 'train'", text)
+    found = (
+        measured if "given" in measured else f"Samples 'train' has 8 samples, but the indices {measured} were given."
+    )
+    invalid(lambda: method(index), found, "'train'", text)
 
 
 def test_many_unknown_indices_are_counted():
-    error = refused(dif.InvalidInputError, lambda: TRAIN.remove(range(100)), "92 in all", "integers 0 … 7")
-    assert str(error.measured).startswith("8, 9, 10")
+    error = refused(dif.InvalidInputError, lambda: TRAIN.remove(range(100)), "92 in all", "integers from 0 to 7")
+    assert error.found.startswith("Samples 'train' has 8 samples, but the indices 8, 9, 10")
 
 
 def test_no_group_is_refused():
-    invalid(lambda: TRAIN.remove_groups([]), "none", "Each group is one perturbation.")
-    invalid(lambda: TRAIN.remove_groups(3), "int", "Each group is one perturbation.")
+    invalid(lambda: TRAIN.remove_groups([]), "`groups` is empty.", "Each group is one perturbation.")
+    invalid(lambda: TRAIN.remove_groups(3), "`groups` is of type int.", "Each group is one perturbation.")
 
 
 @pytest.mark.parametrize(
@@ -179,17 +198,17 @@ NEW_DATA = {
 def test_new_samples_of_another_structure_are_refused(case, method):
     data, measured = case
     text = "New samples go through the same loss"
-    error = invalid(lambda: method(data), measured, "new data for 'train'", text)
-    assert error.threshold == "(float64[2], float64[])"
+    error = invalid(lambda: method(data), measured, "The new data for 'train' have the structure", text)
+    assert error.allowed == "They must have the structure (float64[2], float64[])."
 
 
 LIKE = {
-    "beyond": (8, "8", "No such sample."),
-    "negative": (-1, "-1", "No such sample."),
-    "one of them beyond": ([0, 1, 99], "99", "No such sample."),
-    "bool": (True, "True", "No such sample."),
-    "two for three": ([1, 2], "2 indices for 3 new samples", "takes the memberships of one old sample"),
-    "empty": ([], "0 indices for 3 new samples", "1 or 3"),
+    "beyond": (8, "8", "No such sample exists."),
+    "negative": (-1, "-1", "No such sample exists."),
+    "one of them beyond": ([0, 1, 99], "99", "No such sample exists."),
+    "bool": (True, "True", "No such sample exists."),
+    "two for three": ([1, 2], "`like` has 2 indices for 3 new samples.", "takes the memberships of one old sample"),
+    "empty": ([], "`like` has 0 indices for 3 new samples.", "1 or 3"),
 }
 
 
@@ -207,10 +226,10 @@ PERTURBATIONS = {
     ),
     "fewer new than old": (
         lambda: TRAIN.replace([1, 2], (X[:1], Y[:1])),
-        "1 new for 2 old",
+        "1 new for 2 old samples of 'train'.",
         "Each new sample takes the place of one old sample.",
     ),
-    "no terms": (lambda: TRAIN.remove(0, terms=[]), "an empty list", "Nothing would change."),
+    "no terms": (lambda: TRAIN.remove(0, terms=[]), "`terms` is an empty list.", "Nothing would change."),
     "slice with step": (
         lambda: TRAIN.remove_each()[::2],
         "slice(None, None, 2)",
@@ -219,7 +238,7 @@ PERTURBATIONS = {
     "empty slice": (lambda: TRAIN.remove_each()[5:2], "slice(5, 2, None)", "inside 0 … 8"),
     "sum of different numbers": (
         lambda: TRAIN.remove_groups([[0], [1]]) + TRAIN.remove_each(),
-        "2 + 8",
+        "2 + 8 perturbations were added.",
         "Perturbations are added pair by pair.",
     ),
     "shift not finite": (lambda: CAP.shift(NAN), "nan", "The bound moves by this much"),
@@ -233,7 +252,7 @@ def test_perturbations_refuse(case):
 
 
 def test_a_missing_perturbation_ends_iteration():
-    with pytest.raises(IndexError, match="perturbation 8 of 8"):
+    with pytest.raises(IndexError, match="There are 8 perturbations, but index 8 was given"):
         TRAIN.remove_each()[8]
     assert len(list(TRAIN.remove_each())) == 8
 
@@ -248,31 +267,35 @@ TERMS = {
         "shape (1, 2), 1 entries not finite",
         "must be a number or a vector",
     ),
-    "linear cube": (lambda: dif.linear(torch.ones(1, 1, 1)), "shape (1, 1, 1), 0 entries not finite", "A of linear(A)"),
+    "linear cube": (
+        lambda: dif.linear(torch.ones(1, 1, 1)),
+        "shape (1, 1, 1), 0 entries not finite",
+        "`A` of linear(A)",
+    ),
     "linear empty": (lambda: dif.linear([]), "shape (0,), 0 entries not finite", "one row of coefficients"),
     "ridge negative": (lambda: dif.ridge(-1.0), "-1.0", "with c < 0 has no minimum"),
     "ridge nan": (lambda: dif.ridge(NAN), "nan", "a finite number ≥ 0"),
     "ridge infinite": (lambda: dif.ridge(INF), "inf", "a finite number ≥ 0"),
     "objective samples": (
         lambda: dif.Problem(TRAIN),
-        "objective Samples, constraints sound",
+        "The objective is of type Samples.",
         "Constraints are made by comparing Terms",
     ),
-    "objective a constraint": (lambda: dif.Problem(CAP), "objective Constraint, constraints sound", "friends"),
+    "objective a constraint": (lambda: dif.Problem(CAP), "The objective is of type Constraint.", "Samples.mean()"),
     "constraint a bool": (
         lambda: dif.Problem(TRAIN.mean(), [CAP, True]),
-        "objective Term, constraints bool",
-        "friends",
+        "The objective is of type Term, and the constraints include objects of type bool.",
+        "a list of Constraints",
     ),
-    "constraint twice": (lambda: dif.Problem(TRAIN.mean(), [CAP, CAP]), "cap more than once", "each once"),
+    "constraint twice": (lambda: dif.Problem(TRAIN.mean(), [CAP, CAP]), "cap more than once.", "only once"),
     "unnamed constraint twice": (
         lambda: dif.Problem(TRAIN.mean(), [(c := TRAIN.mean() <= 1.0), c]),
-        "one constraint more than once",
+        "one constraint more than once.",
         "Multipliers and reports are looked up",
     ),
     "name twice": (
         lambda: dif.Problem(TRAIN.mean(), [(TRAIN.mean() <= 1.0).named("a"), (TRAIN.mean() <= 2.0).named("a")]),
-        "a more than once",
+        "The list of constraints has a more than once.",
         ".named(...)",
     ),
 }
@@ -284,18 +307,22 @@ def test_terms_and_problems_refuse(case):
 
 
 OPERATORS = {
-    "chained": (lambda: 0 <= TRAIN.mean() <= 1, "a Constraint has no truth value", "two constraints"),
-    "truth": (lambda: bool(CAP), "a Constraint has no truth value", "compare Terms by `is`"),
-    "if": (lambda: 1 if TRAIN.mean() == 1.0 else 2, "a Constraint has no truth value"),
-    "not equal": (lambda: TRAIN.mean() != 1.0, "a Constraint has no truth value"),
-    "less": (lambda: TRAIN.mean() < 1, "strict inequalities have no minimiser", "write <= (or >=)"),
-    "greater": (lambda: TRAIN.mean() > 1, "strict inequalities have no minimiser"),
-    "less from the left": (lambda: 0 < TRAIN.mean(), "strict inequalities have no"),
-    "product": (lambda: TRAIN.mean() * TRAIN.mean(), "a Term scales by one number, not by Term", "dif.Function"),
-    "times a vector": (lambda: TRAIN.mean() * [1.0, 2.0], "a Term scales by one number, not by list"),
-    "times text": (lambda: TRAIN.mean() * "a", "a Term scales by one number, not by str"),
-    "bound text": (lambda: TRAIN.mean() <= "a", "a Term compares with a Term or a number, not with str"),
-    "bound none": (lambda: TRAIN.mean() == None, "a Term compares with a Term or a number, not with NoneType"),  # noqa: E711
+    "chained": (lambda: 0 <= TRAIN.mean() <= 1, "A Constraint has no truth value", "two constraints"),
+    "truth": (lambda: bool(CAP), "A Constraint has no truth value", "compare Terms by `is`"),
+    "if": (lambda: 1 if TRAIN.mean() == 1.0 else 2, "A Constraint has no truth value"),
+    "not equal": (lambda: TRAIN.mean() != 1.0, "A Constraint has no truth value"),
+    "less": (lambda: TRAIN.mean() < 1, "Strict inequalities have no minimiser", "Write <= or >="),
+    "greater": (lambda: TRAIN.mean() > 1, "Strict inequalities have no minimiser"),
+    "less from the left": (lambda: 0 < TRAIN.mean(), "Strict inequalities have no"),
+    "product": (
+        lambda: TRAIN.mean() * TRAIN.mean(),
+        "A Term can be multiplied by one number, not by Term",
+        "dif.Function",
+    ),
+    "times a vector": (lambda: TRAIN.mean() * [1.0, 2.0], "A Term can be multiplied by one number, not by list"),
+    "times text": (lambda: TRAIN.mean() * "a", "A Term can be multiplied by one number, not by str"),
+    "bound text": (lambda: TRAIN.mean() <= "a", "A Term can be compared with a Term or a number, not with str"),
+    "bound none": (lambda: TRAIN.mean() == None, "A Term can be compared with a Term or a number, not with NoneType"),  # noqa: E711
     "plus none": (lambda: TRAIN.mean() + None, "unsupported operand"),
     "square": (lambda: TRAIN.mean() ** 2, "unsupported operand"),
     "divide by a term": (lambda: 1.0 / TRAIN.mean(), "unsupported operand"),
@@ -322,13 +349,13 @@ PARAMS = {
     "a tensor": (X[0], "Tensor", "The names of the parameters are needed"),
     "none": (None, "NoneType", 'Wrap a single tensor as {"theta": tensor}.'),
     "a list": ([X[0]], "list", "a dict of tensors or an nn.Module"),
-    "empty": ({}, "no tensor", "There is nothing to optimise."),
+    "empty": ({}, "no tensor", "there is nothing to optimise."),
     "integer": ({"w": torch.zeros(2, dtype=torch.long)}, "torch.int64", "Only real-valued parameters", "'w'"),
     "complex": ({"w": torch.zeros(2, dtype=torch.cfloat)}, "torch.complex64", "Only real-valued parameters", "'w'"),
     "a number": ({"w": 1.0}, "float", "Only real-valued parameters can be differentiated.", "parameter 'w'"),
     "numpy": ({"w": np.zeros(2)}, "ndarray", "torch.as_tensor(value, dtype=torch.float64)"),
-    "two dtypes": (TWO, "w: torch.float64, v: torch.float32", "dtype of the parameters", "Flat θ is one vector."),
-    "two devices": (AWAY, "w: cpu, v: meta", "device of the parameters", "one device for all"),
+    "two dtypes": (TWO, "w: torch.float64, v: torch.float32", "differ in dtype", "joined to one vector, flat θ."),
+    "two devices": (AWAY, "w: cpu, v: meta", "differ in device", "the same device"),
     "nan": (point(1.0, NAN), "1 NaN or infinite of 2 entries", "parameter 'w'", "A point that is not finite"),
     "infinite": (point(INF, -INF), "2 NaN or infinite of 2 entries", "parameter 'w'"),
 }
@@ -385,7 +412,7 @@ def test_dtypes_and_devices_of_the_data_must_be_those_of_the_parameters(case):
 
 def test_parameters_on_another_device_than_the_data():
     away = {"w": torch.zeros(2, dtype=F64, device="meta")}
-    text = "Fewer digits do not carry a second derivative, sparse tensors do not flatten, and the meta device is empty."
+    text = "Second derivatives need these digits, sparse tensors do not flatten, and the meta device is empty."
     found = "torch.float64, torch.strided, on meta"
     invalid(lambda: solve(TRAIN.mean(), params=away), found, "parameter 'w'", text)
 

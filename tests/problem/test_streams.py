@@ -79,12 +79,11 @@ def test_a_dataset_that_changes_its_length_is_refused():
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.05)), zeros(), show_progress=False)
     influence = dif.DirectionalInfluence(solution)
     data.n = 50
-    with pytest.raises(dif.InvalidInputError, match="measured 50, allowed 60, as when the Samples were made") as caught:
+    with pytest.raises(dif.InvalidInputError, match=r"has length 50\. It must have length 60, as when") as caught:
         influence.scores(train.mean(), train.remove_each())
-    assert caught.value.meaning == (
-        "The Dataset has changed its length since, so weights and indices no longer belong to it."
-    )
-    assert caught.value.cure == "Make new Samples of the Dataset as it is now."
+    assert caught.value.found == "The Dataset of Samples 'train' has length 50."
+    assert caught.value.meaning == "Weights and indices do not match a Dataset that has changed its length."
+    assert caught.value.cure == "Create new Samples from the Dataset as it is now."
 
 
 def test_streams_without_an_index_are_refused():
@@ -97,13 +96,15 @@ def test_streams_without_an_index_are_refused():
             dif.Samples(logistic, data)
 
 
-@pytest.mark.parametrize("options", [{"batch_size": None}, {"sampler": range(30)}])
-def test_loaders_that_leave_samples_out_are_refused(options):
+@pytest.mark.parametrize(
+    ("options", "found"),
+    [({"batch_size": None}, "without batches"), ({"sampler": range(30)}, "whose sampler selects 30 of 60 samples")],
+)
+def test_loaders_that_leave_samples_out_are_refused(options, found):
     with pytest.raises(dif.InvalidInputError, match="a loader of batches over all its samples") as caught:
         dif.Samples(logistic, DataLoader(TensorDataset(X, Y), **options))
-    assert (
-        caught.value.meaning == "Sample i is item i of the Dataset: a loader's own choice of samples has no place here."
-    )
+    assert caught.value.found == f"A DataLoader {found} was given as data of Samples 'samples'."
+    assert caught.value.meaning == "Sample i is item i of the Dataset, so a sampler cannot select samples."
 
 
 def test_scores_go_to_disk_as_they_come(tmp_path):
@@ -121,12 +122,12 @@ def test_scores_go_to_disk_as_they_come(tmp_path):
     with pytest.raises(dif.InvalidInputError, match=r"a name ending in \.npy or \.zarr") as caught:
         influence.scores(train, train.remove_each(), out=tmp_path / "scores.csv")
     assert caught.value.meaning == (
-        "The scores are written as one array of numpy or Zarr, what they are about into a .json beside it."
+        "The scores are written as one array of numpy or Zarr, with a description in a .json file beside it."
     )
     with pytest.raises(dif.InvalidInputError, match="no term of the problem uses these samples"):
         influence.scores(train, dif.Samples(logistic, (X, Y)).remove_each(), out=path)
     assert torch.equal(dif.Influence.load(path).values, held.values)  # what was there stays
-    with pytest.raises(FileNotFoundError, match="make it first"):
+    with pytest.raises(FileNotFoundError, match="Create it first"):
         influence.scores(train, train.remove_each(), out=tmp_path / "none" / "scores.npy")
     (tmp_path / "scores.npy.json").write_text("{}")
     with pytest.raises(dif.InvalidInputError, match="influence file"):
@@ -234,8 +235,8 @@ def test_names_that_match_nothing_are_refused():
     for names in ("head.*", ["weight", "lora"], []):
         with pytest.raises(dif.InvalidInputError) as caught:
             dif.variable(model, names)
-        assert caught.value.meaning == "Nothing would be variable under such a name."
-    with pytest.raises(dif.InvalidInputError, match="names of variable parameters"):
+        assert caught.value.meaning == "A name that matches nothing would make no parameter variable."
+    with pytest.raises(dif.InvalidInputError, match="No parameter matches 'w'"):
         dif.variable({"w": torch.zeros(2)}, "w")
 
 

@@ -239,7 +239,7 @@ def test_what_others_wrote_is_not_overwritten(scored, tmp_path):
     for name in ("foreign.npy", "folder.zarr", "file.zarr", "folder.npy"):
         with pytest.raises(dif.InvalidInputError) as caught:
             influence.scores(train, train.remove_each(), out=tmp_path / name)
-        assert caught.value.meaning == "It would be overwritten."
+        assert caught.value.meaning == "The existing file would be overwritten."
     assert (tmp_path / "folder.zarr" / "precious.txt").read_text() == "x"
     assert len(np.load(tmp_path / "foreign.npy")) == 5
 
@@ -416,5 +416,5 @@ def test_out_of_memory_halves_the_batch():
     assert run.returncode == 0, run.stderr
     said, gap = run.stdout.splitlines()
     assert "MemoryWarning" in said
-    assert "out of memory, going on with batches halved" in said
+    assert "Memory ran out, so dif is going on with batches halved" in said
     assert float(gap) < 1e-12

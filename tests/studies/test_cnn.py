@@ -120,7 +120,7 @@ def test_jobs_share_retrainings(tmp_path):
     parallel = dif.Retraining(solution, jobs=2, keep=tmp_path).scores(train.mean(), removals)
     np.testing.assert_allclose(parallel.values, serial.values, rtol=1e-9, atol=1e-14)
     assert len(retrainings(tmp_path)) == 40
-    with pytest.raises(dif.InvalidInputError, match=r"jobs: measured 0, .* They share the work."):
+    with pytest.raises(dif.InvalidInputError, match=r"`jobs` is 0\. .* It says how many processes share the work."):
         dif.Retraining(solution, jobs=0)
 
 

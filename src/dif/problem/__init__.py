@@ -1,1 +1,1 @@
-"""What a user states: samples, terms, constraints, perturbations. Nothing is evaluated here."""
+"""The statement of a problem: samples, terms, constraints, perturbations. Nothing is evaluated here."""

@@ -1,4 +1,4 @@
-"""Flat θ inside, the user's structure at the border."""
+"""Convert between the user's parameters (a dict of tensors or a module) and flat θ."""
 
 from __future__ import annotations
 
@@ -32,18 +32,24 @@ class BoundModule(dict[str, Tensor]):
         self.module, self.fixed, self.padding = module, fixed, padding or {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module with these tensors, and copies of what else it holds, in place of its own."""
+        """Run the module with these tensors, and with copies of its buffers and other parameters."""
         copies = {name: t.clone() for name, t in self.fixed.items()}
-        padded = {name: self[name] * kept for name, kept in self.padding.items()}
+        padded = {name: self[name] * mask for name, mask in self.padding.items()}
         return torch.func.functional_call(self.module, {**self, **padded, **copies}, args, kwargs)
 
 
 def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
-    """Params of a module of which only some are variable: the last layer, adapters; the others stay as they are.
+    """Select the parameters of a module that are variable, such as the last layer or adapters; the others stay fixed.
 
     Args:
-        module: Read, never changed; `requires_grad` is not asked.
-        names: Of parameters, or patterns such as "head.*" or "*lora*".
+        module: Read, never changed; `requires_grad` is ignored.
+        names: Names of parameters, or patterns such as "head.*" or "*lora*".
+
+    Returns:
+        The params for `dif.fit` or `dif.Solution`.
+
+    Raises:
+        InvalidInputError: Where a name matches no parameter.
 
     >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     >>> list(variable(model, "2.*"))
@@ -51,22 +57,22 @@ def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
     """
     patterns = [names] if isinstance(names, str) else list(names)
     own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
-    idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in own)]
-    if idle or not patterns:
+    unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in own)]
+    if unmatched or not patterns:
+        names_found = f"No parameter matches {', '.join(map(repr, unmatched))}." if unmatched else "`names` is empty."
         raise InvalidInputError(
-            "names of variable parameters",
-            measured=", ".join(map(repr, idle)) or "none",
-            threshold="names or patterns that match parameters of an nn.Module",
-            meaning="Nothing would be variable under such a name.",
-            cure=f"The parameters are {few(list(own))}." if own else "Pass the module first, then the names.",
+            names_found,
+            "Each name or pattern must match a parameter of an nn.Module.",
+            "A name that matches nothing would make no parameter variable.",
+            f"The parameters are {few(list(own))}." if own else "Pass the module first, then the names.",
         )
-    chosen = {n: t.detach() for n, t in own.items() if any(fnmatchcase(n, p) for p in patterns)}
-    return BoundModule(module, chosen, _fixed(module, chosen))
+    selected = {n: t.detach() for n, t in own.items() if any(fnmatchcase(n, p) for p in patterns)}
+    return BoundModule(module, selected, _copy_fixed(module, selected))
 
 
 @dataclass(frozen=True, eq=False)
 class Parameters:
-    """The layout of flat θ: names, shapes, order; the user's tensors are read, never written.
+    """The layout of flat θ: names, shapes and order. The user's tensors are read, never written.
 
     >>> layout, theta = Parameters.of({"w": torch.ones(2), "b": torch.zeros(1)})
     >>> layout.names, tuple(theta.shape)
@@ -79,26 +85,25 @@ class Parameters:
     device: torch.device
     module: nn.Module | None = None
     fixed: dict[str, Tensor] = field(default_factory=dict)  # the module's buffers and frozen parameters, copied
-    padding: dict[str, Tensor] = field(default_factory=dict)  # of embeddings: (rows, 1), 0 for the padding, else 1
+    padding: dict[str, Tensor] = field(default_factory=dict)  # by embedding: (rows, 1), 0 for the padding row, else 1
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
-        """Read the layout and the flat θ of a dict of tensors or of a module's trainable parameters."""
+        """Return the layout and the flat θ of a dict of tensors or of a module's trainable parameters."""
         module: nn.Module | None = None
         if isinstance(params, nn.Module):
             module = params
             tensors: dict[str, Tensor] = {k: v for k, v in params.named_parameters() if v.requires_grad}
-        elif isinstance(params, BoundModule):  # what Solution.params of a module is
+        elif isinstance(params, BoundModule):  # `Solution.params` of a module
             module, tensors = params.module, dict(params)
         elif isinstance(params, Mapping):
             tensors = dict(params)
         else:
             raise InvalidInputError(
-                "params",
-                measured=type(params).__name__,
-                threshold="a dict of tensors or an nn.Module",
-                meaning="The names of the parameters are needed to hand them to your loss.",
-                cure='Wrap a single tensor as {"theta": tensor}.',
+                f"`params` is of type {type(params).__name__}.",
+                "It must be a dict of tensors or an nn.Module.",
+                "The names of the parameters are needed to pass them to your loss.",
+                'Wrap a single tensor as {"theta": tensor}.',
             )
         _check_tensors(tensors)
         if module is not None:
@@ -110,8 +115,8 @@ class Parameters:
             dtype=first.dtype,
             device=first.device,
             module=module,
-            fixed={} if module is None else _fixed(module, tensors),
-            padding={} if module is None else _padding(module, tensors),
+            fixed={} if module is None else _copy_fixed(module, tensors),
+            padding={} if module is None else _mask_padding(module, tensors),
         )
         return layout, torch.cat([t.detach().reshape(-1) for t in tensors.values()]).clone()
 
@@ -126,115 +131,112 @@ class Parameters:
         return sum(self.sizes)
 
     def tensors(self, theta: Tensor) -> dict[str, Tensor]:
-        """Flat θ → the named tensors."""
+        """Split flat θ into the named tensors."""
         chunks = torch.split(theta, list(self.sizes))
         return {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
 
     def bind(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The named tensors → what a loss gets as its first argument."""
+        """Return what a loss gets as its first argument: the named tensors, or a BoundModule."""
         if self.module is None:
             return tensors
         return BoundModule(self.module, tensors, self.fixed, self.padding)
 
     def to(self, dtype: torch.dtype) -> Parameters:
-        """The same layout in another precision."""
+        """Return the same layout in another precision."""
         fixed = {k: t.to(dtype) if t.is_floating_point() else t for k, t in self.fixed.items()}
         return replace(self, dtype=dtype, fixed=fixed, padding={k: t.to(dtype) for k, t in self.padding.items()})
 
     def check_mode(self) -> None:
-        """Refuse a module that was put into training mode since."""
+        """Refuse a module that was put into training mode after this layout was read."""
         if self.module is not None:
             _refuse_training_mode(self.module)
 
 
 def _check_tensors(tensors: dict[str, Tensor]) -> None:
+    """Refuse parameters that cannot form one finite vector in double or single precision."""
     if not tensors:
         raise InvalidInputError(
-            "params",
-            measured="no tensor",
-            threshold="at least one",
-            meaning="There is nothing to optimise.",
-            cure="Pass at least one floating-point tensor (of a module: one with requires_grad=True).",
+            "`params` has no tensor to optimise.",
+            "It must have at least one floating-point tensor.",
+            "Without a parameter there is nothing to optimise.",
+            "Pass at least one tensor; of a module, at least one parameter with requires_grad=True.",
         )
     for name, t in tensors.items():
         if is_lazy(t):
             raise InvalidInputError(
-                f"parameter {name!r}",
-                measured="a lazy parameter without a shape",
-                threshold="an initialised one",
-                meaning="The module has not seen data yet, so it does not know its own size.",
-                cure="Call the module once on a batch before handing it in.",
+                f"The parameter {name!r} is a lazy parameter without a shape.",
+                "It must be initialised.",
+                "The module has not seen data yet, so it does not know its own size.",
+                "Call the module once on a batch before you pass it.",
             )
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise InvalidInputError(
-                f"parameter {name!r}",
-                measured=t.dtype if isinstance(t, Tensor) else type(t).__name__,
-                threshold="a floating-point tensor",
-                meaning="Only real-valued parameters can be differentiated.",
-                cure="Convert it with torch.as_tensor(value, dtype=torch.float64).",
+                f"The parameter {name!r} is of type {t.dtype if isinstance(t, Tensor) else type(t).__name__}.",
+                "It must be a floating-point tensor.",
+                "Only real-valued parameters can be differentiated.",
+                "Convert it with torch.as_tensor(value, dtype=torch.float64).",
             )
     for what in ("dtype", "device"):
         kinds = {name: getattr(t, what) for name, t in tensors.items()}
         if len(set(kinds.values())) > 1:
             raise InvalidInputError(
-                f"{what} of the parameters",
-                measured=", ".join(f"{n}: {k}" for n, k in kinds.items()),
-                threshold=f"one {what} for all",
-                meaning="Flat θ is one vector.",
-                cure="Move all parameters with .to(...) first; float64 is best for influence.",
+                f"The parameters differ in {what} ({', '.join(f'{n}: {k}' for n, k in kinds.items())}).",
+                f"All parameters must have the same {what}.",
+                "The parameters are joined to one vector, flat θ.",
+                "Convert all parameters with .to(...) first; float64 is best for influence.",
             )
     for name, t in tensors.items():
         if t.dtype not in (torch.float32, torch.float64) or t.device.type == "meta" or t.layout != torch.strided:
             raise InvalidInputError(
-                f"parameter {name!r}",
-                measured=f"{t.dtype}, {t.layout}, on {t.device}",
-                threshold="float64 or float32, torch.strided, with values",
-                meaning="Fewer digits do not carry a second derivative, sparse tensors do not flatten, and the meta "
-                "device is empty.",
-                cure="Convert it with .to(torch.float64), or .to_dense().",
+                f"The parameter {name!r} is {t.dtype}, {t.layout}, on {t.device}.",
+                "It must be float64 or float32, dense (torch.strided), and on a device that holds values.",
+                "Second derivatives need these digits, sparse tensors do not flatten, and the meta device is empty.",
+                "Convert it with .to(torch.float64) or .to_dense().",
             )
         if not bool(torch.isfinite(t).all()):
             raise InvalidInputError(
-                f"parameter {name!r}",
-                measured=f"{int((~torch.isfinite(t)).sum())} NaN or infinite of {t.numel()} entries",
-                threshold="0",
-                meaning="A point that is not finite cannot be a solution or a start.",
-                cure="Train again from a finite start, with a smaller step if training diverged.",
+                f"The parameter {name!r} has {int((~torch.isfinite(t)).sum())} NaN or infinite of {t.numel()} entries.",
+                "All entries must be finite.",
+                "A point that is not finite cannot be a solution or a start.",
+                "Train again from a finite start, with a smaller step if training diverged.",
             )
 
 
-def _fixed(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_fixed(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Copy the buffers of a module, and its parameters that are not variable."""
     others = [*module.named_buffers(), *((k, t) for k, t in module.named_parameters() if k not in variable)]
     return {name: t.detach().clone() for name, t in others}
 
 
-def _padding(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Which rows of embeddings are padding, a zero that stays zero: torch's backward pass leaves them out, no other."""
-    found: dict[str, Tensor] = {}
+def _mask_padding(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return masks that keep the padding rows of embeddings at zero, (rows, 1), by name of the embedding's weight.
+
+    Torch's own backward pass leaves these rows out; other derivatives would not.
+    """
+    masks: dict[str, Tensor] = {}
     uses = Counter(id(t) for m in module.modules() for t in m.parameters(recurse=False))
     for place, m in module.named_modules():
         name = f"{place}.weight" if place else "weight"
         if isinstance(m, nn.Embedding) and m.padding_idx is not None and name in variable and uses[id(m.weight)] == 1:
-            keep = torch.ones_like(variable[name][:, :1]).detach()
-            keep[m.padding_idx] = 0.0
+            mask = torch.ones_like(variable[name][:, :1]).detach()
+            mask[m.padding_idx] = 0.0
             if not bool(variable[name][m.padding_idx].any()):
-                found[name] = keep
-    return found
+                masks[name] = mask
+    return masks
 
 
 def _refuse_training_mode(module: nn.Module) -> None:
+    """Refuse modules in training mode whose losses are random or depend on the batch."""
     noisy = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    found = [
+    training = [
         f"{name or 'the module itself'} ({type(m).__name__})"
         for name, m in module.named_modules()
         if m.training and (isinstance(m, noisy) or getattr(m, "track_running_stats", False))
     ]
-    if found:
+    if training:
         raise InvalidInputError(
-            "modules in training mode",
-            measured=", ".join(found),
-            threshold="none of dropout, batch norm or running statistics",
-            meaning="Their losses are random, or depend on the other samples of the batch, so no sample has an "
-            "influence of its own.",
-            cure="Call model.eval() before handing the model to dif.",
+            f"The model has modules in training mode: {', '.join(training)}.",
+            "Dropout, batch norm and modules with running statistics must be in evaluation mode.",
+            "Their losses are random, or depend on the other samples of the batch, so no sample has its own influence.",
+            "Call model.eval() before you pass the model to dif.",
         )

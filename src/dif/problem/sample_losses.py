@@ -1,4 +1,4 @@
-"""A loss for each sample of some stored data: how batches are fetched and losses evaluated."""
+"""The loss of each sample of stored data: fetch batches and evaluate losses."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from dif.problem.data_source import Storage
 from dif.runtime.inputs import as_index
 from dif.runtime.user_code import in_words
 
+# the entry of `fallbacks` that makes attention be computed by matrix products
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
 
 
 class SampleLosses:
-    """What `Samples` rest on: the loss, the data and whose samples they are. Terms and perturbations are made above."""
+    """The loss and the data of `Samples`, which adds the methods that make terms and perturbations."""
 
     def __init__(
         self,
@@ -32,55 +33,54 @@ class SampleLosses:
         outputs: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
         if not callable(loss) or not (outputs is None or callable(outputs)):
+            argument, value = ("outputs", outputs) if callable(loss) else ("loss", loss)
             raise InvalidInputError(
-                f"loss of Samples {name!r}",
-                measured=type(outputs if callable(loss) else loss).__name__,
-                threshold="a callable loss(params, batch)",
-                meaning="Samples(loss, data): the loss comes first.",
-                cure="Pass a function that returns one loss per sample.",
+                f"`{argument}` of Samples {name!r} is of type {type(value).__name__}.",
+                f"It must be a callable {argument}(params, batch).",
+                "In Samples(loss, data) the loss comes first.",
+                "Pass a function that returns one loss per sample.",
             )
         if batch_size is not None and (as_index(batch_size) or 0) < 1:
             raise InvalidInputError(
-                f"batch_size of Samples {name!r}",
-                measured=batch_size,
-                threshold="an integer ≥ 1, or None",
-                meaning="It is the number of samples per pass.",
-                cure="Leave it out to take as many as fit.",
+                f"`batch_size` of Samples {name!r} is {batch_size!r}.",
+                "It must be an integer ≥ 1, or None.",
+                "It is the number of samples per pass.",
+                "Leave it out to take as many as fit into memory.",
             )
         self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
-        self.parted = None if outputs is None else (outputs, loss)
+        self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name = name
         self.storage = Storage.of(data, name)
-        self.people: SampleLosses = self  # whose members these are: for a view, the Samples that it was made from
+        self.people: SampleLosses = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
-        self.costs: dict[int, Any] = {}  # what a sample takes, by number of parameters; shared by views
-        self.compared: set[int] = set()  # numbers of parameters with which its derivatives were compared
-        self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what was done instead
+        self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
+        self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
+        self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what is done instead
 
     def __len__(self) -> int:
         return len(self.storage)
 
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
-        """The loss of each sample of a batch, their shape checked."""
+        """Evaluate the loss of each sample of a batch and check its shape, (count,)."""
         try:
             with in_words(f"loss of Samples {self.name!r}"), self._kernels():
                 out = self.loss(params, batch)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
-            # outside the domain: a matrix without a factor, say
+            # outside the domain of the loss, for example a matrix that has no Cholesky factor
             out = torch.full((count,), float("nan")).to(next(iter(params.values())))
         shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
         if shape != (count,):
+            returned = f"a tensor of shape {shape}" if isinstance(shape, tuple) else f"an object of type {shape}"
             raise InvalidInputError(
-                f"what the loss of Samples {self.name!r} returned",
-                measured=f"shape {shape}" if isinstance(shape, tuple) else shape,
-                threshold=f"a tensor of shape ({count},) for a batch of {count}",
-                meaning="dif needs the loss of each sample by itself, before any mean or sum.",
-                cure='Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
+                f"The loss of Samples {self.name!r} returned {returned}.",
+                f"It must return a tensor of shape ({count},) for a batch of {count}.",
+                "dif needs the loss of each sample by itself, before any mean or sum.",
+                'Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
             )
         return out
 
     def _kernels(self) -> AbstractContextManager[Any]:
-        """The fast kernels of attention can be differentiated only once."""
+        """Return a context in which attention can be differentiated twice, where that is needed."""
         return sdpa_kernel(SDPBackend.MATH) if PLAIN_ATTENTION in self.fallbacks else nullcontext()
 
     def batches(
@@ -90,56 +90,62 @@ class SampleLosses:
         device: torch.device | None = None,
         within: slice | None = None,
     ) -> Iterator[tuple[slice, Any]]:
-        """Batches of the data in order (of all samples, or of those listed), each with its positions."""
+        """Yield batches of the data in order, each with its positions.
+
+        Args:
+            indices: The samples; None means all.
+            at_most: Samples per batch at most; None means as many as `batch_size` allows.
+            device: The device that batches are moved to; None leaves them where they are.
+            within: The positions to which the batches are limited; None means all.
+        """
         total = len(self) if indices is None else len(indices)
         step = min(size for size in (self.batch_size, at_most, max(total, 1)) if size is not None)
         return self.storage.batches(indices, step, device, within)
 
     def take(self, indices: Tensor | None) -> Self:
-        """The samples listed (None: all of them), as Samples of their own; nothing is copied."""
+        """Return the listed samples as Samples of their own (None: these Samples); nothing is copied."""
         return self if indices is None else self.holding(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Self:
-        """The same samples with their real numbers in another precision."""
+        """Return the same samples with floating-point data in another precision."""
         return self.holding(self.storage.to(dtype))
 
     def same_loss(self, other: SampleLosses) -> bool:
-        """Whether both evaluate the same function, on whatever data."""
+        """Return whether both evaluate the same loss function, on whatever data."""
         return self.loss is other.loss if self.parted is None else self.parted == other.parted
 
     def under(self, view: Self) -> Self:
-        """These samples under the loss of another view of the people they join."""
+        """Return these new samples under the loss of a view of the samples that they are added to."""
         return self if self.loss is view.loss else view.holding(self.storage)
 
     def checked(self, indices: int | Iterable[int]) -> list[int]:
-        """Numbers of samples, each once, as a list."""
+        """Return sample indices as a list; each must exist and appear once."""
         if hasattr(indices, "tolist"):  # tensors and arrays, also without dimension
             indices = indices.tolist()  # type: ignore[union-attr]
         given = list(indices) if isinstance(indices, Iterable) else [indices]
         index = [as_index(i) for i in given]
         unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < len(self)]
         if unknown or not index:
+            indices_given = f"the indices {few(unknown)} were given" if index else "no index was given"
             raise InvalidInputError(
-                f"sample indices of {self.name!r}",
-                measured=few(unknown) if index else "none",
-                threshold=f"integers 0 … {len(self) - 1}, at least one",
-                meaning="No such sample." if index else "Nothing would change.",
-                cure="Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
+                f"Samples {self.name!r} has {len(self)} samples, but {indices_given}.",
+                f"Indices must be integers from 0 to {len(self) - 1}, at least one.",
+                "No such sample exists." if index else "Nothing would change.",
+                "Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
             )
         known = [i for i in index if i is not None]
         if len(set(known)) < len(known):
-            twice = sorted(i for i, times in Counter(known).items() if times > 1)
+            repeated = sorted(i for i, times in Counter(known).items() if times > 1)
             raise InvalidInputError(
-                f"sample indices of {self.name!r}",
-                measured=f"{few(twice)} given more than once",
-                threshold="each at most once",
-                meaning="A sample can be removed only once.",
-                cure="Pass sorted(set(indices)).",
+                f"The sample indices {few(repeated)} of {self.name!r} were given more than once.",
+                "Each index may be given at most once.",
+                "A sample can be removed only once.",
+                "Pass sorted(set(indices)).",
             )
         return known
 
     def holding(self, storage: Storage, people: SampleLosses | None = None) -> Self:
-        """The same loss over other data, of these people (None: of its own)."""
+        """Return the same loss over other data; `people` is set for a view, None makes the result independent."""
         other = copy(self)
         other.storage = storage
         other.people = other if people is None else people

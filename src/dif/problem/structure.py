@@ -1,4 +1,4 @@
-"""Batches of any structure: tensors in tuples, named tuples, lists and dicts, nested."""
+"""Work on batches of any structure: tensors in nested tuples, named tuples, lists and dicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dif.runtime.inputs import as_tensor
 
 
 def mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
-    """The same structure (tuples, named tuples, lists, dicts, nested) with fn of every tensor in it."""
+    """Apply a function to every tensor of a structure, and return the same structure of the results."""
     if isinstance(item, Tensor):
         return fn(item)
     if isinstance(item, Mapping):
@@ -23,28 +23,28 @@ def mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
 
 
 def leaves(data: Any) -> list[Tensor]:
-    """The tensors of a structure."""
-    found: list[Tensor] = []
-    mapped(data, found.append)
-    return found
+    """Return the tensors of a structure as a list."""
+    tensors: list[Tensor] = []
+    mapped(data, tensors.append)
+    return tensors
 
 
-def tensors_of(data: Any, what: str) -> Any:
-    """The same structure with tensors for whatever numbers it holds."""
+def to_tensors(data: Any, what: str) -> Any:
+    """Convert the numbers of a structure to tensors; `what` names the data in error messages."""
     if isinstance(data, Mapping):
-        return {k: tensors_of(v, what) for k, v in data.items()}
+        return {k: to_tensors(v, what) for k, v in data.items()}
     if isinstance(data, tuple):
-        parts = [tensors_of(v, what) for v in data]
+        parts = [to_tensors(v, what) for v in data]
         return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
     return as_tensor(data, what)
 
 
-def described(batch: Any) -> str:
-    """Types and shapes of one sample, in words."""
+def describe(batch: Any) -> str:
+    """Describe the types and shapes of one sample of a batch, such as "(float64[3], int64[])"."""
     if isinstance(batch, Tensor):
         return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape[1:])}"
     if isinstance(batch, Mapping):
-        return "{" + ", ".join(f"{k}: {described(v)}" for k, v in batch.items()) + "}"
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in batch.items()) + "}"
     if isinstance(batch, tuple | list) and not all(isinstance(v, str) for v in batch):
-        return "(" + ", ".join(described(v) for v in batch) + ")"
+        return "(" + ", ".join(describe(v) for v in batch) + ")"
     return "text" if isinstance(batch, list | tuple) else type(batch).__name__

@@ -1,4 +1,4 @@
-"""Terms (weighted sums of sample losses and smooth functions), and the constraints that comparing them makes."""
+"""Terms (weighted sums of sample losses and smooth functions) and the constraints made by comparing them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class SampleSum:
     samples: SampleLosses
     weights: Tensor  # (n,) float64, on the CPU
     normalised: bool
-    everyone: bool  # made over all samples, so an added one belongs to it
-    words: str
+    everyone: bool  # whether it is over all samples, so that an added sample belongs to it
+    words: str  # description, such as "mean of train"
 
 
 class Expression(ABC):
-    """The algebra that Terms and Functions share: + − scaling, and comparisons that make Constraints."""
+    """The algebra of Terms and Functions: sums, differences, scaling, and comparisons that make Constraints."""
 
-    __array_ufunc__ = None  # numpy arrays on the left hand over to us
+    __array_ufunc__ = None  # numpy arrays on the left use our reflected operators
     __hash__ = object.__hash__
 
     @classmethod
@@ -42,7 +42,7 @@ class Expression(ABC):
 
     @abstractmethod
     def as_term(self) -> Term:
-        """This expression as a Term."""
+        """Return this expression as a Term."""
 
     def __add__(self, other: object) -> Term:
         right = _as_term(other)
@@ -65,8 +65,8 @@ class Expression(ABC):
         number = _number(factor)
         if isinstance(factor, Expression) or number is None or number.dim() > 0:
             raise TypeError(
-                f"a Term scales by one number, not by {type(factor).__name__}: products of Terms are not sums over "
-                "samples. For a smooth function of θ use dif.Function."
+                f"A Term can be multiplied by one number, not by {type(factor).__name__}. Products of Terms are not "
+                "sums over samples. For a smooth function of θ use dif.Function."
             )
         return _combine(Term(), float(number), self.as_term())
 
@@ -78,11 +78,10 @@ class Expression(ABC):
             return NotImplemented
         if float(number) == 0:
             raise InvalidInputError(
-                "divisor of a Term",
-                measured=0,
-                threshold="not 0",
-                meaning="A Term divided by 0 is not defined.",
-                cure="Divide by the number of samples or groups.",
+                "A Term was divided by 0.",
+                "The divisor must not be 0.",
+                "A Term divided by 0 is not defined.",
+                "Divide by the number of samples or groups.",
             )
         return self * (1.0 / float(number))
 
@@ -96,7 +95,7 @@ class Expression(ABC):
         return _constraint(self, other, Kind.EQUAL)
 
     def __lt__(self, other: object) -> Constraint:
-        raise TypeError("strict inequalities have no minimiser on the boundary: write <= (or >=)")
+        raise TypeError("Strict inequalities have no minimiser on the boundary. Write <= or >= instead.")
 
     __gt__ = __lt__
 
@@ -110,12 +109,12 @@ class Term(Expression):
     constant: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
 
     def as_term(self) -> Term:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __repr__(self) -> str:
-        spoken = [(c, s.words) for c, s in self.sums] + [(c, f.name) for c, f in self.functions]
-        text = " + ".join(name if c == 1.0 else f"{c:g}·{name}" for c, name in spoken)
+        summands = [(c, s.words) for c, s in self.sums] + [(c, f.name) for c, f in self.functions]
+        text = " + ".join(name if c == 1.0 else f"{c:g}·{name}" for c, name in summands)
         shown = f"{float(self.constant):g}" if self.constant.dim() == 0 else f"<{self.constant.numel()} constants>"
         if text and bool((self.constant != 0).any()):
             text += f" + {shown}"
@@ -124,26 +123,25 @@ class Term(Expression):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Function(Expression):
-    """A smooth function of the parameters alone: `fn(params)` → a scalar, or a vector for several rows."""
+    """A smooth function of the parameters only: `fn(params)` → a scalar, or a vector for several rows."""
 
     fn: Callable[[Any], Tensor]
     name: str = "function"
-    ridge: float | None = None  # c of ½c‖θ‖²: touches every parameter, so it does not show that the model uses one
-    matrix: Tensor | None = None  # of a linear function: its derivative, known in closed form
-    of: str | None = None  # the tensor that the matrix multiplies; None: flat θ
+    ridge: float | None = None  # c of ½c‖θ‖², or None; a ridge does not count as a use of a parameter
+    matrix: Tensor | None = None  # the constant derivative of a linear function
+    of: str | None = None  # name of the tensor that the matrix multiplies; None means flat θ
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise InvalidInputError(
-                f"fn of Function {self.name!r}",
-                measured=type(self.fn).__name__,
-                threshold="a callable fn(params)",
-                meaning="A Function is evaluated at many parameters.",
-                cure="Pass a function of the params; numbers can be added to Terms as they are.",
+                f"`fn` of Function {self.name!r} is of type {type(self.fn).__name__}.",
+                "It must be a callable fn(params).",
+                "A Function is evaluated at many parameters.",
+                "Pass a function of the params; numbers can be added to Terms directly.",
             )
 
     def as_term(self) -> Term:
-        """As a Term of one summand."""
+        """Return a Term of one summand."""
         return Term(functions=((1.0, self),))
 
     def __repr__(self) -> str:
@@ -152,7 +150,7 @@ class Function(Expression):
 
 @dataclass(frozen=True, eq=False)
 class Constraint:
-    """One constraint, of one row or of several; made by comparing Terms, `a <= b`, `a >= b`, `a == b`.
+    """One constraint, with one or several rows; made by comparing Terms, `a <= b`, `a >= b`, `a == b`.
 
     `>=` is stored negated, so that every multiplier of an inequality is ≥ 0 with L = f₀ + Σ λⱼ(fⱼ − τⱼ).
     """
@@ -164,30 +162,29 @@ class Constraint:
     name: str | None = None
 
     def named(self, name: str) -> Constraint:
-        """The same constraint under a name, shown by `active`, Δλ and reports."""
+        """Return the same constraint with a name, which is shown by `active`, Δλ and reports."""
         return replace(self, name=name)
 
     def shift(self, dtau: float | Tensor) -> Perturbation:
-        """Move the right-hand side as it was written by dtau (one number, or one per row).
+        """Return a perturbation that adds dtau (one number, or one per row) to the right-hand side as written.
 
-        For `a <= b` a positive dtau loosens, for `a >= b` it tightens.
+        For `a <= b` a positive dtau loosens the constraint, for `a >= b` it tightens it.
         """
-        moved = as_numbers(dtau, "shift of a bound").clone()
-        if not bool(torch.isfinite(moved).all()) or moved.dim() > 1:
+        shift = as_numbers(dtau, "the shift of a bound").clone()
+        if not bool(torch.isfinite(shift).all()) or shift.dim() > 1:
             raise InvalidInputError(
-                "shift of a bound",
-                measured=dtau,
-                threshold="one finite number, or one per row",
-                meaning="The bound moves by this much at ε = 1.",
-                cure="Pass a number in the constraint's own units.",
+                f"The shift of a bound is {dtau!r}.",
+                "It must be one finite number, or one per row.",
+                "The bound moves by this much at ε = 1.",
+                "Pass a number in the constraint's own units.",
             )
-        written = f"{float(moved):+g}" if moved.dim() == 0 else f"{moved.numel()} values"
-        return Perturbation(((1.0, Shift(self, -moved if self.negated else moved, written)),))
+        written = f"{float(shift):+g}" if shift.dim() == 0 else f"{shift.numel()} values"
+        return Perturbation(((1.0, Shift(self, -shift if self.negated else shift, written)),))
 
     def __bool__(self) -> bool:
         raise TypeError(
-            "a Constraint has no truth value: it states a condition on θ. Write 0 <= t <= 1 as two constraints, "
-            "and compare Terms by `is`."
+            "A Constraint has no truth value, because it states a condition on θ. Write 0 <= t <= 1 as two "
+            "constraints, and compare Terms by `is`."
         )
 
     def __repr__(self) -> str:
@@ -197,50 +194,57 @@ class Constraint:
 
 
 def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
-    """A·θ, one row for each row of A; on flat θ in the params' order, or on the one tensor named `of`.
+    """Return the function A·θ, with one row for each row of A.
+
+    Args:
+        A: Coefficients, (d,) or (rows, d).
+        of: Name of the tensor that A multiplies; None means flat θ, in the order of the params.
+        name: Shown in labels and reports.
+
+    Raises:
+        InvalidInputError: Where A is not a finite vector or matrix.
 
     >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
     """
-    matrix = as_tensor(A, "A of linear(A)", torch.float64).clone()
+    matrix = as_tensor(A, "`A` of linear(A)", torch.float64).clone()
     if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):
+        infinite = int((~torch.isfinite(matrix)).sum())
         raise InvalidInputError(
-            "A of linear(A)",
-            measured=f"shape {tuple(matrix.shape)}, {int((~torch.isfinite(matrix)).sum())} entries not finite",
-            threshold="finite, (d,) or (rows, d)",
-            meaning="A·θ must be a number or a vector of rows.",
-            cure="Pass one row of coefficients per constraint.",
+            f"`A` of linear(A) has shape {tuple(matrix.shape)}, {infinite} entries not finite.",
+            "It must be finite, with shape (d,) or (rows, d).",
+            "A·θ must be a number or a vector of rows.",
+            "Pass one row of coefficients per constraint.",
         )
 
     def value(params: Mapping[str, Tensor]) -> Tensor:
         if of is not None and of not in params:
             raise InvalidInputError(
-                f"linear(A, of={of!r})",
-                measured=f"no parameter {of!r}",
-                threshold=f"one of {', '.join(params)}",
-                meaning="The tensor that A multiplies is not among the params.",
-                cure="Use one of those names, or of=None for flat θ.",
+                f"In linear(A, of={of!r}) there is no parameter {of!r}.",
+                f"`of` must be one of {', '.join(params)}.",
+                "The tensor that A multiplies is not among the params.",
+                "Use one of those names, or of=None for flat θ.",
             )
-        chosen = list(params.values()) if of is None else [params[of]]
-        sizes = [t.numel() for t in chosen]
+        tensors = list(params.values()) if of is None else [params[of]]
+        sizes = [t.numel() for t in tensors]
         if sum(sizes) != matrix.shape[-1]:
             raise InvalidInputError(
-                "columns of A in linear(A)",
-                measured=matrix.shape[-1],
-                threshold=f"{sum(sizes)}, the number of scalars in {of or 'the params'}",
-                meaning="Each column multiplies one entry of θ.",
-                cure="Give A one column per parameter, or name a tensor with of=.",
+                f"`A` of linear(A) has {matrix.shape[-1]} columns.",
+                f"It must have {sum(sizes)}, the number of scalars in {of or 'the params'}.",
+                "Each column multiplies one entry of θ.",
+                "Give A one column per parameter, or name a tensor with of=.",
             )
-        A_here = matrix.to(chosen[0])
-        pieces = zip(torch.split(A_here, sizes, dim=-1), chosen, strict=True)
-        products = [block @ t.reshape(-1) for block, t in pieces if bool((block != 0).any())]
-        return sum(products[1:], products[0]) if products else A_here @ torch.cat([t.reshape(-1) for t in chosen])
+        A_here = matrix.to(tensors[0])
+        blocks = zip(torch.split(A_here, sizes, dim=-1), tensors, strict=True)
+        products = [block @ t.reshape(-1) for block, t in blocks if bool((block != 0).any())]
+        return sum(products[1:], products[0]) if products else A_here @ torch.cat([t.reshape(-1) for t in tensors])
 
     return Function(value, name=name, matrix=matrix, of=of)
 
 
 def ridge(c: float) -> Function:
-    """½ c ‖θ‖²."""
-    c = check_number(c, "c of ridge(c)", zero=True, meaning="½c‖θ‖² with c < 0 has no minimum.", cure="Choose c ≥ 0.")
+    """Return the function ½ c ‖θ‖²; c must be a finite number ≥ 0."""
+    meaning = "½c‖θ‖² with c < 0 has no minimum."
+    c = check_number(c, "the coefficient c of ridge(c)", zero=True, meaning=meaning, cure="Choose c ≥ 0.")
 
     def value(params: Mapping[str, Tensor]) -> Tensor:
         return 0.5 * c * torch.stack([(t * t).sum() for t in params.values()]).sum()
@@ -249,22 +253,23 @@ def ridge(c: float) -> Function:
 
 
 def _number(value: object) -> Tensor | None:
-    """A finite number or vector as a float64 tensor, None for anything else."""
+    """Return a finite number or vector as a float64 tensor, or None for anything else."""
     if isinstance(value, Expression | str) or not (isinstance(value, Real | Tensor) or hasattr(value, "__len__")):
         return None
-    number = as_numbers(value, "number in a Term").clone()
+    number = as_numbers(value, "a number in a Term").clone()
     if number.dim() > 1 or not bool(torch.isfinite(number).all()):
+        values = number.tolist() if number.numel() < 8 else f"an array of shape {tuple(number.shape)}"
         raise InvalidInputError(
-            "number in a Term",
-            measured=number.tolist() if number.numel() < 8 else f"shape {tuple(number.shape)}",
-            threshold="one finite number, or a vector of them",
-            meaning="Bounds and factors must be finite.",
-            cure="Leave a constraint out instead of giving it an infinite bound.",
+            f"The number in a Term is {values}.",
+            "It must be one finite number, or a vector of them.",
+            "Bounds and factors must be finite.",
+            "Leave a constraint out instead of giving it an infinite bound.",
         )
     return number
 
 
 def _as_term(value: object) -> Term | None:
+    """Return an expression or a number as a Term, or None for anything else."""
     if isinstance(value, Expression):
         return value.as_term()
     number = _number(value)
@@ -272,24 +277,25 @@ def _as_term(value: object) -> Term | None:
 
 
 def _combine(left: Term, sign: float, right: Term) -> Term:
-    """Left + sign · right, equal summands merged; what cancels to rounding is 0."""
+    """Return left + sign · right with equal summands merged; coefficients that cancel up to rounding become 0."""
 
-    def merged(mine: Any, others: Any) -> dict[int, Any]:
-        total = {id(part): (c, part) for c, part in mine}
-        for c, part in others:
+    def merge(left_parts: Any, right_parts: Any) -> dict[int, Any]:
+        total = {id(part): (c, part) for c, part in left_parts}
+        for c, part in right_parts:
             old = total.get(id(part), (0.0, part))[0]
             new = old + sign * c
             total[id(part)] = (0.0 if old and abs(new) < 1e-14 * abs(old) else new, part)
         return total
 
-    sums, functions = merged(left.sums, right.sums), merged(left.functions, right.functions)
+    sums, functions = merge(left.sums, right.sums), merge(left.functions, right.functions)
     return Term(tuple(sums.values()), tuple(functions.values()), left.constant + sign * right.constant)
 
 
 def _constraint(left: Expression, other: object, kind: Kind, *, negated: bool = False) -> Constraint:
+    """Build the constraint that compares two expressions; `negated` marks left >= other."""
     right = _as_term(other)
     if right is None:
-        raise TypeError(f"a Term compares with a Term or a number, not with {type(other).__name__}")
+        raise TypeError(f"A Term can be compared with a Term or a number, not with {type(other).__name__}.")
     difference = left - right
     if negated:
         difference = -difference

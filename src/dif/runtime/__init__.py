@@ -1,1 +1,1 @@
-"""Processes, memory, disk, terminals and what users type: no mathematics."""
+"""Processes, memory, files, progress bars and the checking of user input; no mathematics."""

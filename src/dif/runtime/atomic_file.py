@@ -1,4 +1,4 @@
-"""Files that are complete or not there at all."""
+"""Write files atomically: a file is complete or does not exist."""
 
 from __future__ import annotations
 
@@ -12,18 +12,23 @@ from typing import BinaryIO
 
 @contextmanager
 def written(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """A file to write to; it takes the place of `path` once everything is in it."""
+    """Open a temporary file for writing, and rename it to `path` once everything is written."""
     path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"no folder {os.fspath(path.parent)!r} to save {path.name!r} in: make it first")
-    descriptor, unfinished = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    check_folder(path)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(unfinished, 0o666 & ~mask)
-        os.replace(unfinished, path)
+        os.chmod(temporary, 0o666 & ~mask)
+        os.replace(temporary, path)
     except BaseException:
-        Path(unfinished).unlink(missing_ok=True)
+        Path(temporary).unlink(missing_ok=True)
         raise
+
+
+def check_folder(path: Path) -> None:
+    """Raise FileNotFoundError unless the folder of `path` exists."""
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"There is no folder {str(path.parent)!r} to save {path.name!r} in. Create it first.")

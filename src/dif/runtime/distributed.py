@@ -1,4 +1,4 @@
-"""Samples shared among the processes of torch.distributed: each sweeps its own part of them, sums are added up."""
+"""Share samples among the processes of torch.distributed: each evaluates its own range, and the sums are added up."""
 
 from __future__ import annotations
 
@@ -12,21 +12,24 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 
-_groups: list[Any] = []  # of the innermost `sharded` first
+_groups: list[Any] = []  # process groups of the enclosing `sharded` blocks, innermost first
 
 
 @contextmanager
 def sharded(group: Any = None) -> Iterator[None]:
-    """Share every sweep over samples among the processes of torch.distributed.
+    """Share every pass over the samples among the processes of torch.distributed.
 
-    All processes run the same lines on the same problem (each may read the data from its own copy or mount); every
-    process evaluates its part of the samples only, and gets the same numbers as all others. Results do not depend on
-    the number of processes, rounding apart.
+    All processes run the same lines on the same problem; each may read the data from its own copy or mount. Every
+    process evaluates only its own part of the samples, and all processes get the same numbers. Up to rounding, results
+    do not depend on the number of processes.
 
     Args:
-        group: Of processes; None: all.
+        group: The process group; None means all processes.
 
-    Start with `torchrun --nproc-per-node 8 script.py`; in the script, after
+    Raises:
+        InvalidInputError: Where torch.distributed is not initialised.
+
+    Start the script with `torchrun --nproc-per-node 8 script.py`. In the script, after
     `torch.distributed.init_process_group()`:
 
         with dif.sharded():
@@ -35,11 +38,10 @@ def sharded(group: Any = None) -> Iterator[None]:
     """
     if not (processes.is_available() and processes.is_initialized()):
         raise InvalidInputError(
-            "torch.distributed",
-            measured="not initialised",
-            threshold="a process group",
-            meaning="There are no processes among which samples could be shared.",
-            cure="Start the script with torchrun and call torch.distributed.init_process_group() first.",
+            "torch.distributed is not initialised.",
+            "dif.sharded() needs a process group.",
+            "There are no processes among which samples could be shared.",
+            "Start the script with torchrun and call torch.distributed.init_process_group() first.",
         )
     _groups.insert(0, group if group is not None else processes.group.WORLD)
     try:
@@ -49,12 +51,12 @@ def sharded(group: Any = None) -> Iterator[None]:
 
 
 def alone() -> bool:
-    """Whether this process sweeps all samples itself."""
+    """Return whether this process evaluates all samples itself."""
     return not _groups or processes.get_world_size(_groups[0]) == 1
 
 
 def span(n: int) -> slice:
-    """Which of n samples are this process's."""
+    """Return the range of the n samples that this process evaluates."""
     if alone():
         return slice(0, n)
     rank, world = processes.get_rank(_groups[0]), processes.get_world_size(_groups[0])
@@ -62,7 +64,7 @@ def span(n: int) -> slice:
 
 
 def added(part: Tensor) -> Tensor:
-    """The sum of the parts of all processes, the same to the bit in each."""
+    """Add up the parts of all processes; every process gets the bit-identical sum."""
     if alone():
         return part
     total = part.contiguous().clone()
@@ -71,14 +73,14 @@ def added(part: Tensor) -> Tensor:
 
 
 def gathered(rows: Tensor, n: int) -> Tensor:
-    """The rows of all processes in order, (n, …)."""
+    """Collect the rows of all processes in order, (n, …)."""
     if alone():
         return rows
-    every = rows.new_zeros((n, *rows.shape[1:]))
-    every[span(n)] = rows
-    return added(every)
+    all_rows = rows.new_zeros((n, *rows.shape[1:]))
+    all_rows[span(n)] = rows
+    return added(all_rows)
 
 
-def everywhere(yes: bool, like: Tensor) -> bool:
-    """Whether it is so in all processes."""
-    return bool(added(torch.tensor(float(not yes), device=like.device)) == 0)
+def everywhere(condition: bool, like: Tensor) -> bool:
+    """Return whether a condition is true in all processes; `like` gives the device."""
+    return bool(added(torch.tensor(float(not condition), device=like.device)) == 0)

@@ -1,4 +1,4 @@
-"""Numbers as users give them: lists, arrays, tensors."""
+"""Convert and check the numbers that users pass: lists, arrays, tensors."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from dif.errors import InvalidInputError
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor of the given numbers (columns of a data frame by position), without their graph; words for the rest."""
+    """Convert numbers to a detached tensor; the columns of a data frame are taken by position.
+
+    Args:
+        value: A tensor, an array, a data frame or nested lists.
+        what: What the numbers are, for error messages; a noun such as "multipliers".
+        dtype: Of the tensor; None keeps the dtype of the numbers.
+    """
     masked = getattr(value, "mask", None) if hasattr(value, "filled") else None
     if masked is not None and bool(masked.any() if hasattr(masked, "any") else masked):
         raise InvalidInputError(
-            what,
-            measured=f"a masked array with {int(masked.sum())} entries masked",
-            threshold="none masked",
-            meaning="A masked entry has no value, and torch would take what lies under the mask.",
-            cure="Drop those samples or fill the entries with array.filled(value) first.",
+            f"An array with {int(masked.sum())} masked entries was given as {what}.",
+            "No entry may be masked.",
+            "A masked entry has no value, and torch would take what lies under the mask.",
+            "Drop those samples, or fill the entries with array.filled(value) first.",
         )
     if hasattr(value, "to_numpy"):
         value = value.to_numpy()
     try:
-        found = torch.as_tensor(value, dtype=dtype).detach()
+        tensor = torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise InvalidInputError(
-            what,
-            measured=f"{type(value).__name__} ({str(error).splitlines()[0]})",
-            threshold="numbers, as a tensor, an array or nested lists of equal lengths",
-            meaning="It cannot be read as numbers.",
-            cure="Convert it with torch.tensor(...) first and look at the result.",
+            f"An object of type {type(value).__name__} was given as {what} ({str(error).splitlines()[0].rstrip('.')}).",
+            "Numbers are needed: a tensor, an array, or nested lists of equal lengths.",
+            "It cannot be read as numbers.",
+            "Convert it with torch.tensor(...) first and look at the result.",
         ) from error
-    if found.layout != torch.strided or found.is_nested:
+    if tensor.layout != torch.strided or tensor.is_nested:
         raise InvalidInputError(
-            what,
-            measured=f"a {'nested' if found.is_nested else 'sparse'} tensor",
-            threshold="a dense one",
-            meaning="Samples are taken by index, which sparse and nested tensors do not allow.",
-            cure="Pass a dense tensor (.to_dense(), .to_padded_tensor(0.0)), or a Dataset whose samples are dense.",
+            f"A {'nested' if tensor.is_nested else 'sparse'} tensor was given as {what}.",
+            "The tensor must be dense.",
+            "Samples are taken by index, which sparse and nested tensors do not allow.",
+            "Pass a dense tensor (.to_dense(), .to_padded_tensor(0.0)), or a Dataset whose samples are dense.",
         )
-    return found
+    return tensor
 
 
 def as_numbers(value: Any, what: str) -> Tensor:
-    """Float64 numbers on the CPU."""
+    """Convert numbers to a float64 tensor on the CPU; `what` names them in error messages."""
     return as_tensor(value, what, torch.float64).cpu()
 
 
 def as_index(value: Any) -> int | None:
-    """An integer of Python, numpy or torch as an int; None for anything else, booleans included."""
+    """Return an integer of Python, numpy or torch as an int; None for anything else, booleans included."""
     if isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool":
         return None
     try:
@@ -61,12 +64,21 @@ def as_index(value: Any) -> int | None:
 
 
 def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str) -> float:
-    """A finite number > 0, or ≥ 0 where zero is allowed."""
+    """Return a number as a float; it must be finite and > 0, or ≥ 0 where `zero` is true.
+
+    Args:
+        value: The number.
+        what: The name of an argument, or a noun phrase, for the error message.
+        zero: Whether 0 is accepted.
+        meaning: What the number is for; a sentence of the error message.
+        cure: What to do; a sentence of the error message.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
     if not (0 < number < float("inf") or (zero and number == 0)):
-        threshold = f"a finite number {'≥' if zero else '>'} 0"
-        raise InvalidInputError(what, measured=value, threshold=threshold, meaning=meaning, cure=cure)
+        name = f"`{what}`" if what.isidentifier() else what[0].upper() + what[1:]
+        allowed = f"It must be a finite number {'≥' if zero else '>'} 0."
+        raise InvalidInputError(f"{name} is {value!r}.", allowed, meaning, cure)
     return number

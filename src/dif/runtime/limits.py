@@ -1,4 +1,4 @@
-"""How long work may go on."""
+"""Limits on iterations and time."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Limits:
-    """Iterations and seconds, and what was used of them."""
+    """The iterations and seconds that a solver may take, and the iterations it has used."""
 
     max_iter: int
     max_seconds: float | None = None
-    begun: float = field(default_factory=time.monotonic)
-    used: int = 0
+    begun: float = field(default_factory=time.monotonic)  # time.monotonic() at the start, seconds
+    used: int = 0  # iterations
 
     def spent(self) -> str | None:
-        """Which limit has been reached, if one has."""
+        """Return the name of the limit that has been reached, or None."""
         if self.used >= self.max_iter:
             return "max_iter"
         late = self.max_seconds is not None and time.monotonic() - self.begun > self.max_seconds

@@ -1,4 +1,4 @@
-"""How many numbers may be held at once; what does not fit is done in smaller batches."""
+"""Limit how many numbers are in memory at once, and retry with smaller batches where memory runs out."""
 
 from __future__ import annotations
 
@@ -15,44 +15,49 @@ from dif.errors import MemoryWarning
 from dif.runtime.distributed import alone
 from dif.runtime.user_code import in_words, out_of_memory
 
-IN_FLIGHT = 2**23  # numbers held at once when several columns go through a batch together, on the CPU
-_ACCELERATED = 2**29  # at most, on an accelerator
-_HALVINGS = 24  # so often: after these nothing is left to halve
-_short: list[int] = [0]  # how often batches were halved in this process, for want of memory
+IN_FLIGHT = 2**23  # numbers in memory at once when a batch is evaluated for several columns together, on the CPU
+_ACCELERATED = 2**29  # the same limit on an accelerator, at most
+_HALVINGS = 24  # halvings after which running out of memory is an error
+_short: list[int] = [0]  # halvings so far in this process
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def in_flight(like: Tensor, cpu: int = IN_FLIGHT) -> int:
-    """How many numbers may be held at once: more on an accelerator, where there is room."""
+    """Return how many numbers may be in memory at once on the device of `like`.
+
+    On an accelerator this is an eighth of the unused memory, between `cpu` and `_ACCELERATED`.
+    """
     if like.device.type != "cuda":
         return max(1, cpu >> _short[0])
-    room = torch.cuda.get_device_properties(like.device).total_memory - torch.cuda.memory_allocated(like.device)
-    return max(1, max(cpu, min(_ACCELERATED, int(room / (8 * like.element_size())))) >> _short[0])
+    unused = torch.cuda.get_device_properties(like.device).total_memory - torch.cuda.memory_allocated(like.device)
+    return max(1, max(cpu, min(_ACCELERATED, int(unused / (8 * like.element_size())))) >> _short[0])
 
 
 def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
-    """A sweep over the data that is begun again with half the batch where memory runs out, which is said.
+    """Wrap a pass over the data so that it is repeated with batches of half the size where memory runs out.
 
-    For the rest of the process: what did not fit once will not fit again. Not where samples are shared among processes:
-    the others would wait for ever. What else is raised inside comes out in words.
+    A MemoryWarning is given, and batches stay small for the rest of the process. Inside `dif.sharded()` with several
+    processes the error is raised instead, because the other processes would wait forever. Other exceptions become a
+    UserCodeError.
     """
 
     @wraps(sweep)
-    def begun_again(*args: P.args, **kwargs: P.kwargs) -> R:
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
-                with in_words("a loss or function"):
+                with in_words("loss or function"):
                     return sweep(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
                 if not out_of_memory(error) or _short[0] >= _HALVINGS or not alone():
                     raise
-                words = str(error).splitlines()[0]
+                reason = str(error).splitlines()[0].rstrip(".")
             _short[0] += 1
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            warnings.warn(f"out of memory, going on with batches halved ({words})", MemoryWarning, stacklevel=2)
+            text = f"Memory ran out, so dif is going on with batches halved in size ({reason})."
+            warnings.warn(text, MemoryWarning, stacklevel=2)
 
-    return begun_again
+    return run

@@ -1,4 +1,4 @@
-"""A line on the terminal while long work runs; silent where there is no terminal."""
+"""Show a progress bar on the terminal during long computations; print nothing where there is no terminal."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Protocol
 
 
 class Reporter(Protocol):
-    """Says how far the work is."""
+    """Report how far a computation is."""
 
     def __call__(self, done: float, text: str = "") -> None:
-        """`done` of the total, and what is going on."""
+        """Report that `done` of the total is finished; `text` is shown after the title."""
         ...
 
 
 @contextmanager
 def progress(title: str, total: float | None, shown: bool) -> Iterator[Reporter]:
-    """A progress line with time left; nothing is printed when `shown` is false or no terminal listens."""
+    """Show a progress bar with the time left; print nothing if `shown` is false or stderr is no terminal."""
     if not shown:
         yield lambda done, text="": None
         return

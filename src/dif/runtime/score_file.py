@@ -1,4 +1,4 @@
-"""Scores on disk, filled piece by piece: readable while they grow, gone on with after an interruption."""
+"""Scores in a file that is filled chunk by chunk: readable meanwhile, and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import check_folder, written
 
-_FORMAT = "dif scores in progress 1"
-_KINDS = (".npy", ".zarr")
+_FORMAT = "dif scores in progress 1"  # first entry of the journal
+_SUFFIXES = (".npy", ".zarr")  # files that can be filled chunk by chunk
 
 
 def streamed(path: str | os.PathLike[str]) -> bool:
-    """Whether results of this name are filled piece by piece."""
-    return os.fspath(path).endswith(_KINDS)
+    """Return whether the scores of this file are written chunk by chunk."""
+    return os.fspath(path).endswith(_SUFFIXES)
 
 
 def beside(path: str | os.PathLike[str], kind: str = "json") -> Path:
-    """The file that says what the scores are about; `part`: how far they are."""
+    """Return the path of the description of a score file (`json`), or of its journal (`part`)."""
     return Path(f"{os.fspath(path)}.{kind}")
 
 
 class ZarrValues:
-    """A Zarr array (P, T) that is read and written by slices, as a tensor is; nothing of it is held."""
+    """A Zarr array (P, T) that is read and written by slices like a tensor; nothing is cached in memory."""
 
     def __init__(self, array: Any) -> None:
         self.array = array
@@ -50,182 +50,184 @@ Values = Tensor | ZarrValues
 
 
 class Held:
-    """Values (P, T) in memory, filled piece by piece."""
+    """Scores (P, T) in memory, filled chunk by chunk; NaN where they are not computed yet."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
         self.values: Values = torch.full(shape, float("nan"), dtype=torch.float64)
-        self.pieces: list[dict[str, Any]] = []
+        self.pieces: list[dict[str, Any]] = []  # of each finished chunk: its last row + 1 ("end") and its diagnostics
 
     @property
     def done(self) -> int:
-        """Rows that are finished."""
+        """Number of finished rows."""
         return self.pieces[-1]["end"] if self.pieces else 0
 
     def write(self, block: Tensor, **about: Any) -> None:
-        """The next piece, and what is to be known of it besides."""
+        """Append the next chunk of rows, with its diagnostics."""
         begin, end = self.done, self.done + len(block)
         self.values[begin:end] = block
         self.pieces.append({"end": end, **about})
 
 
 class Streamed(Held):
-    """A file of values (P, T), NaN where they are still to come, and beside it a journal of the pieces that are done.
+    """Scores (P, T) in a file, NaN where they are not computed yet, with a journal of the finished chunks beside it.
 
-    Each line of the journal has the checksum of its piece; a piece that does not agree with it, and what follows, is
-    done again. Another piece of work (another `fingerprint`) under the same name begins anew.
+    Each line of the journal has the checksum of its chunk. From the first chunk whose checksum differs, the chunks are
+    computed again. A file with another `fingerprint` is started from the beginning.
 
     Args:
         path: Ends in .npy or .zarr.
         shape: (P, T).
-        fingerprint: Of the work.
-        piece: Rows that are written at once.
+        fingerprint: Identifies the computation whose scores these are.
+        rows: Rows in a chunk.
     """
 
-    def __init__(self, path: str | os.PathLike[str], shape: tuple[int, int], fingerprint: str, piece: int) -> None:
-        self.path, self.shape, self.fingerprint, self.piece = check_name(path), shape, fingerprint, piece
+    def __init__(self, path: str | os.PathLike[str], shape: tuple[int, int], fingerprint: str, rows: int) -> None:
+        self.path, self.shape, self.fingerprint, self.rows = check_path(path), shape, fingerprint, rows
         self.pieces: list[dict[str, Any]] = []
-        found = self._found()
-        self.values = self._begun() if found is None else found
+        resumed = self._resume()
+        self.values = self._start() if resumed is None else resumed
 
     def write(self, block: Tensor, **about: Any) -> None:
-        """The next piece, on disk when this returns."""
+        """Append the next chunk of rows, with its diagnostics; it is on disk when this returns."""
         super().write(block, checksum=checksum(block), **about)
-        _flushed(self.path)
-        self._journal(self.pieces[-1])
+        _flush(self.path)
+        self._append_to_journal(self.pieces[-1])
 
     def finish(self) -> None:
-        """Nothing more is to come."""
+        """Delete the journal: all rows are written."""
         beside(self.path, "part").unlink(missing_ok=True)
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a finished file says about how it came to be."""
+        """The journal as a dict, which becomes part of the description of a finished file."""
         return {**self._head, "pieces": self.pieces}
 
     @property
     def _head(self) -> dict[str, Any]:
         return {"format": _FORMAT, "fingerprint": self.fingerprint, "shape": list(self.shape)}
 
-    def _journal(self, line: dict[str, Any]) -> None:
+    def _append_to_journal(self, line: dict[str, Any]) -> None:
         with open(beside(self.path, "part"), "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def _begun(self) -> Values:
+    def _start(self) -> Values:
+        """Create the file and its journal."""
         self._refuse_foreign()
         beside(self.path).unlink(missing_ok=True)
         beside(self.path, "part").unlink(missing_ok=True)
-        self._journal(self._head)  # first: whoever finds the file finds whose it is
-        return _made(self.path, self.shape, self.piece)
+        self._append_to_journal(self._head)  # before the file, so that the file is never without a journal
+        return _create(self.path, self.shape, self.rows)
 
     def _refuse_foreign(self) -> None:
-        """What dif did not write is not overwritten."""
+        """Refuse to overwrite a file that dif did not write."""
         if os.path.lexists(self.path) and journal_of(self.path) is None and not beside(self.path).exists():
             raise InvalidInputError(
-                "out=",
-                measured=f"{self.path!r}, which exists and was not written by dif",
-                threshold="a new name, or scores of dif",
-                meaning="It would be overwritten.",
-                cure="Choose another name, or delete it.",
+                f"`out` is {self.path!r}, which exists and was not written by dif.",
+                "It must be a new file, or one with scores of dif.",
+                "The existing file would be overwritten.",
+                "Choose another name, or delete that file.",
             )
 
-    def _found(self) -> Values | None:
-        """The same work, begun before: its values; pieces that are whole are remembered."""
-        known = journal_of(self.path)
-        if known is None or known[0] != self._head:
+    def _resume(self) -> Values | None:
+        """Open the file of the same computation and read its intact chunks; None if there is none."""
+        journal = journal_of(self.path)
+        if journal is None or journal[0] != self._head:
             return None
         try:
             values = opened(self.path, write=True)
             if tuple(values.shape) != self.shape:
                 return None
-            self.pieces = whole_pieces(values, known[1])
-        except Exception:  # damaged beyond reading: begin anew
+            self.pieces = whole_pieces(values, journal[1])
+        except Exception:  # damaged beyond reading: start from the beginning
             return None
-        with written(beside(self.path, "part")) as file:  # what is not whole is forgotten, half a line too
+        with written(beside(self.path, "part")) as file:  # drop the lines of damaged chunks and half a last line
             file.writelines(f"{json.dumps(line)}\n".encode() for line in (self._head, *self.pieces))
         return values
 
 
 def journal_of(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The work that a file is filled with, and its finished pieces; of a finished file, what its description keeps."""
+    """Read the head and the chunks of a journal; of a finished file they are read from its description."""
     try:
-        lines = beside(path, "part").read_text().split("\n")[:-1]  # a line that is not ended was not finished
-        head, *pieces = [json.loads(line) for line in lines]
+        lines = beside(path, "part").read_text().split("\n")[:-1]  # a line without line break is incomplete
+        head, *chunks = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         try:
             about = json.loads(beside(path).read_text())
-            pieces = about["streamed"].pop("pieces")
+            chunks = about["streamed"].pop("pieces")
             head = about["streamed"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
-    return head, pieces
+    return head, chunks
 
 
-def whole_pieces(values: Values, pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The pieces, up to the first that is not what was written."""
-    begin, good = 0, []
-    for piece in pieces:
+def whole_pieces(values: Values, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the chunks before the first whose values differ from what was written."""
+    begin, intact = 0, []
+    for chunk in chunks:
         try:
-            block = values[begin : piece["end"]]
-        except Exception:  # a chunk that its own checksum refuses
+            block = values[begin : chunk["end"]]
+        except Exception:  # Zarr's own checksum differs
             break
-        if checksum(block) != piece["checksum"]:
+        if checksum(block) != chunk["checksum"]:
             break
-        good.append(piece)
-        begin = piece["end"]
-    return good
+        intact.append(chunk)
+        begin = chunk["end"]
+    return intact
 
 
 def checksum(block: Tensor) -> int:
-    """CRC-32 of the values."""
+    """Return the CRC-32 of the values."""
     return zlib.crc32(block.contiguous().numpy().tobytes())
 
 
-def check_name(path: str | os.PathLike[str]) -> str:
-    """A name that says what kind of file it is, in a folder that exists."""
+def check_path(path: str | os.PathLike[str]) -> str:
+    """Return the path as a string; it must end in .npy or .zarr, and its folder must exist."""
     name = os.fspath(path)
     if not streamed(name):
         raise InvalidInputError(
-            "out=",
-            measured=repr(name),
-            threshold="a name ending in .npy or .zarr",
-            meaning="The scores are written as one array of numpy or Zarr, what they are about into a .json beside it.",
-            cure="Name it scores.npy, say.",
+            f"`out` is {name!r}.",
+            "It must be a name ending in .npy or .zarr.",
+            "The scores are written as one array of numpy or Zarr, with a description in a .json file beside it.",
+            "Use a name such as scores.npy.",
         )
-    if not Path(name).parent.is_dir():
-        raise FileNotFoundError(f"no folder {str(Path(name).parent)!r} to save {Path(name).name!r} in: make it first")
+    check_folder(Path(name))
     return name
 
 
 def opened(path: str | os.PathLike[str], write: bool = False) -> Values:
-    """The values of a file, read as needed."""
+    """Open the values of a score file; they are read from disk as needed."""
     name = os.fspath(path)
     if name.endswith(".zarr"):
         return ZarrValues(_zarr().open_array(name, mode="r+" if write else "r"))
-    # copy on write: a tensor of a file that may not be written to has no other way
+    # copy on write ("c"): torch has no read-only tensors
     return torch.from_numpy(np.lib.format.open_memmap(name, mode="r+" if write else "c"))
 
 
-def _made(name: str, shape: tuple[int, int], piece: int) -> Values:
-    """NaN everywhere; room is taken at once, so that a full disk shows now and not when all is computed."""
+def _create(name: str, shape: tuple[int, int], rows: int) -> Values:
+    """Create an array of NaN.
+
+    A .npy file is written in its full size at once, so that a full disk is noticed before anything is computed.
+    """
     if name.endswith(".zarr"):
         zarr = _zarr()
         codecs = {"compressors": [zarr.codecs.ZstdCodec(), zarr.codecs.Crc32cCodec()]}
-        chunk = (max(1, min(piece, shape[0])), max(1, shape[1]))
-        made = zarr.create_array(
+        chunk = (max(1, min(rows, shape[0])), max(1, shape[1]))
+        array = zarr.create_array(
             name, shape=shape, chunks=chunk, dtype="float64", fill_value=np.nan, overwrite=True, **codecs
         )
-        return ZarrValues(made)
-    with written(name) as file:  # another file of that name: who has the old one mapped keeps it
+        return ZarrValues(array)
+    with written(name) as file:  # a new file, so that a memory map of the old one stays valid
         np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
-        row = np.full((max(1, 2**20 // max(1, shape[1])), shape[1]), np.nan)
-        for begin in range(0, shape[0], len(row)):
-            file.write(row[: shape[0] - begin].tobytes())
+        block = np.full((max(1, 2**20 // max(1, shape[1])), shape[1]), np.nan)
+        for begin in range(0, shape[0], len(block)):
+            file.write(block[: shape[0] - begin].tobytes())
     return torch.from_numpy(np.lib.format.open_memmap(name, mode="r+"))
 
 
-def _flushed(name: str) -> None:
+def _flush(name: str) -> None:
+    """Write a .npy file from the system's buffers to disk."""
     if name.endswith(".npy"):
         descriptor = os.open(name, os.O_RDONLY)
         try:
@@ -238,5 +240,5 @@ def _zarr() -> Any:
     try:
         import zarr
     except ImportError as error:
-        raise ImportError('scores in a .zarr need Zarr: pip install "dif[zarr]"') from error
+        raise ImportError('Scores in a .zarr file need Zarr: pip install "dif[zarr]".') from error
     return zarr

@@ -1,4 +1,4 @@
-"""What the user's losses and functions raise, or torch inside them: one error that says where, and what to do."""
+"""Turn what a user's loss or function raises into one error that says where it was raised and what to do."""
 
 from __future__ import annotations
 
@@ -12,35 +12,38 @@ import torch
 
 from dif.errors import DifError, InvalidInputError
 
-_OURS = str(Path(__file__).parent)
-_CURE = "Call it yourself on a few samples, loss(params, batch), and mend what it says."
-_CURES = {  # by what torch says
-    "Jitted": "Hand in the module as it was before torch.jit.script.",
-    "DataParallel": "Hand in the module inside, model.module.",
-    "saved tensor hooks": "Switch activation checkpointing off for the fit: torch.func cannot see through it.",
+_OURS = str(Path(__file__).parent)  # the folder whose own exceptions are not blamed on the user
+_CURE = "Call loss(params, batch) yourself on a few samples and fix the error."  # where no other cure is known
+_CURES = {  # by a phrase in torch's message
+    "Jitted": "Pass the module as it was before torch.jit.script.",
+    "DataParallel": "Pass the wrapped module, model.module.",
+    "saved tensor hooks": "Switch activation checkpointing off for the fit; torch.func does not support it.",
     "setup_context": "Split the custom Function into forward and setup_context and set generate_vmap_rule = True.",
     "requires_grad_": "Inside a loss use torch.func.grad, vjp or jacrev instead of torch.autograd.grad.",
-    "Sparse": "Make the embedding with sparse=False.",
-    "inplace": "Leave out what changes tensors in place (max_norm of an embedding, +=).",
+    "Sparse": "Create the embedding with sparse=False.",
+    "inplace": "Avoid operations that change tensors in place (max_norm of an embedding, +=).",
     "more than 1 value per channel": "Give the normalisation running statistics (track_running_stats=True), or use "
     "LayerNorm: a loss may not depend on the other samples of its batch.",
     "scaled_dot_product": "Wrap it in torch.nn.attention.sdpa_kernel(SDPBackend.MATH).",
-    "_embedding_bag": "Use nn.Embedding and add or average its rows yourself.",
-    "erivative for": "Write that step with operators that torch can differentiate; a smooth one (sigmoid, softplus) "
-    "in the place of a step or a count.",
-    "expected m1 and m2 to have the same dtype": "Bring data and parameters to one dtype.",
+    "_embedding_bag": "Use nn.Embedding and sum or average its rows yourself.",
+    "erivative for": "Use operators that torch can differentiate, with a smooth function (sigmoid, softplus) in place "
+    "of a step or a count.",
+    "expected m1 and m2 to have the same dtype": "Convert data and parameters to one dtype.",
 }
 
 
 class UserCodeError(InvalidInputError):
-    """The user's loss or function, or torch inside it, raised."""
+    """An exception raised by the user's loss or function, or by torch inside it."""
 
 
 @contextmanager
 def in_words(what: str) -> Iterator[None]:
-    """What the user's code, or torch inside it, raises: as one error.
+    """Raise a UserCodeError for any exception of the user's code, or of torch inside it.
 
-    Lack of memory, matrices without a factor and dif's own faults pass.
+    Errors of dif, lack of memory, failed matrix factorisations and dif's own faults are raised unchanged.
+
+    Args:
+        what: The user's function, such as "loss of Samples 'train'".
     """
     try:
         yield
@@ -49,32 +52,31 @@ def in_words(what: str) -> Iterator[None]:
     except Exception as error:
         if out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
             raise
-        words = str(error).strip().splitlines()
+        lines = str(error).strip().splitlines() or [""]
         raise UserCodeError(
-            what,
-            measured=f"{type(error).__name__}: {words[0] if words else ''}",
-            threshold="code that torch can evaluate and differentiate twice",
-            meaning="It was raised by your code, or by torch inside it.",
-            cure=cure_of(error),
+            f"The {what} raised {type(error).__name__}: {lines[0].rstrip('.')}.",
+            "It must be code that torch can evaluate and differentiate twice.",
+            "The exception was raised by your code, or by torch inside it.",
+            cure_of(error),
         ) from error
 
 
 def cure_of(error: Exception, otherwise: str = _CURE) -> str:
-    """What to do about something that torch says."""
-    return next((cure for word, cure in _CURES.items() if word in str(error)), otherwise)
+    """Return what to do about an exception of torch, or `otherwise` if its message is not known."""
+    return next((cure for phrase, cure in _CURES.items() if phrase in str(error)), otherwise)
 
 
 def out_of_memory(error: Any) -> bool:
-    """Whether an operator could not get the memory it asked for."""
-    words = ("can't allocate memory", "not enough memory", "out of memory")
-    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(w in str(error) for w in words)
+    """Return whether an exception says that memory could not be allocated."""
+    phrases = ("can't allocate memory", "not enough memory", "out of memory")
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(phrase in str(error) for phrase in phrases)
 
 
 def unsupported(error: Exception) -> bool:
-    """Whether a transform of the user's code failed, so that a plainer one should be tried."""
+    """Return whether a transform of the user's code failed, so that a simpler one should be tried."""
     return isinstance(error, UserCodeError) or not (isinstance(error, DifError) or out_of_memory(error))
 
 
 def _our_fault(error: Exception) -> bool:
-    """Whether Python's own exception was raised by a line of dif."""
+    """Return whether an exception other than a RuntimeError was raised by a line of dif."""
     return extract_tb(error.__traceback__)[-1].filename.startswith(_OURS) and not isinstance(error, RuntimeError)

@@ -1,4 +1,4 @@
-"""Independent pieces of work among processes or machines: joblib's backends, and what a lost worker costs."""
+"""Run independent tasks in several processes or machines (joblib's backends), and repeat the tasks of lost workers."""
 
 from __future__ import annotations
 
@@ -16,74 +16,73 @@ from dif.errors import InvalidInputError
 from dif.runtime.inputs import as_index
 
 R = TypeVar("R")
-_LOST = 3  # workers lost in a row without a single piece done: then the work itself is what kills them
+_LOST = 3  # workers lost in a row without a finished task after which the error is raised: the work itself kills them
 
 
-def shared_out(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iterator[tuple[int, R]]:
-    """work(piece) of each piece, with its number, in whatever order they are done.
+def shared_out(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, R]]:
+    """Yield (number of the task, work(task)) in the order in which the tasks finish.
 
-    `joblib.parallel_config` chooses the backend (loky, Dask, Ray, …). A process that is killed costs the piece it was
-    at: that one is done again, what was finished is not.
+    `joblib.parallel_config` chooses the backend (loky, Dask, Ray, …). Where a process is killed, unfinished tasks are
+    started again; finished ones are not.
     """
     if jobs == 1:
-        yield from ((number, work(piece)) for number, piece in enumerate(pieces))
+        yield from ((number, work(task)) for number, task in enumerate(tasks))
         return
-    left, lost = dict(enumerate(pieces)), 0
-    while left:
+    unfinished, lost = dict(enumerate(tasks)), 0
+    while unfinished:
         try:
-            for number, made in _done(work, left, jobs):
-                del left[number]
+            for number, result in _run(work, unfinished, jobs):
+                del unfinished[number]
                 lost = 0
-                yield number, made
+                yield number, result
         except BrokenExecutor as error:
             lost += 1
             if lost >= _LOST:
                 raise
-            words = str(error).splitlines()[0]
-            warnings.warn(f"a worker was lost, {len(left)} pieces are begun again ({words})", stacklevel=2)
+            reason = str(error).splitlines()[0].rstrip(".")
+            warnings.warn(f"A worker was lost, so {len(unfinished)} tasks are started again ({reason}).", stacklevel=2)
         except Exception as error:
             if type(error).__name__ != "PicklingError":
                 raise
             raise InvalidInputError(
-                "what the processes should share",
-                measured=str(error).splitlines()[0],
-                threshold="a loss, a module and data that can be pickled",
-                meaning="Other processes get a copy of them, and this one cannot be copied.",
-                cure="Leave jobs out, or use threads: joblib.parallel_config(backend='threading').",
+                f"Pickling failed: {str(error).splitlines()[0].rstrip('.')}.",
+                "With several jobs, the loss, the module and the data must be picklable.",
+                "Other processes get a copy of them, which is made by pickling.",
+                "Leave `jobs` out, or use threads: joblib.parallel_config(backend='threading').",
             ) from error
 
 
-def in_order(work: Callable[..., R], pieces: Sequence[Any], jobs: int) -> Iterator[R]:
-    """work(piece) of each piece, in their order."""
-    ready, waiting = shared_out(work, pieces, jobs), {}
-    for number in range(len(pieces)):
+def in_order(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[R]:
+    """Yield work(task) for each task, in the order of the tasks."""
+    finished, waiting = shared_out(work, tasks, jobs), {}
+    for number in range(len(tasks)):
         while number not in waiting:
-            which, made = next(ready)
-            waiting[which] = made
+            other, result = next(finished)
+            waiting[other] = result
         yield waiting.pop(number)
 
 
-def _done(work: Callable[..., R], left: dict[int, Any], jobs: int) -> Iterator[tuple[int, R]]:
+def _run(work: Callable[..., R], tasks: dict[int, Any], jobs: int) -> Iterator[tuple[int, R]]:
+    """Run numbered tasks with joblib, and yield results as they finish where the backend can."""
     streams = getattr(get_active_backend(prefer="processes")[0], "supports_return_generator", False)
-    # in one piece, so that what is the same object stays the same object; losses are often lambdas
-    tasks = [delayed(wrapped(partial(_numbered, work, number, piece)))() for number, piece in left.items()]
-    made: Any = Parallel(jobs, prefer="processes", return_as="generator_unordered" if streams else "list")(tasks)
-    yield from made
+    # work and task are pickled together, so that shared objects stay shared; wrapped, because losses are often lambdas
+    calls = [delayed(wrapped(partial(_run_one, work, number, task)))() for number, task in tasks.items()]
+    results: Any = Parallel(jobs, prefer="processes", return_as="generator_unordered" if streams else "list")(calls)
+    yield from results
 
 
-def _numbered(work: Callable[..., R], number: int, piece: Any) -> tuple[int, R]:
-    return number, work(piece)
+def _run_one(work: Callable[..., R], number: int, task: Any) -> tuple[int, R]:
+    return number, work(task)
 
 
 def checked_jobs(jobs: int) -> int:
-    """A number of processes."""
+    """Return `jobs`, a number of processes, as an int; it must be an integer other than 0."""
     number = as_index(jobs)
     if number is None or number == 0:
         raise InvalidInputError(
-            "jobs",
-            measured=repr(jobs),
-            threshold="a number of processes, or −1 for as many as there are cores",
-            meaning="They share the work.",
-            cure="Leave it out for one.",
+            f"`jobs` is {jobs!r}.",
+            "It must be a number of processes, or −1 for one per core.",
+            "It says how many processes share the work.",
+            "Leave it out for one process.",
         )
     return number

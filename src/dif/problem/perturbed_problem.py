@@ -1,0 +1,132 @@
+"""State the objective and the constraints of a problem as they are after a perturbation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import InvalidInputError
+from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
+from dif.problem.sample_losses import SampleLosses
+from dif.problem.term import Constraint, SampleSum, Term
+
+WeightAction = Removal | Addition | Reweighting
+
+
+def apply_perturbation(
+    perturbation: Perturbation, objective: Term, constraints: Sequence[Constraint]
+) -> tuple[Term, list[Constraint]]:
+    """Return the objective and the constraints after one perturbation.
+
+    Samples keep their indices; a removed sample has weight 0. Added samples come after the others, in new Samples
+    objects that replace the old ones.
+    """
+    actions = [(scale, action) for scale, action in perturbation.pieces if not isinstance(action, Shift)]
+    terms = (objective, *(c.term for c in constraints))
+    extended, starts = _extend(list({id(s.samples): s.samples for t in terms for _, s in t.sums}.values()), actions)
+    cache: dict[tuple[int, ...], SampleSum] = {}
+
+    def perturb(term: Term, owner: Any) -> Term:
+        relevant = [(scale, a) for scale, a in actions if a.terms is None or any(owner is t for t in a.terms)]
+        sums = []
+        for c, part in term.sums:
+            key = (id(part), *(id(action) for _, action in relevant))
+            if key not in cache:
+                cache[key] = _reweight(part, relevant, extended, starts)
+            sums.append((c, cache[key]))
+        return replace(term, sums=tuple(sums))
+
+    perturbed = []
+    for constraint in constraints:
+        shifts = [
+            scale * action.dtau
+            for scale, action in perturbation.pieces
+            if isinstance(action, Shift) and action.constraint is constraint
+        ]
+        tau = sum(shifts, constraint.tau)
+        perturbed.append(replace(constraint, term=perturb(constraint.term, constraint), tau=tau))
+    return perturb(objective, objective), perturbed
+
+
+def _extend(
+    samples: list[SampleLosses], actions: Sequence[tuple[float, WeightAction]]
+) -> tuple[dict[int, SampleLosses], dict[int, int]]:
+    """Append the data of all additions to the Samples that they are added to.
+
+    Returns:
+        The extended Samples, by id of the old ones; and the index of the first new sample, by id of the addition.
+    """
+    extended: dict[int, SampleLosses] = {}
+    starts: dict[int, int] = {}
+    for people in {id(s.people): s.people for s in samples}.values():
+        additions = [a for _, a in actions if isinstance(a, Addition) and a.samples.people is people]
+        if not additions:
+            continue
+        start = len(people)
+        for addition in additions:
+            starts[id(addition)] = start
+            start += len(addition.new)
+        storage = people.storage.join([addition.new.storage for addition in additions])
+        extended[id(people)] = people.holding(storage)
+        for view in samples:
+            if view.people is people and view is not people:
+                extended[id(view)] = view.holding(storage, extended[id(people)])
+    return extended, starts
+
+
+def _reweight(
+    part: SampleSum,
+    actions: Sequence[tuple[float, WeightAction]],
+    extended: dict[int, SampleLosses],
+    starts: dict[int, int],
+) -> SampleSum:
+    """Return a sum with the weights that its samples have after the actions."""
+    samples = extended.get(id(part.samples), part.samples)
+    before, relevant = part.weights, [(c, a) for c, a in actions if a.samples.people is part.samples.people]
+    old = torch.cat([before, before.new_zeros(len(samples) - len(before))])
+    weights = old
+    for scale, action in relevant:
+        after = old.clone()
+        if isinstance(action, Removal):
+            after[action.entries.index] = 0.0
+            _renormalise(after, before, part, action)
+        elif isinstance(action, Reweighting):
+            after[: len(before)] += (before != 0) * action.dw
+        else:
+            start = starts[id(action)]
+            after[start : start + len(action.new)] = _weigh_new(part, action)
+            _renormalise(after, before, part, action)
+        weights = weights + scale * (after - old)
+    return part if not relevant and samples is part.samples else replace(part, samples=samples, weights=weights)
+
+
+def _renormalise(after: Tensor, before: Tensor, part: SampleSum, action: Removal | Addition) -> None:
+    """Scale the weights of a mean in place, so that it is taken over the samples that it has now."""
+    old_count, new_count = int((before != 0).sum()), int((after != 0).sum())
+    if new_count == 0:
+        raise InvalidInputError(
+            f"The perturbation leaves 0 samples in {part.words!r}.",
+            "At least 1 sample must be left.",
+            "A term without samples is not defined.",
+            "Remove fewer samples, or state the problem without that term.",
+        )
+    if part.normalised and action.renormalise:
+        after *= old_count / new_count
+
+
+def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
+    """Return the weights of new samples in a sum, before renormalisation."""
+    if addition.like is not None:
+        return part.weights[addition.like]
+    if not part.everyone:
+        raise InvalidInputError(
+            f"The weight of the samples added to {addition.samples.name!r} is unknown in {part.words!r}.",
+            "It must be known in every term.",
+            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
+            "Pass like=i, a sample with the same memberships, or terms=[…].",
+        )
+    return part.weights.max().expand(len(addition.new))

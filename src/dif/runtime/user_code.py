@@ -12,7 +12,7 @@ import torch
 
 from dif.errors import DifError, InvalidInputError
 
-_OURS = str(Path(__file__).parent)  # the folder whose own exceptions are not blamed on the user
+_OURS = Path(__file__).parents[1]  # folder of dif: its own exceptions are not blamed on the user
 _CURE = "Call loss(params, batch) yourself on a few samples and fix the error."  # where no other cure is known
 _CURES = {  # by a phrase in torch's message
     "Jitted": "Pass the module as it was before torch.jit.script.",
@@ -79,4 +79,7 @@ def unsupported(error: Exception) -> bool:
 
 def _our_fault(error: Exception) -> bool:
     """Return whether an exception other than a RuntimeError was raised by a line of dif."""
-    return extract_tb(error.__traceback__)[-1].filename.startswith(_OURS) and not isinstance(error, RuntimeError)
+    file = Path(extract_tb(error.__traceback__)[-1].filename)
+    examples = (_OURS / "examples", _OURS / "studies")  # these hold losses, as users write them
+    ours = file.is_relative_to(_OURS) and not any(file.is_relative_to(folder) for folder in examples)
+    return ours and not isinstance(error, RuntimeError)

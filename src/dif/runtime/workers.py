@@ -39,13 +39,13 @@ def shared_out(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Itera
             lost += 1
             if lost >= _LOST:
                 raise
-            reason = str(error).splitlines()[0].rstrip(".")
+            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             warnings.warn(f"A worker was lost, so {len(unfinished)} tasks are started again ({reason}).", stacklevel=2)
         except Exception as error:
             if type(error).__name__ != "PicklingError":
                 raise
             raise InvalidInputError(
-                f"Pickling failed: {str(error).splitlines()[0].rstrip('.')}.",
+                f"Pickling failed: {(str(error).splitlines() or [type(error).__name__])[0].rstrip('.')}.",
                 "With several jobs, the loss, the module and the data must be picklable.",
                 "Other processes get a copy of them, which is made by pickling.",
                 "Leave `jobs` out, or use threads: joblib.parallel_config(backend='threading').",

@@ -56,8 +56,11 @@ def test_a_bound_acts_through_its_constraint():
 
 def test_one_target_at_a_time():
     train, problem, *_ = bound_regression()
-    with pytest.raises(dif.InvalidInputError, match=r"Its columns are the terms of the problem."):
+    with pytest.raises(
+        dif.InvalidInputError, match=r"The columns of its result are the terms of the problem."
+    ) as caught:
         dif.DirectionalInfluence(solved(problem)).by_term(train, train.remove_each())
+    assert caught.value.found == f"`by_term` was given {len(train)} targets."
 
 
 def test_parts_that_are_not_unique_are_refused():
@@ -69,4 +72,4 @@ def test_parts_that_are_not_unique_are_refused():
     estimator = dif.DirectionalInfluence(solution, switching=False, strict=False)
     with pytest.raises(dif.DegenerateError) as caught:
         estimator.by_term(train.mean(), train.remove_each([0]))
-    assert caught.value.meaning == "What comes by way of each of them is not unique, only their sum."
+    assert caught.value.meaning == "The part that acts through each of them is not unique, only their sum is."

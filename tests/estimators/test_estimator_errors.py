@@ -1,6 +1,7 @@
 """What estimators and their results refuse."""
 
 import json
+import re
 import sys
 from functools import cache
 
@@ -92,7 +93,7 @@ def held():
     return dif.Solution(problem, point(0.0, 1.0))
 
 
-def test_a_constraint_that_lets_go_where_only_it_kept_the_problem_convex():
+def test_a_constraint_that_becomes_inactive_where_only_it_kept_the_problem_convex():
     at = held()
     assert at.active.binding == (0,)
     push = SADDLE.add(torch.tensor([[1.0, 5.0]], dtype=F64))  # λ = 1 − 5/4 after it
@@ -102,18 +103,21 @@ def test_a_constraint_that_lets_go_where_only_it_kept_the_problem_convex():
         lambda: switching.scores(SADDLE.mean(), push),
         lambda: switching.reevaluated(SADDLE.mean(), push),
     ):
-        error = refused(dif.DegenerateError, action, "multiplier of wall after the step", "The constraint lets go, but")
-        assert error.measured == "-0.25"
-        assert error.threshold == "≥ 0"
+        error = refused(
+            dif.DegenerateError, action, "The constraint becomes inactive, but the Lagrangian is convex only"
+        )
+        assert error.found == "The multiplier of wall would be -0.25 after the step."
+        assert error.allowed == "The multiplier of an inequality must be at least 0."
     lenient = dif.DirectionalInfluence(at, switching=True, strict=False)
     for answer in (lenient.scores(SADDLE.mean(), push), lenient.reevaluated(SADDLE.mean(), push)):
         assert bool(answer.values.isnan().all())
-        assert "lets go" in answer.diagnostics["unanswered"][push.labels[0]]
+        assert "The constraint becomes inactive" in answer.diagnostics["unanswered"][push.labels[0]]
     assert bool(lenient.change(push).flat.isnan().all())
     newton = dif.NewtonInfluence(at)
     for action in (lambda: newton.change(push), lambda: newton.scores(SADDLE.mean(), push)):
-        text = "The quadratic problem of the step has no minimum"
-        refused(dif.DegenerateError, action, "curvature of the linearised problem", text, "DirectionalInfluence")
+        found = "The quadratic problem of this step is not convex on the constraints that hold."
+        meaning = "It has no minimum: a constraint that kept it convex becomes inactive"
+        assert refused(dif.DegenerateError, action, meaning, "use DirectionalInfluence").found == found
     assert torch.isfinite(dif.DirectionalInfluence(at).change(push).flat).all()
     refused(dif.UnboundedError, lambda: dif.Retraining(at).change(push), "The objective is unbounded below")
     refused(dif.DegenerateError, lambda: dif.DirectionalInfluence(at, rho=1e-3), "pivots of the curvature")
@@ -185,7 +189,11 @@ def test_penalties_must_be_positive(rho, k):
 def test_a_penalised_objective_that_cannot_be_minimised():
     action = lambda: dif.PenaltyInfluence(solution(), 1e30, 1e30, at_minimiser=True)  # noqa: E731
     error = refused(dif.NotConvergedError, action, "The penalised objective was not minimised", "Use smaller rho and k")
-    assert float(error.measured) > float(error.threshold) == 1e-11
+    measured = re.fullmatch(
+        r"The gradient of the penalised objective is (.+) where its minimisation stopped\.", error.found
+    )
+    assert float(measured[1]) > 1e-11
+    assert error.allowed == "It must be at most 1e-11."
 
 
 def test_a_retraining_that_stops_early_is_refused_or_recorded_as_nan():
@@ -196,51 +204,55 @@ def test_a_retraining_that_stops_early_is_refused_or_recorded_as_nan():
     error = refused(
         dif.NotConvergedError, lambda: dif.Retraining(at, max_iter=1).change(removals[0]), text, "Raise max_iter"
     )
-    assert error.what == "KKT residual after retraining (remove signs[0, 1, 2])"
-    assert float(error.measured) > float(error.threshold) == 1e-10
+    found = r"Retraining after 'remove signs\[0, 1, 2\]' stopped at a KKT residual of (.+)\."
+    assert float(re.fullmatch(found, error.found)[1]) > 1e-10
+    assert error.allowed == "It must be at most 1e-10."
     refused(dif.NotConvergedError, lambda: dif.Retraining(at, max_iter=1).scores(train.mean(), removals), text)
     recorded = dif.Retraining(at, max_iter=1, strict=False).scores(train.mean(), removals)
     assert torch.isnan(recorded.values).all()
     assert list(recorded.diagnostics["failed"]) == removals.labels
     full = dif.Retraining(at).scores(train.mean(), removals)
     assert max(full.diagnostics["residuals"]) <= 1e-10
-    invalid(
-        lambda: recorded.compare(full), "shapes (2, 1) and (2, 1), 2 not finite", "Agreement is taken value by value."
-    )
+    shapes = "shapes (2, 1) and (2, 1); 2 are not finite."
+    invalid(lambda: recorded.compare(full), shapes, "Predicted and actual changes are compared value by value.")
 
 
 RESULTS = {
-    "top of nothing": (lambda: influence().top(0), "k = 0, target 0", "There is no such ranking."),
-    "top of a missing target": (lambda: influence().top(3, 8), "k = 3, target 8", "a target among 0 … 7"),
+    "top of nothing": (lambda: influence().top(0), "k = 0 and target 0", "There is no such ranking."),
+    "top of a missing target": (
+        lambda: influence().top(3, 8),
+        "k = 3 and target 8",
+        "`target` a number from 0 to 7 or a name.",
+    ),
     "top of an unknown name": (
         lambda: influence().top(3, "test"),
-        "k = 3, target 'test'",
-        "The targets are train[0], train[1]",
+        "k = 3 and target 'test'",
+        "Choose one of the targets train[0], train[1]",
     ),
     "other perturbations": (
         lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN, TRAIN.remove_each([1, 2]))),
-        "8 × 8 and 2 × 8 entries, labels differ",
-        "Agreement is taken entry by entry.",
+        "One influence has 8 × 8 scores, the other has 2 × 8, and their labels differ.",
+        "Agreement is measured score by score.",
     ),
     "other order": (
         lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN, TRAIN.remove_each(range(7, -1, -1)))),
-        "8 × 8 and 8 × 8 entries, labels differ",
+        "One influence has 8 × 8 scores, the other has 8 × 8, and their labels differ.",
         "the same perturbations and targets in the same order",
     ),
     "other targets": (
         lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN.mean(), TRAIN.remove_each())),
-        "8 × 8 and 8 × 1 entries, labels differ",
+        "One influence has 8 × 8 scores, the other has 8 × 1, and their labels differ.",
         "Score the same perturbations and targets",
     ),
     "one value": (
         lambda: (one := estimator(dif.DirectionalInfluence).scores(TRAIN.mean(), TRAIN.remove(0))).compare(one),
-        "shapes (1, 1) and (1, 1), 0 not finite",
-        "Agreement is taken value by value.",
+        "shapes (1, 1) and (1, 1); 0 are not finite.",
+        "Predicted and actual changes are compared value by value.",
     ),
     "other shape": (
         lambda: dif.Agreement.of(torch.ones(3), torch.ones(4)),
-        "shapes (3,) and (4,), 0 not finite",
-        "one shape, at least 2 values, all finite",
+        "shapes (3,) and (4,); 0 are not finite.",
+        "Both must have the same shape and at least 2 values, all of them finite.",
     ),
     "study's bounds": (lambda: study().problem(0, "loose"), "loose", "It chooses the right-hand sides"),
     "study's removals": (lambda: study().run(removals=1), "1", "Each removal takes one of the samples out."),
@@ -288,8 +300,8 @@ def test_damaged_files_are_refused(case, tmp_path):
     damage(path, path.read_bytes())
     text = "It was not written by Influence.save, is damaged, or comes from a newer version."
     error = refused(dif.InvalidInputError, lambda: dif.Influence.load(path), f"influence file '{path}'", text)
-    assert found in error.measured
-    assert error.threshold == "a file of format 'dif influence 1'"
+    assert found in error.found
+    assert error.allowed == "It must have the format 'dif influence 1'."
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path):
@@ -374,7 +386,7 @@ def test_damping_does_not_excuse_dependent_constraints():
 @pytest.mark.parametrize("kind", [dif.DirectionalInfluence, dif.ClassicalInfluence])
 @pytest.mark.parametrize("damping", [-1.0, NAN])
 def test_damping_must_be_a_number_from_zero(kind, damping):
-    text = "Damping, δ in H + δI, makes up for missing curvature, at the price of another answer."
+    text = "Damping, δ in H + δI, makes up for missing curvature and changes the answer."
     invalid(lambda: kind(solution(), damping=damping), str(damping), "damping", text)
 
 

@@ -272,4 +272,7 @@ def test_a_file_is_no_folder_for_retrainings(tmp_path):
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"t": torch.zeros(3, dtype=F64)})
     with pytest.raises(dif.InvalidInputError) as caught:
         dif.Retraining(solution, keep=tmp_path / "kept")
-    assert caught.value.meaning == "Retrainings are kept in a folder, a file for those that are solved together."
+    assert (
+        caught.value.meaning
+        == "Retrainings are kept in a folder, with one file for each chunk that is solved together."
+    )

@@ -1,4 +1,4 @@
-"""Nearly weak constraints: removals that make a constraint let go or begin to bind within the step."""
+"""Nearly weak constraints: removals under which a constraint becomes active or inactive within the step."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def nearly_weak(seed):
 
 
 def holding(multipliers, solution):
-    """Which constraints carry force, on the scale of the problem."""
+    """Return which constraints have a positive multiplier, on the scale of the problem."""
     return tuple((solution.scales.multiplier(multipliers) > 1e-9).tolist())
 
 
@@ -95,14 +95,14 @@ def test_other_words_for_switching_are_refused():
     for wrong in ("yes", None, 2):
         with pytest.raises(dif.InvalidInputError) as caught:
             dif.DirectionalInfluence(solved(problem), switching=wrong)
-        assert caught.value.meaning == "It says whether constraints may let go or begin to bind within the step."
+        assert caught.value.meaning == "It says whether constraints may become active or inactive within the step."
 
 
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
 def test_with_wide_margins_it_is_plain(make):
     train, problem, *_ = make()
     solution = solved(problem)
-    removals = 1e-3 * train.remove_each()  # no constraint is that near to letting go
+    removals = 1e-3 * train.remove_each()  # no constraint is that near to switching
     plain = dif.DirectionalInfluence(solution, switching=False).scores(train, removals)
     switching = dif.DirectionalInfluence(solution, switching=True).scores(train, removals)
     auto = dif.DirectionalInfluence(solution).scores(train, removals)
@@ -131,7 +131,7 @@ def test_counts_the_samples_on_which_they_differ():
 
 @pytest.mark.parametrize("seed", range(6))
 def test_newton_is_exact_when_rows_switch(seed):
-    """Quadratic objective, linear constraints: one step solves the changed problem, whatever lets go or begins."""
+    """One step solves a quadratic problem with linear constraints, whichever constraints switch."""
     rng = np.random.default_rng(seed)
     X, theta = torch.as_tensor(rng.standard_normal((20, 3))), torch.as_tensor(rng.standard_normal(3))
     train = dif.Samples(squared, (X, X @ theta + torch.as_tensor(rng.standard_normal(20))), name="train")
@@ -141,13 +141,13 @@ def test_newton_is_exact_when_rows_switch(seed):
     solution = dif.fit(problem, {"theta": torch.zeros(3).double()}, show_progress=False)
     assert solution.active.binding == (0,)
     newton, retrained = dif.NewtonInfluence(solution), dif.Retraining(solution)
-    let_go = begun = 0
+    deactivated = activated = 0
     for removal in train.remove_each():
         predicted, actual = newton.change(removal), retrained.change(removal)
         after = solution.lam + actual.multipliers.flat
-        let_go += float(after[0]) <= 1e-12
-        begun += float(after[1:].max()) > 1e-12
+        deactivated += float(after[0]) <= 1e-12
+        activated += float(after[1:].max()) > 1e-12
         assert float((predicted.flat - actual.flat).norm()) <= 1e-7 * float(actual.flat.norm())
         assert float((predicted.multipliers.flat - actual.multipliers.flat).norm()) <= 1e-7
-    assert let_go > 0
-    assert begun > 0
+    assert deactivated > 0
+    assert activated > 0

@@ -232,7 +232,7 @@ def test_expected_errors_are_carried_along(tmp_path):
         with pytest.raises(dif.InvalidInputError) as caught:
             dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), assess=wrong)
         assert caught.value.meaning == (
-            "The error to be expected is found for so many of the strongest perturbations, and as many others."
+            "It is the number of the strongest predictions whose error is estimated; as many random ones are added."
         )
 
 

@@ -75,7 +75,7 @@ def test_negative_curvature_is_refused():
     eigenvalues[-1] = -0.5
     H = Q @ torch.diag(eigenvalues) @ Q.T
     for rank in (0, 40):
-        with pytest.raises(dif.DegenerateError, match="curvature met by the linear solver") as caught:
+        with pytest.raises(dif.DegenerateError, match="The linear solver found curvature -") as caught:
             ConjugateGradients(Matrix(H), rank=rank)
         assert "Fit to a minimum" in caught.value.cure
 
@@ -83,7 +83,7 @@ def test_negative_curvature_is_refused():
 def test_a_stall_is_refused():
     H = positive_definite(condition=1e10)
     B = torch.randn(60, 2, dtype=F64, generator=torch.Generator().manual_seed(1))
-    with pytest.raises(dif.NotConvergedError, match="after 5 iterations of conjugate gradients") as caught:
+    with pytest.raises(dif.NotConvergedError, match=r"relative residual of .* after 5 iterations\.") as caught:
         ConjugateGradients(Matrix(H), max_iter=5, rank=0).solve(B)
     assert caught.value.meaning == "The curvature is too badly conditioned for this precision."
     assert "Raise max_iter" in caught.value.cure

@@ -154,7 +154,7 @@ def test_damage_is_noticed_and_mended(kind, scored, tmp_path, monkeypatch):
     bytes_ = bytearray(victim.read_bytes())
     bytes_[-5] ^= 1
     victim.write_bytes(bytes_)
-    with pytest.raises(dif.InvalidInputError, match="values that are not those written, from row 50 on"):
+    with pytest.raises(dif.InvalidInputError, match="values from row 50 on differ from those that were written"):
         dif.Influence.load(path)
     assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
     assert torch.equal(dif.Influence.load(path).values, held.values)

@@ -1,4 +1,4 @@
-"""Answers of a wanted accuracy: the first order where it is good enough, and the next estimator where not."""
+"""Scores of a wanted accuracy: from DIF where it is accurate enough, else from Newton's step or the path."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
-from dif.estimators.assessment import Assessor, Expectation, warn_unanswered
+from dif.estimators.assessment import Assessor, ErrorEstimate, warn_unanswered
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.first_order import trust
+from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
@@ -23,24 +23,24 @@ from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
 from dif.runtime.workers import checked_jobs
 
-SAID = 0.03  # relative error to be expected beyond which a warning is given where no accuracy is asked for
-_TOGETHER = 32  # perturbations at once
+SAID = 0.03  # estimated relative error above which a warning is given if no accuracy is asked for
+_CHUNK = 32  # perturbations in a chunk
 
 
 class AdaptiveInfluence:
-    """Scores of any perturbations from the first estimator that is good enough, each with the error to be expected.
+    """Scores from the cheapest estimator that is accurate enough, each with an estimate of its error.
 
-    DIF's answer is a first-order one. What it leaves out is estimated by two Newton steps on the changed problem from
-    where DIF ends, with the curvature at the solution: two gradients and solves per perturbation, no Hessian. These
-    steps also see constraints that let go or begin to bind. Where the error to be expected is larger than `accuracy`,
-    Newton's whole step is taken, judged in the same way, and then the path is followed to the end.
+    DIF predicts to first order. Its error is estimated by two Newton steps on the changed problem from where DIF ends,
+    with the curvature at the solution: two gradients and solves per perturbation, no Hessian. These steps also see
+    constraints that become active or inactive. Where the estimated error is larger than `accuracy`, a full Newton step
+    is taken and assessed in the same way; where that is not enough either, the path is followed to the end.
 
     Args:
         solution: A certified solution.
-        accuracy: Relative error that is wanted. None: DIF's answers, with a FirstOrderWarning where the error to be
-            expected is above 3 %.
-        strict: Raise where no estimator can answer (the changed constraints contradict each other, say); False answers
-            NaN.
+        accuracy: Relative error that is wanted. None: DIF's answers, with a FirstOrderWarning where the estimated error
+            is above 3 %.
+        strict: Raise where no estimator has an answer (for example where the changed constraints contradict each
+            other); False gives NaN.
         show_progress: Default of `scores`.
     """
 
@@ -56,8 +56,8 @@ class AdaptiveInfluence:
                 accuracy,
                 "accuracy",
                 zero=True,
-                meaning="It is the relative error that is wanted of each answer.",
-                cure="Use 0.01 for one percent, 0 to follow every path to its end.",
+                meaning="It is the relative error that each answer may have.",
+                cure="Use 0.01 for one percent, or 0 to follow the path of every perturbation.",
             )
         self.strict, self.show_progress = strict, show_progress
         self._first = DirectionalInfluence(solution)
@@ -66,139 +66,141 @@ class AdaptiveInfluence:
         self._assessor = Assessor(solution)
 
     def change(self, perturbation: Perturbation) -> Change:
-        """Δθ and Δλ of one perturbation, by the first estimator whose error is within `accuracy`.
+        """Predict Δθ and Δλ of one perturbation by the first estimator whose error is within `accuracy`.
 
-        The error is how far one Newton step on the changed problem would still go, of the change itself.
+        The error is the length of one more Newton step on the changed problem, relative to Δθ.
         """
         first = self._first.change(perturbation)
-        if self.accuracy is None or self._left(perturbation, first) <= self.accuracy:
+        if self.accuracy is None or self._next_step(perturbation, first) <= self.accuracy:
             return first
         step = self._newton.change(perturbation)
-        if bool(torch.isfinite(step.flat).all()) and self._left(perturbation, step) <= self.accuracy:
+        if bool(torch.isfinite(step.flat).all()) and self._next_step(perturbation, step) <= self.accuracy:
             return step
         return self._path.change(perturbation)
 
-    def _left(self, perturbation: Perturbation, change: Change) -> float:
-        """How far a Newton step on the changed problem goes from where a change ends, relative, in units of θ."""
+    def _next_step(self, perturbation: Perturbation, change: Change) -> float:
+        """Measure the Newton step on the changed problem from where a change ends, relative to that change."""
         at, stack = self.solution, Direction(self.solution.program, perturbation).stacked()
-        lam = at.lam + change.multipliers.flat
-        lam = at.program.kinds.project(lam)
+        lam = at.program.kinds.project(at.lam + change.multipliers.flat)
         omega, _ = self._assessor.newton.step(stack, (at.theta + change.flat)[None], lam[None])
         size = float((at.scales.root * change.flat).norm())
-        left = float((at.scales.root * omega[0]).norm())
-        return left / size if size > 0 else (0.0 if left == 0 else float("inf"))
+        length = float((at.scales.root * omega[0]).norm())
+        return length / size if size > 0 else (0.0 if length == 0 else float("inf"))
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
         show_progress: bool | None = None,
     ) -> Influence:  # fmt: skip
-        """The change of each target under each perturbation, by the first estimator whose error is within `accuracy`.
+        """Predict the change of each target by the first estimator whose error is within `accuracy`.
 
-        Keywords as in `dif.Estimator`. Relative errors are taken over all targets of a perturbation together, each in
-        its own unit: `Influence.expected_error`. The diagnostics name for each perturbation the estimator (`by`) and
-        the constraints that switch (`crossed`).
+        Keywords as in `dif.Estimator`. The relative error of a perturbation is taken over all targets, each in its own
+        unit: `Influence.expected_error`. The diagnostics name the estimator of each perturbation (`by`) and the
+        constraints that switch (`crossed`).
         """
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets, jobs = Targets(target, at), checked_jobs(jobs)
-        units = self._assessor.units(targets)
+        units = self._assessor.measure_units(targets)
 
         def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            lost, errors = join(parts, "unanswered"), join(parts, "remainders")
+            unanswered, errors = join(parts, "unanswered"), join(parts, "remainders")
             influence.diagnostics.update({part: join(parts, part) for part in ("by", "crossed")})
-            influence.diagnostics.update(remainders=errors, unanswered=lost)
+            influence.diagnostics.update(remainders=errors, unanswered=unanswered)
             error, size = (torch.tensor(join(parts, part), dtype=units.dtype) for part in ("error", "size"))
             answered = torch.isfinite(influence.values).all(1)
-            every = Expectation(error[answered], size[answered], units.cpu(), targets.alike, [])
+            estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
             influence.diagnostics["assessment"] = {
                 "rows": list(range(len(errors))),
                 "errors": errors,
-                "pooled": every.pooled if bool(answered.any()) else None,
+                "pooled": estimate.pooled if bool(answered.any()) else None,
                 "failed": None,
             }
-            if lost:
-                warn_unanswered(lost, len(perturbations))
+            if unanswered:
+                warn_unanswered(unanswered, len(perturbations))
             if self.accuracy is None:
-                _warn(perturbations, errors)
+                _warn_inaccurate(perturbations, errors)
 
-        about = {**trust(at), "accuracy": self.accuracy, "strict": self.strict}
+        about = {**describe_solution(at), "accuracy": self.accuracy, "strict": self.strict}
         scoring = Scoring(self.name, at, targets, perturbations, about, out, shown)
-        return scoring.run_chunks(partial(self._score, targets, units), _TOGETHER, jobs, finish)
+        return scoring.run_chunks(partial(self._score, targets, units), _CHUNK, jobs, finish)
 
-    def _score(self, targets: Targets, units: Tensor, some: Perturbation) -> ScoredChunk:
-        first, found = self._of_first_order(some, targets, units)
-        by, rows, judged, lost = [], [], [], {}
-        for p, one in enumerate(some):
-            name, values, judgement = DirectionalInfluence.name, first[p], found[p]
-            if self.accuracy is not None and not float(judgement.relative[0]) <= self.accuracy:
-                name, values, judgement = self._higher(one, targets, units, lost)
+    def _score(self, targets: Targets, units: Tensor, chunk: Perturbation) -> ScoredChunk:
+        first, first_estimate = self._score_first_order(chunk, targets, units)
+        by, rows, estimates, unanswered = [], [], [], {}
+        for p, perturbation in enumerate(chunk):
+            name, values, estimate = DirectionalInfluence.name, first[p], first_estimate[p]
+            if self.accuracy is not None and not float(estimate.relative[0]) <= self.accuracy:
+                name, values, estimate = self._score_further(perturbation, targets, units, unanswered)
             by.append(name)
             rows.append(values)
-            judged.append(judgement)
-        every = Expectation.of(judged)
+            estimates.append(estimate)
+        joined = ErrorEstimate.join(estimates)
         about = {
             "by": by,
-            "remainders": every.relative.double().cpu().tolist(),
-            "crossed": {one.labels[0]: names for one, names in zip(some, every.crossed, strict=True) if names},
-            "unanswered": lost,
-            "error": every.error.double().cpu().tolist(),
-            "size": every.size.double().cpu().tolist(),
+            "remainders": joined.relative.double().cpu().tolist(),
+            "crossed": {p.labels[0]: names for p, names in zip(chunk, joined.switched, strict=True) if names},
+            "unanswered": unanswered,
+            "error": joined.error.double().cpu().tolist(),
+            "size": joined.size.double().cpu().tolist(),
         }
         return ScoredChunk(torch.stack(rows).double().cpu(), about)
 
     def side_by_side(self, target: Any, perturbations: Perturbation) -> dict[str, Influence]:
-        """DIF's, Newton's and the path's answers to the same perturbations."""
+        """Return the scores of DIF, of Newton's step and of the path for the same perturbations."""
         return {
             "DIF": self._first.scores(target, perturbations, show_progress=self.show_progress, assess=0),
             "Newton": self._newton.scores(target, perturbations, assess=0),
             "path": self._path.scores(target, perturbations),
         }
 
-    def _of_first_order(self, some: Perturbation, targets: Targets, units: Tensor) -> tuple[Tensor, Expectation]:
-        """DIF's answers, (P, T), and what is to be expected of them."""
-        direction = Direction(self.solution.program, some)
-        omega, lam = self._first.ends(some)
+    def _score_first_order(self, chunk: Perturbation, targets: Targets, units: Tensor) -> tuple[Tensor, ErrorEstimate]:
+        """Return DIF's scores, (P, T), and their estimated errors."""
+        direction = Direction(self.solution.program, chunk)
+        omega, lam = self._first.ends(chunk)
         values = omega @ targets.gradients(self.solution.theta)
-        return values, self._assessor.expect(targets, units, direction, omega, lam, values)
+        return values, self._assessor.estimate_errors(targets, units, direction, omega, lam, values)
 
-    def _higher(
-        self, one: Perturbation, targets: Targets, units: Tensor, lost: dict[str, str]
-    ) -> tuple[str, Tensor, Expectation]:
-        """Newton's answer if that is good enough, else the path's."""
+    def _score_further(
+        self, perturbation: Perturbation, targets: Targets, units: Tensor, unanswered: dict[str, str]
+    ) -> tuple[str, Tensor, ErrorEstimate]:
+        """Score one perturbation by Newton's step if that is accurate enough, else by the path.
+
+        Returns the name of the estimator, the scores, (T,), and their estimated errors. Where there is no answer the
+        scores are NaN, and the reason is put into `unanswered`.
+        """
         assert self.accuracy is not None
-        at, direction = self.solution, Direction(self.solution.program, one)
+        at, direction = self.solution, Direction(self.solution.program, perturbation)
         before = targets.values(at.theta)
-        step = self._newton.change(one)
+        step = self._newton.change(perturbation)
         if bool(torch.isfinite(step.flat).all()):
             values = (targets.values(at.theta + step.flat) - before)[None]
             lam = (at.lam + step.multipliers.flat)[None]
-            found = self._assessor.expect(targets, units, direction, step.flat[None], lam, values)
-            if float(found.relative[0]) <= self.accuracy:
-                return NewtonInfluence.name, values[0], found
+            estimate = self._assessor.estimate_errors(targets, units, direction, step.flat[None], lam, values)
+            if float(estimate.relative[0]) <= self.accuracy:
+                return NewtonInfluence.name, values[0], estimate
         try:
-            path = self._path.follow(one)
+            path = self._path.follow(perturbation)
         except NotConvergedError as error:
             if self.strict:
                 raise
-            lost[one.labels[0]] = str(error)
-            nothing = torch.full_like(before, float("nan"))
-            none = Expectation(
-                torch.full_like(before, float("inf"))[None], 0 * before[None], units, targets.alike, [[]]
-            )
-            return PathInfluence.name, nothing, none
+            unanswered[perturbation.labels[0]] = str(error)
+            infinite = torch.full_like(before, float("inf"))[None]
+            unknown = ErrorEstimate(infinite, 0 * before[None], units, targets.alike, [[]])
+            return PathInfluence.name, torch.full_like(before, float("nan")), unknown
         switched = list(dict.fromkeys(event.name for event in path.events))
         values = targets.values(path.thetas[-1]) - before
-        exact = Expectation(0 * values[None], values.abs()[None], units, targets.alike, [switched])
+        exact = ErrorEstimate(0 * values[None], values.abs()[None], units, targets.alike, [switched])
         return PathInfluence.name, values, exact
 
 
-def _warn(perturbations: Perturbation, errors: list[float]) -> None:
-    doubtful = [p for p, error in enumerate(errors) if not error <= SAID]
-    if doubtful:
-        worst = max(doubtful, key=lambda p: errors[p])
+def _warn_inaccurate(perturbations: Perturbation, errors: list[float]) -> None:
+    """Warn where estimated relative errors of DIF are above SAID."""
+    inaccurate = [p for p, error in enumerate(errors) if not error <= SAID]
+    if inaccurate:
+        worst = max(inaccurate, key=lambda p: errors[p])
         warn(
-            f"relative error to be expected of the first order: measured {errors[worst]:.2g} at "
-            f"{perturbations[worst].labels[0]!r}, allowed {SAID:g} ({len(doubtful)} of {len(errors)} perturbations are "
-            f"beyond it: {few(doubtful)}). The change is too large for a first-order answer. Pass accuracy=0.01 to "
-            "move up to Newton's step or the whole path where it is needed.",
+            f"The estimated relative error of the first-order prediction is above {SAID:g} for {len(inaccurate)} of "
+            f"{len(errors)} perturbations ({few(inaccurate)}). It is largest, {errors[worst]:.2g}, for "
+            f"{perturbations[worst].labels[0]!r}. Pass accuracy=0.01 to continue with a Newton step or the whole path "
+            "where needed.",
             FirstOrderWarning,
         )

@@ -1,4 +1,4 @@
-"""How well predictions agree with what happened."""
+"""Agreement between predicted and actual changes."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ class Agreement:
 
     @classmethod
     def of(cls, predicted: Tensor, actual: Tensor) -> Agreement:
-        """Compare two tensors of one shape."""
+        """Compare two tensors of the same shape, value by value."""
         p, a = (torch.as_tensor(x).detach().double().cpu() for x in (predicted, actual))
         bad = int((~torch.isfinite(p)).sum() + (~torch.isfinite(a)).sum())
         if p.shape != a.shape or p.numel() < 2 or bad:
             raise InvalidInputError(
-                "values to compare",
-                measured=f"shapes {tuple(p.shape)} and {tuple(a.shape)}, {bad} not finite",
-                threshold="one shape, at least 2 values, all finite",
-                meaning="Agreement is taken value by value.",
-                cure="Score the same perturbations and targets with both estimators.",
+                f"The values to compare have shapes {tuple(p.shape)} and {tuple(a.shape)}; {bad} are not finite.",
+                "Both must have the same shape and at least 2 values, all of them finite.",
+                "Predicted and actual changes are compared value by value.",
+                "Score the same perturbations and targets with both estimators.",
             )
         p, a = p.reshape(-1), a.reshape(-1)
         da = a - a.mean()
@@ -57,12 +56,13 @@ class Agreement:
 
 
 def _correlation(x: Tensor, y: Tensor) -> float:
+    """Return Pearson's correlation; NaN where x or y is constant."""
     dx, dy = x - x.mean(), y - y.mean()
     spread = float(dx.norm() * dy.norm())
     return min(1.0, max(-1.0, float(dx @ dy) / spread)) if spread > 0 else float("nan")
 
 
 def _ranks(x: Tensor) -> Tensor:
-    """Ranks from 1, ties sharing their mean."""
+    """Return ranks from 1; ties share their mean rank."""
     _, place, counts = torch.unique(x, return_inverse=True, return_counts=True)
     return (torch.cumsum(counts, 0) - (counts - 1) / 2)[place].double()

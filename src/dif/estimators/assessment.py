@@ -1,4 +1,4 @@
-"""How far predictions can be trusted: what further Newton steps on the changed problems would make of them."""
+"""Estimated errors of predictions: what a few more Newton steps on the changed problems would correct."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dif.errors import DifError, FirstOrderWarning, InvalidInputError, warn
 from dif.estimators.influence import TRUSTED
+from dif.evaluation.batched_program import Stack
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -20,72 +21,73 @@ from dif.runtime.inputs import as_index
 from dif.runtime.score_file import Values
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
-ASSESSED = 20  # strongest perturbations that are looked at by default, and as many random ones
-_DEAR = 4  # so many where each step is solved by conjugate gradients
-_READ = 2**20  # scores read at once
-_SLOWEST = 0.9  # shrinking of successive steps that is reckoned with
-_SMALL = 0.1  # share of the change that one step may move: then a second one is made only where it matters
-_SETTLED = 0.3  # shrinking of steps: above it two steps do not show where they lead: up to so many more are made,
-_FURTHER = 12
-_REACHED = 1e-6  # until this relative KKT residual
-_ROUNDING = 32  # times eps · |target|: differences of a target below it are rounding
+ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
+_ASSESSED_WITHOUT_HESSIAN = 4  # the same, at most, where each step is solved by conjugate gradients
+_SCORES_READ = 2**20  # scores read at once
+_LARGEST_RATIO = 0.9  # of successive steps, in the extrapolation of further steps
+_SMALL_STEP = 0.1  # first step, relative to the change, up to which one step is enough (unless thorough)
+_SETTLED_RATIO = 0.3  # ratio of the second step to the first up to which two steps are enough
+_MORE_STEPS = 12  # steps at most where two are not enough
+_MORE_TOLERANCE = 1e-6  # relative KKT residual at which these stop
+_ROUNDING = 32  # differences of a target below this many eps · |target| count as rounding
 
-Ends = Callable[[list[int]], tuple[Tensor, Tensor]]  # rows → where their steps end: ω (P, d), multipliers (P, m)
+Ends = Callable[[list[int]], tuple[Tensor, Tensor]]  # rows → Δθ, (P, d), and the multipliers after it, (P, m)
 Assess = Callable[[Targets, Perturbation, Values, Ends], dict[str, Any]]
 
 
 @dataclass(frozen=True, eq=False)
-class Expectation:
-    """What is to be expected of the predictions for P perturbations of T targets."""
+class ErrorEstimate:
+    """Estimated errors of the predictions for P perturbations and T targets."""
 
-    error: Tensor  # (P, T) absolute; inf where nothing could be expected
-    size: Tensor  # (P, T) of the change itself
-    units: Tensor  # (T,) of the targets
-    alike: bool  # whether all targets are in one unit, and pooled
-    crossed: list[list[str]]  # constraints that switch on the way
+    error: Tensor  # (P, T) absolute; inf where it could not be estimated
+    size: Tensor  # (P, T) absolute value of the change itself
+    units: Tensor  # (T,) unit of each target
+    alike: bool  # whether all targets have the same unit, so that they are pooled
+    switched: list[list[str]]  # names of the constraints that switch, for each perturbation
 
-    def __getitem__(self, p: int) -> Expectation:
-        return Expectation(self.error[p : p + 1], self.size[p : p + 1], self.units, self.alike, self.crossed[p : p + 1])
+    def __getitem__(self, p: int) -> ErrorEstimate:
+        row = slice(p, p + 1)
+        return ErrorEstimate(self.error[row], self.size[row], self.units, self.alike, self.switched[row])
 
     @property
     def relative(self) -> Tensor:
-        """Relative error of each prediction, all targets together, each in its own unit, (P,)."""
+        """Relative error of each perturbation's predictions over all targets, each in its own unit, (P,)."""
         return _ratio(*(torch.linalg.vector_norm(x / self.units, dim=1) for x in (self.error, self.size)))
 
     @property
     def pooled(self) -> float:
-        """Relative error of all predictions together: of the worst target, where they are in different units."""
+        """Relative error of all predictions together; of the worst target where targets have different units."""
         error, size = self.error, self.size
         if self.alike:
             error, size = error.reshape(-1, 1), size.reshape(-1, 1)
         return float(_ratio(*(torch.linalg.vector_norm(x, dim=0) for x in (error, size))).max())
 
     @classmethod
-    def of(cls, parts: Sequence[Expectation]) -> Expectation:
-        """Several as one."""
+    def join(cls, parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
+        """Concatenate the estimates of several chunks of perturbations."""
         first = parts[0]
         return cls(
             torch.cat([part.error for part in parts]),
             torch.cat([part.size for part in parts]),
             first.units,
             first.alike,
-            [names for part in parts for names in part.crossed],
+            [names for part in parts for names in part.switched],
         )
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
-    """Relative errors: 0 where nothing changes and nothing was predicted, inf where something was."""
-    found = error / size.clamp(min=torch.finfo(size.dtype).tiny)
-    return torch.where(error > 0, torch.nan_to_num(found, nan=float("inf")), 0.0)
+    """Divide errors by sizes: 0 where the error is 0; inf where the error is positive and the size is 0."""
+    ratio = error / size.clamp(min=torch.finfo(size.dtype).tiny)
+    return torch.where(error > 0, torch.nan_to_num(ratio, nan=float("inf")), 0.0)
 
 
 class Assessor:
-    """Expects the error of predictions at one solution.
+    """Estimates the errors of predictions at one solution.
 
-    From where a prediction ends, two steps of Newton's method are made on the KKT system of the changed problem, with
-    the curvature at the solution: two gradients and solves each, no Hessian. They also see constraints that let go or
-    begin to bind. What they change about the targets, and would still change if they went on shrinking at the same
-    rate, is the error to be expected. Where they shrink slowly, a few more are made.
+    From where a prediction ends, two Newton steps are taken on the KKT system of the changed problem, with the
+    curvature at the solution: two gradients and solves each, no Hessian. They also see constraints that become active
+    or inactive. The estimated error is what these steps change about the targets, plus what further steps would change
+    if they went on shrinking at the same rate. Where they shrink slowly, a few more steps are taken.
     """
 
     def __init__(self, solution: Solution) -> None:
@@ -93,127 +95,133 @@ class Assessor:
 
     @cached_property
     def newton(self) -> BatchedNewton:
-        """What the steps are made with."""
+        """Solver that takes the steps, prepared at the solution."""
         return BatchedNewton(self.solution)
 
-    def units(self, targets: Targets) -> Tensor:
-        """√(qᵀH⁻¹q) of each target, (T,): how much it moves where θ moves by as much as the curvature lets it.
+    def measure_units(self, targets: Targets) -> Tensor:
+        """Return √(qᵀH⁻¹q) of each target, (T,): how much it moves if θ moves by 1 in the norm of the curvature.
 
-        Targets in one unit share the largest. One without a gradient has at least what rounding would make of it.
+        Targets of one kind share the largest unit. The unit of a target without a gradient is at least its rounding.
         """
         at = self.solution.theta
         Q, eps = targets.gradients(at), torch.finfo(at.dtype).eps
-        some = Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q
-        units = (some * self.newton.solver.approximate(some)).sum(0).clamp(min=0).sqrt()
+        columns = Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q
+        units = (columns * self.newton.solver.approximate(columns)).sum(0).clamp(min=0).sqrt()
         units = units.expand(Q.shape[1]) if targets.alike else units
         return torch.maximum(units, eps**0.375 * targets.values(at).abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
 
-    def expect(
+    def estimate_errors(
         self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor,
         thorough: bool = True,
-    ) -> Expectation:  # fmt: skip
-        """The error of `values` (P, T), predicted by steps that end at θ̄ + ω with multipliers λ.
+    ) -> ErrorEstimate:  # fmt: skip
+        """Estimate the errors of `values`, (P, T), predicted by steps that end at θ̄ + ω with multipliers λ.
 
-        Unless `thorough`, one step is enough where it changes little.
+        Unless `thorough`, a single step is taken where it changes little.
         """
-        at, stack = self.solution, direction.stacked()
-        before, theta = targets.values(at.theta), at.theta + omega
-        nu = at.program.kinds.project(lam)
+        at = self.solution
+        theta, nu = at.theta + omega, at.program.kinds.project(lam)
         known = torch.isfinite(theta).all(1) & torch.isfinite(nu).all(1)
         theta, nu = torch.where(known[:, None], theta, at.theta), torch.where(known[:, None], nu, at.lam)
+        change, remainder = self._correct(targets, units, direction.stacked(), theta, nu, known, thorough)
 
-        def moved(some: Tensor) -> Tensor:
-            return targets.stacked_values(some) - before
-
-        last = moved(theta)
-        change = torch.full_like(last[:, 0], float("nan"))  # of the last step, in units
-        left = torch.zeros_like(last)  # what further steps would still change
-        which = torch.arange(len(theta), device=theta.device)
-        for number in range(2):
-            further, multipliers = self.newton.step(stack.take(which), theta[which], nu[which])
-            exists = torch.isfinite(further).all(1) & torch.isfinite(multipliers).all(1)
-            known[which] &= exists
-            which, further, multipliers = which[exists], further[exists], multipliers[exists]
-            if len(which) == 0:
-                break
-            theta[which] += further
-            nu[which] = multipliers
-            now = moved(theta[which])
-            step = (now - last[which]).abs()
-            by, size = (torch.linalg.vector_norm(x / units, dim=1) for x in (step, now))
-            shrinks = by / (change[which] if number else size).clamp(min=torch.finfo(by.dtype).tiny)
-            slow = shrinks.clamp(max=_SLOWEST)[:, None]
-            last[which], change[which], left[which] = now, by, step * slow / (1 - slow)
-            which = which[shrinks > (_SETTLED if number else 0.0 if thorough else _SMALL)]
-            if len(which) == 0:
-                break
-        which = which[known[which]]
-        if len(which):  # more steps where two do not show where they lead
-            ends = self.newton.settle(stack.take(which), theta[which], nu[which], _REACHED, _FURTHER)
-            reached = ends.reached.to(theta.device)
-            there = which[reached]
-            if len(there):
-                last[there], nu[there], left[there] = moved(ends.theta[reached]), ends.lam[reached], 0.0
-        error, size = (last - values).abs() + left, last.abs()
+        error, size = (change - values).abs() + remainder, change.abs()
         eps = torch.finfo(error.dtype).eps
-        largest, rounding = torch.maximum(size, values.abs()), _ROUNDING * eps * before.abs()
-        nothing = largest <= torch.minimum(eps**0.625 * units, rounding)  # neither predicted nor happening
-        error = torch.where(nothing, 0.0, torch.maximum(error, rounding))  # what rounding hides is not resolved
+        largest, rounding = torch.maximum(size, values.abs()), _ROUNDING * eps * targets.values(at.theta).abs()
+        nothing = largest <= torch.minimum(eps**0.625 * units, rounding)  # no change was predicted, and none happens
+        error = torch.where(nothing, 0.0, torch.maximum(error, rounding))  # at least the rounding of the target
         size = torch.where(nothing, 0.0, torch.maximum(size, rounding))
         known = (known & torch.isfinite(error).all(1) & torch.isfinite(size).all(1))[:, None]
         error, size = torch.where(known, error, float("inf")), torch.where(known, size, 0.0)
-        return Expectation(error, size, units, targets.alike, self._crossed(nu))
+        return ErrorEstimate(error, size, units, targets.alike, self._name_switched(nu))
 
-    def _crossed(self, nu: Tensor) -> list[list[str]]:
-        """The constraints that have switched, where the multipliers are these (P, m)."""
+    def _correct(
+        self, targets: Targets, units: Tensor, stack: Stack, theta: Tensor, nu: Tensor, known: Tensor, thorough: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Take Newton steps from (θ, ν) of each program; θ, ν and `known` (whether all steps exist) are updated.
+
+        Returns the changes of the targets from θ̄, and what further steps would still change, (P, T) each.
+        """
+        before = targets.values(self.solution.theta)
+        change = targets.stacked_values(theta) - before
+        remainder, last = torch.zeros_like(change), torch.full_like(change[:, 0], float("nan"))  # last step, in units
+        which = torch.arange(len(theta), device=theta.device)
+        for number in range(2):
+            omega, multipliers = self.newton.step(stack.take(which), theta[which], nu[which])
+            exists = torch.isfinite(omega).all(1) & torch.isfinite(multipliers).all(1)
+            known[which] &= exists
+            which, omega, multipliers = which[exists], omega[exists], multipliers[exists]
+            if len(which) == 0:
+                break
+            theta[which] += omega
+            nu[which] = multipliers
+            now = targets.stacked_values(theta[which]) - before
+            step = (now - change[which]).abs()
+            length, size = (torch.linalg.vector_norm(x / units, dim=1) for x in (step, now))
+            ratio = length / (last[which] if number else size).clamp(min=torch.finfo(length.dtype).tiny)
+            slow = ratio.clamp(max=_LARGEST_RATIO)[:, None]
+            change[which], last[which], remainder[which] = now, length, step * slow / (1 - slow)
+            which = which[ratio > (_SETTLED_RATIO if number else 0.0 if thorough else _SMALL_STEP)]
+            if len(which) == 0:
+                break
+        which = which[known[which]]
+        if len(which):
+            ends = self.newton.settle(stack.take(which), theta[which], nu[which], _MORE_TOLERANCE, _MORE_STEPS)
+            reached = ends.reached.to(theta.device)
+            solved = which[reached]
+            if len(solved):
+                change[solved] = targets.stacked_values(ends.theta[reached]) - before
+                nu[solved], remainder[solved] = ends.lam[reached], 0.0
+        return change, remainder
+
+    def _name_switched(self, nu: Tensor) -> list[list[str]]:
+        """Name the constraints that are active at θ̄ but not under multipliers ν, (P, m), or the reverse."""
         active, program = self.solution.active, self.solution.program
         switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & program.kinds.one_sided
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
     def assess(self, count: object) -> Assess | None:
-        """What looks at so many of the strongest scores, and as many others; None for 0."""
-        number = _checked(count)
+        """Return a function that assesses the `count` strongest scores and as many random ones; None for 0."""
+        number = _check_count(count)
         return partial(self._assess, number) if number else None
 
     def _assess(
         self, count: int, targets: Targets, perturbations: Perturbation, scores: Values, ends: Ends
     ) -> dict[str, Any]:
-        """The error to be expected of the strongest scores and of as many random ones.
+        """Estimate the errors of the strongest scores and of as many random ones.
 
-        What it says is kept in `Influence.diagnostics["assessment"]`; a FirstOrderWarning is given where the scores
-        are not to be trusted.
+        Returns the entry "assessment" of `Influence.diagnostics`; warns where the scores cannot be trusted.
         """
         try:
-            units = self.units(targets)
-            count = count if self.solution.curvature.assembled else min(count, _DEAR)
-            rows = _chosen(scores, units.double().cpu(), count)
+            units = self.measure_units(targets)
+            count = count if self.solution.curvature.assembled else min(count, _ASSESSED_WITHOUT_HESSIAN)
+            rows = _choose(scores, units.double().cpu(), count)
             if not rows:
                 return {"rows": [], "errors": [], "pooled": None, "failed": "there is no score to assess"}
             parts = []
-            together = programs_at_once(self.solution)
-            for begin in range(0, len(rows), together):
-                mine = rows[begin : begin + together]
-                some = perturbations.pick(mine)
-                values = torch.stack([scores[p : p + 1][0] for p in mine]).to(units)
-                direction = Direction(self.solution.program, some)
-                parts.append(self.expect(targets, units, direction, *ends(mine), values, thorough=False))
-            found = Expectation.of(parts)
+            size = programs_at_once(self.solution)
+            for begin in range(0, len(rows), size):
+                chunk = rows[begin : begin + size]
+                values = torch.stack([scores[p : p + 1][0] for p in chunk]).to(units)
+                direction = Direction(self.solution.program, perturbations.pick(chunk))
+                parts.append(self.estimate_errors(targets, units, direction, *ends(chunk), values, thorough=False))
+            estimate = ErrorEstimate.join(parts)
         except DifError as error:
-            warn_untrusted(f"they could not be assessed ({error})")
+            warn_untrusted(f"Their error could not be estimated: {error}")
             return {"rows": [], "errors": [], "pooled": None, "failed": str(error)}
-        if not found.pooled <= TRUSTED:
-            worst = int((found.error / found.units).sum(1).argmax())
+        if not estimate.pooled <= TRUSTED:
+            worst = int((estimate.error / estimate.units).sum(1).argmax())
             warn_untrusted(
-                f"the relative error to be expected is {found.pooled:.2g} over the {len(rows)} perturbations looked "
-                f"at, allowed is {TRUSTED:g} (largest at {perturbations[rows[worst]].labels[0]!r}). The first order "
-                "does not reach that far"
+                f"Their estimated relative error is {estimate.pooled:.2g} over the {len(rows)} perturbations that were "
+                f"assessed (at most {TRUSTED:g} is accepted), and largest for "
+                f"{perturbations[rows[worst]].labels[0]!r}: the change is too large for a first-order prediction."
             )
-        return {"rows": rows, "errors": found.relative.double().cpu().tolist(), "pooled": found.pooled, "failed": None}
+        errors = estimate.relative.double().cpu().tolist()
+        return {"rows": rows, "errors": errors, "pooled": estimate.pooled, "failed": None}
 
 
-def _chosen(scores: Values, units: Tensor, count: int) -> list[int]:
-    """The rows with the largest scores, each target in its own unit, then as many of the others at random."""
-    step = max(1, _READ // max(1, scores.shape[1]))
+def _choose(scores: Values, units: Tensor, count: int) -> list[int]:
+    """Return the rows with the `count` largest scores, each target in its own unit, then as many random others."""
+    step = max(1, _SCORES_READ // max(1, scores.shape[1]))
     sizes = torch.cat(
         [torch.linalg.vector_norm(scores[i : i + step] / units, dim=1) for i in range(0, len(scores), step)]
     )
@@ -224,31 +232,33 @@ def _chosen(scores: Values, units: Tensor, count: int) -> list[int]:
     return torch.cat([strongest, random]).tolist()
 
 
-def _checked(assess: object) -> int:
-    """How many of the strongest perturbations are looked at."""
+def _check_count(assess: object) -> int:
+    """Return the number of strongest predictions to assess; refuse what is no such number."""
     count = as_index(assess)
     if count is None or count < 0:
         raise InvalidInputError(
-            "assess",
-            measured=repr(assess),
-            threshold="an integer ≥ 0",
-            meaning="The error to be expected is found for so many of the strongest perturbations, and as many others.",
-            cure=f"Leave it out for {ASSESSED}, or pass 0 to skip it.",
+            f"`assess` is {assess!r}.",
+            "It must be an integer of at least 0.",
+            "It is the number of the strongest predictions whose error is estimated; as many random ones are added.",
+            f"Leave it out for {ASSESSED}, or pass 0 to skip the assessment.",
         )
     return count
 
 
 def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
-    """Say which perturbations have no answer."""
-    label, why = next(iter(unanswered.items()))
-    warn(f"{len(unanswered)} of {count} perturbations have no answer (NaN), first {label!r}: {why}", FirstOrderWarning)
-
-
-def warn_untrusted(why: str) -> None:
-    """Say that predictions are not to be trusted, and what can be done."""
+    """Warn that some of `count` perturbations have no answer; `unanswered` has the reasons by label."""
+    label, reason = next(iter(unanswered.items()))
     warn(
-        f"These predictions cannot be trusted: {why}. Use dif.AdaptiveInfluence(solution, accuracy=0.05), which goes "
-        "on to Newton's step or the whole path where that is needed, or Retraining; a larger ridge or more samples "
-        "make the first order reach further.",
+        f"{len(unanswered)} of {count} perturbations have no answer (NaN). The first is {label!r}: {reason}",
+        FirstOrderWarning,
+    )
+
+
+def warn_untrusted(reason: str) -> None:
+    """Warn that predictions cannot be trusted, and say what can be done; the reason is a sentence."""
+    warn(
+        f"These predictions cannot be trusted. {reason} Use dif.AdaptiveInfluence(solution, accuracy=0.05), which "
+        "continues with a Newton step or the whole path where needed, or dif.Retraining. A larger ridge or more "
+        "samples make first-order predictions more accurate.",
         FirstOrderWarning,
     )

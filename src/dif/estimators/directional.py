@@ -128,19 +128,18 @@ class DirectionalInfluence(FirstOrderEstimator):
         return change
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
-        """Through which term each perturbation acts on one target: a column for the objective and each constraint.
+        """Split the scores of one target by term: a column for the objective and each constraint.
 
-        A sample acts through a constraint by what it does to its gradient (weighed by the multiplier) and to its value
-        (which moves the solution along with the bound). The columns add up to `scores`.
+        A sample acts through a constraint by changing its gradient (weighted by the multiplier) and its value (which
+        moves the solution along with the bound). The columns add up to `scores`.
         """
         targets = Targets(target, self.solution)
         if len(targets.names) != 1:
             raise InvalidInputError(
-                "targets of by_term",
-                measured=len(targets.names),
-                threshold="1",
-                meaning="Its columns are the terms of the problem.",
-                cure="Ask for one target after the other.",
+                f"`by_term` was given {len(targets.names)} targets.",
+                "It takes exactly 1 target.",
+                "The columns of its result are the terms of the problem.",
+                "Call it once for each target.",
             )
         lin = self.linearise(perturbations)
         values = lin.scores_by_row(targets, perturbations).double().cpu()
@@ -149,10 +148,10 @@ class DirectionalInfluence(FirstOrderEstimator):
         return Influence(values, perturbations, names, title, self._describe(lin))
 
     def prices(self, perturbations: Perturbation) -> Influence:
-        """How much the multiplier of each constraint changes: which samples set what a constraint costs.
+        """Predict the change of each constraint's multiplier, with one column per constraint.
 
-        A multiplier is the price of its constraint, the fall of the objective per unit that the bound is loosened. A
-        negative entry: carrying the perturbation out makes the constraint cheaper.
+        A multiplier is the price of its constraint: by how much the objective falls per unit by which the bound is
+        loosened. A negative entry says that the perturbation makes the constraint cheaper.
         """
         lin = self.linearise(perturbations)
         values = lin.multiplier_changes(perturbations).double().cpu()
@@ -160,13 +159,13 @@ class DirectionalInfluence(FirstOrderEstimator):
         return Influence(values, perturbations, names, f"{self.title}, prices", self._describe(lin))
 
     def margins(self, perturbations: Perturbation) -> list[Margin | None]:
-        """For each row of the constraints: how far perturbations move what decides whether it binds.
+        """Measure, for each row of the constraints, how far perturbations move it towards switching.
 
-        That is the multiplier of a row that binds, and f − τ of one that does not. None for equalities, and beyond the
-        64 rows that are nearest to switching.
+        For a row that binds that is the change of its multiplier, for another row that of f − τ. The entry is None for
+        equalities, and for all but the 64 rows that are nearest to switching.
         """
         at, lin = self.solution, self.linearise(perturbations)
-        found: list[Margin | None] = [None] * at.program.m
+        margins: list[Margin | None] = [None] * at.program.m
         rows = torch.nonzero(at.program.kinds.one_sided).reshape(-1)
         nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
         rows = rows[torch.argsort(nearness[rows])[:_MARGIN_ROWS]]
@@ -176,8 +175,8 @@ class DirectionalInfluence(FirstOrderEstimator):
             for k, j in enumerate(rows.tolist()):
                 deciding = (priced if j in at.active.binding else moved)[answered, k]
                 if len(deciding):
-                    found[j] = Margin(float(deciding.max()), float(deciding.median()))
-        return found
+                    margins[j] = Margin(float(deciding.max()), float(deciding.median()))
+        return margins
 
     @property
     def title(self) -> str:
@@ -186,7 +185,7 @@ class DirectionalInfluence(FirstOrderEstimator):
 
     def _describe(self, lin: Linearisation) -> dict[str, Any]:
         names = self.solution.program.names
-        near = next(rows for rows, one in self._linearised.items() if one is lin)
+        near = next(rows for rows, linearisation in self._linearised.items() if linearisation is lin)
         return {**self._diagnostics, "within_reach": [names[j] for j in near]}
 
     def _count_switched(self, lin: Linearisation, response: Response) -> int:

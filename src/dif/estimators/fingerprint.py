@@ -1,4 +1,4 @@
-"""Hashes that tell one piece of work from another on disk: the solution, the targets, what is done to the data."""
+"""Hashes that identify a computation on disk: the solution, the targets and the perturbations."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from dif.optimality.targets import Targets
 from dif.problem.structure import leaves
 
 
-def of_solution(at: Solution) -> bytes:
-    """θ̄, λ̄, and everything that the problem consists of."""
-    seen = hashlib.sha256()
+def hash_solution(at: Solution) -> bytes:
+    """Hash θ̄, λ̄ and the problem."""
+    digest = hashlib.sha256()
     for part in (of_tensor(at.theta), of_tensor(at.lam), of_program(at.program)):
-        seen.update(part)
-    return seen.digest()
+        digest.update(part)
+    return digest.digest()
 
 
-def of_targets(targets: Targets) -> Iterator[bytes]:
-    """Everything that targets consist of."""
+def hash_targets(targets: Targets) -> Iterator[bytes]:
+    """Yield hashes of the losses, data and constants of the targets."""
     if targets.rows is not None:
         yield from of_rows(targets.rows)
         yield of_tensor(targets.constant)
@@ -31,8 +31,8 @@ def of_targets(targets: Targets) -> Iterator[bytes]:
         yield from of_samples(targets.samples)
 
 
-def of_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
-    """What perturbation p, or all of them, do to weights and bounds, and the data of the samples in them."""
+def hash_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
+    """Yield hashes of the changes of weights and bounds under perturbation p, or all, and of the samples in them."""
     yield of_tensor(direction.dtau if p is None else direction.dtau[p])
     if p is not None:
         yield of_tensor(direction.scaled_parts(p))

@@ -44,7 +44,7 @@ class FirstOrderEstimator:
         if strict:
             solution.check()
         self._assessor = Assessor(solution)
-        self._diagnostics = {**trust(solution), "damping": self.damping, **settings, "strict": strict}
+        self._diagnostics = {**describe_solution(solution), "damping": self.damping, **settings, "strict": strict}
 
     def linearise(self, perturbations: Perturbation) -> Linearisation:
         """Return the linearised problem that answers for these perturbations."""
@@ -149,7 +149,7 @@ class FirstOrderEstimator:
         return 0
 
 
-def trust(solution: Solution) -> dict[str, Any]:
+def describe_solution(solution: Solution) -> dict[str, Any]:
     """Describe the point on which an answer rests: residuals, active set, existence of the derivative."""
     active = solution.active
     return {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
-from dif.estimators.first_order import trust
+from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
 from dif.evaluation.hessian import Curvature
@@ -25,19 +25,20 @@ from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.workers import checked_jobs
 
-_HELD = 2**25  # numbers of steps that are kept until they have been assessed
+_STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed
 
 
 class NewtonInfluence:
-    """One SQP step at (θ̄, λ̄) on the problem with the changed weights: its own Hessian, every inequality kept.
+    """One SQP step from (θ̄, λ̄) on the problem with the changed weights, with its own Hessian and every inequality.
 
-    Exact on quadratic objectives with linear constraints, also where constraints let go or begin to bind. Costs one
-    small Hessian and one factorisation per perturbation; where the Hessian is not assembled, a solve by products.
+    Exact on quadratic objectives with linear constraints, also where constraints become active or inactive. Costs the
+    Hessian of the perturbed samples and one factorisation per perturbation; where the Hessian is not assembled, one
+    solve by conjugate gradients.
 
     Args:
         solution: A certified solution.
-        strict: Raise where the point is not a solution or irregular, or a step does not exist; False records the
-            first and answers NaN to the second.
+        strict: Raise where the point is not a solution or is degenerate, or where a step does not exist. False records
+            the former and gives NaN for the latter.
         show_progress: Default of `scores`.
     """
 
@@ -50,14 +51,14 @@ class NewtonInfluence:
         if strict:
             solution.check()
             solution.active.check()
-        self._diagnostics = {**trust(solution), "strict": strict}
+        self._diagnostics = {**describe_solution(solution), "strict": strict}
         self._binding = solution.active.mask(solution.active.binding)
         self._part_hessians: dict[int, Tensor] = {}
         self._solver = SolverSeries()
         self._assessor = Assessor(solution)
 
     def change(self, perturbation: Perturbation) -> Change:
-        """Δθ and Δλ of one perturbation."""
+        """Predict Δθ and Δλ of one perturbation, carried out in full."""
         step = self._step(perturbation)
         program = self.solution.program
         return Change(
@@ -71,15 +72,15 @@ class NewtonInfluence:
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
         show_progress: bool | None = None, assess: int = ASSESSED,
     ) -> Influence:  # fmt: skip
-        """The difference of each target between θ̄ and the end of the step.
+        """Return the difference of each target between θ̄ and the end of the step.
 
         Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
         check_kind(perturbations)
-        at, look, jobs = self.solution, self._assessor.assess(assess), checked_jobs(jobs)
+        at, check, jobs = self.solution, self._assessor.assess(assess), checked_jobs(jobs)
         targets, shown = Targets(target, at), self.show_progress if show_progress is None else show_progress
-        few = len(perturbations) * at.theta.numel() <= _HELD
-        taken: list[Step] | None = [] if look is not None and few and jobs == 1 and out is None else None
+        fits = len(perturbations) * at.theta.numel() <= _STEPS
+        taken: list[Step] | None = [] if check is not None and fits and jobs == 1 and out is None else None
 
         def ends(rows: list[int]) -> tuple[Tensor, Tensor]:
             steps = [self._step(perturbations[p]) if taken is None else taken[p] for p in rows]
@@ -87,13 +88,14 @@ class NewtonInfluence:
 
         def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
             influence.diagnostics["unanswered"] = join(parts, "unanswered")
-            if look is not None:
-                influence.diagnostics["assessment"] = look(targets, perturbations, influence.stored, ends)
+            if check is not None:
+                influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
 
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
         return scoring.run_chunks(partial(self._score, targets, taken), ONE_BY_ONE, jobs, finish)
 
     def _score(self, targets: Targets, taken: list[Step] | None, chunk: Perturbation) -> ScoredChunk:
+        """Score a chunk of perturbations; the steps are added to the list `taken`, where given."""
         steps = [self._step(perturbation) for perturbation in chunk]
         if taken is not None:
             taken.extend(steps)
@@ -102,6 +104,7 @@ class NewtonInfluence:
         return ScoredChunk(values, {"unanswered": reasons})
 
     def _step(self, perturbation: Perturbation) -> Step:
+        """Take the step of one perturbation; NaN where it does not exist (unless strict)."""
         at = self.solution
         direction = Direction.single(at.program, perturbation)
         weights = at.program.weights(at.lam)
@@ -112,13 +115,13 @@ class NewtonInfluence:
             return kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver)
         except DegenerateError as error:
             if self.strict:
-                error.add_note(f"under the perturbation {perturbation.labels[0]!r}")
+                error.add_note(f"This is the step of the perturbation {perturbation.labels[0]!r}.")
                 raise
-            nothing = float("nan")
-            return Step(torch.full_like(at.theta, nothing), torch.full_like(at.lam, nothing), unanswered=str(error))
+            nan = float("nan")
+            return Step(torch.full_like(at.theta, nan), torch.full_like(at.lam, nan), unanswered=str(error))
 
     def _curvature(self, direction: Direction, weights: Tensor) -> tuple[Operator, Solver]:
-        """∇²L of the changed problem, and what solves with it: assembled from what is known, or met by products."""
+        """Return ∇²L of the changed problem, assembled where that of the old problem is, and its linear solver."""
         at = self.solution
         if at.curvature.assembled:
             touched = direction.touched_samples(0).hessian(at.theta, weights)
@@ -126,7 +129,7 @@ class NewtonInfluence:
         return Curvature(direction.carried_out(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
-        """Σₖ scaleₖ ∇²pₖ, each part's Hessian computed once."""
+        """Return Σₖ scaleₖ ∇²pₖ; the Hessian of each part pₖ is computed once."""
         total: Tensor | float = 0.0
         for k in torch.nonzero(scale).reshape(-1).tolist():
             if k not in self._part_hessians:

@@ -1,4 +1,4 @@
-"""The solution followed from the old problem to the new one."""
+"""The solution path from the old problem to the changed one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import DifError, InvalidInputError
-from dif.estimators.first_order import trust
+from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
 from dif.evaluation.program import PerConstraint
@@ -25,17 +25,18 @@ from dif.solving.fit import check_limits, default_tolerance
 
 
 class PathInfluence:
-    """Follows θ(ε), λ(ε) from ε = 0 to 1: what the first order begins, carried to the end, however large the group.
+    """Follows the solution θ(ε), λ(ε) from ε = 0 to 1, for perturbations of any size.
 
-    The directional derivative predicts, Newton's method on the perturbed KKT system corrects, and the ε at which a
-    constraint lets go or begins to bind are located. The end is the solution of the perturbed problem that continues
-    the one before, certified; where there is none it says so.
+    The directional derivative predicts, Newton's method on the perturbed KKT system corrects, and each ε at which a
+    constraint becomes active or inactive is located. The end is the solution of the changed problem that the path
+    leads to, with a certified residual; where the path cannot be continued, an error says so.
 
     Args:
         solution: A certified solution.
         tol: Relative KKT residual of every point (None: 1e-10 in float64, 1e-5 in float32).
-        max_steps: Limit on steps, each a gradient and a solve, per perturbation.
-        strict: Raise where the point is not a solution or irregular, or a path is lost; False answers NaN to that.
+        max_steps: Limit on steps per perturbation, each a gradient and a solve.
+        strict: Raise where the point is not a solution or is degenerate, or where a path cannot be continued; False
+            gives NaN for the latter.
         show_progress: Default of `scores`.
     """
 
@@ -57,20 +58,20 @@ class PathInfluence:
         if strict:
             solution.check()
             solution.active.check()
-        self._diagnostics = {**trust(solution), "tol": self.tol, "strict": strict}
+        self._diagnostics = {**describe_solution(solution), "tol": self.tol, "strict": strict}
         binding = solution.active.mask(solution.active.binding)
         self._prepared = KKTSystem.prepare_convex(solution.curvature, solution.G, solution.program.kinds, binding)
 
     def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
-        """The whole path of one perturbation, with points at each ε of `stops` among those it takes by itself."""
-        return self.follower(perturbation).run(checked_stops(stops))
+        """Follow the path of one perturbation; it has a point at each ε of `stops`, besides those it chooses itself."""
+        return self.follower(perturbation).run(check_stops(stops))
 
     def follower(self, perturbation: Perturbation) -> Follower:
-        """What walks along the path of one perturbation."""
+        """Build the object that follows the path of one perturbation."""
         return Follower(self.solution, perturbation, self.tol, self.max_steps, self._prepared)
 
     def change(self, perturbation: Perturbation) -> Change:
-        """Δθ and Δλ at the end of the path of one perturbation."""
+        """Return Δθ and Δλ at the end of the path of one perturbation."""
         path, at = self.follow(perturbation), self.solution
         moved = path.thetas[-1] - at.theta
         return Change(
@@ -90,7 +91,7 @@ class PathInfluence:
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
         show_progress: bool | None = None,
     ) -> Influence:  # fmt: skip
-        """The difference of each target between the ends of the paths; keywords as in `dif.Estimator`."""
+        """Return the difference of each target between start and end of each path. Keywords as in `dif.Estimator`."""
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets = Targets(target, at)
 
@@ -120,15 +121,14 @@ class PathInfluence:
         return ScoredChunk(differences(self.solution, targets, moves), {"unanswered": unanswered, "events": events})
 
 
-def checked_stops(stops: Sequence[float]) -> list[float]:
-    """Ascending, the end among them."""
-    listed = sorted({1.0, *as_numbers(stops, "stops on a path").reshape(-1).tolist()})
-    if not all(0.0 <= stop <= 1.0 for stop in listed):
+def check_stops(stops: Sequence[float]) -> list[float]:
+    """Return the stops in ascending order, with ε = 1 as the last; refuse those outside [0, 1]."""
+    ordered = sorted({1.0, *as_numbers(stops, "stops on a path").reshape(-1).tolist()})
+    if not all(0.0 <= stop <= 1.0 for stop in ordered):
         raise InvalidInputError(
-            "stops on a path",
-            measured=f"{listed[0]:g} … {listed[-1]:g}",
-            threshold="between 0 and 1",
-            meaning="A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out.",
-            cure="To go further, scale the perturbation: 2 * removal.",
+            f"The stops on a path reach from {ordered[0]:g} to {ordered[-1]:g}.",
+            "They must be between 0 and 1.",
+            "A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out.",
+            "To go further, scale the perturbation: 2 * removal.",
         )
-    return listed
+    return ordered

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dif.errors import NotConvergedError
+from dif.errors import DegenerateError, NotConvergedError
 from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.linearisation import Linearisation
 from dif.evaluation.hessian import Curvature
@@ -99,7 +99,10 @@ class PenaltyInfluence(FirstOrderEstimator):
 
         def step(_: Tensor) -> tuple[Tensor, Tensor]:
             gradient, H, _ = hessian(theta[0])
-            return -DenseCholesky(H).solve(gradient[:, None]).T, torch.tensor([True])
+            try:
+                return -DenseCholesky(H).solve(gradient[:, None]).T, torch.tensor([True])
+            except DegenerateError:
+                return torch.zeros_like(theta), torch.tensor([False])
 
         theta, left = start[None].clone(), residual(start)
         damped_newton(

@@ -1,4 +1,4 @@
-"""What every estimator offers."""
+"""The interface of every estimator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dif.problem.perturbation import Perturbation
 
 @runtime_checkable
 class Estimator(Protocol):
-    """An answer to the question what a perturbation changes. Write your own by offering these three.
+    """Predicts what perturbations change. Any object with these three members can be used as an estimator.
 
     >>> import dif
     >>> isinstance(dif.Retraining, type), all(hasattr(dif.Retraining, part) for part in ("name", "change", "scores"))
@@ -20,7 +20,7 @@ class Estimator(Protocol):
 
     @property
     def name(self) -> str:
-        """What results and reports call it."""
+        """Name of the estimator in results and reports."""
         ...
 
     def change(self, perturbation: Perturbation) -> Change:
@@ -40,10 +40,10 @@ class Estimator(Protocol):
 
         Args:
             target: A Term, a list of Terms, or Samples (one target per sample).
-            perturbations: What is done, one or many.
-            out: A file ending in .npy or .zarr that the scores go to as they come. The same call goes on where an
-                earlier one was interrupted.
+            perturbations: One or many.
+            out: File for the scores, ending in .npy or .zarr, filled as they are computed. After an interruption the
+                same call resumes.
             jobs: Processes that share the work (joblib; its `parallel_config` chooses the backend).
-            show_progress: Show a bar on a terminal.
+            show_progress: Show a progress bar on a terminal.
         """
         ...

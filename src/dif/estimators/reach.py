@@ -1,4 +1,4 @@
-"""How far perturbations reach: which constraints could begin to bind or let go within their steps."""
+"""Constraints within reach of perturbations: those that could become active or inactive within their steps."""
 
 from __future__ import annotations
 
@@ -9,45 +9,50 @@ from dif.estimators.linearisation import Linearisation
 from dif.evaluation.weight_change import Direction, chunks
 from dif.problem.perturbation import Perturbation
 
-_SEEN = 32  # perturbations whose steps show which rows they reach,
-_MOVED = 2**25  # if these have at most so many numbers
-_MIXTURES, _FEW_MIXTURES = 8, 4  # of more perturbations, to see how far they reach; few where a solve is dear
-_MARGIN = 3.0  # times what perturbations move a row or its multiplier: so far a row counts as within reach
-_REST = 64  # rows whose moves under every perturbation are looked at, where rows are kept that may switch
-_CLEAR = 1e-10  # relative: beyond rounding
+_PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one
+_STEPS = 2**25  # entries of these steps at most
+_MIXTURES = 8  # random mixtures of the perturbations, where there are more
+_MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
+_MARGIN = 3.0  # a row is within reach up to this many times the typical move of its slack or multiplier
+_ROWS = 64  # rows at most whose moves are computed under every perturbation
+_ROUNDING = 1e-10  # relative size up to which a violation counts as rounding
 
 
 def rows_within_reach(lin: Linearisation, perturbations: Perturbation) -> Tensor:
-    """Which inequalities could begin to bind or let go, though they are not kept so that they can, (m,) bool.
+    """Return which inequalities could switch within a step though `lin` does not allow them to, (m,) bool.
 
-    Of a few perturbations that is seen from their steps. Of many, from how far mixtures of them with random signs move
-    each row and multiplier: their root mean square is √(Σₚ move²) but for chance, so at least the largest. Once some
-    rows may switch, the others are looked at under every perturbation.
+    For a few perturbations their steps are computed. For many, mixtures of them with random signs are: the root mean
+    square of the moves of a row over the mixtures estimates √(Σₚ move²), which is at least the largest move. Where
+    `lin` lets some rows switch already, the moves of the other rows are computed under every perturbation.
     """
     at, P = lin.at, len(perturbations)
-    held = torch.ones_like(at.program.kinds.equal)
-    held[lin.rows] = lin.equal
-    held = held & at.program.kinds.one_sided
-    rest = torch.nonzero(held).reshape(-1)
-    found = torch.zeros_like(held)
-    if P <= _SEEN and P * at.theta.numel() <= _MOVED:
-        found[rest] = _past(lin, rest, *(x[:, rest] for x in _moves(lin, Direction(at.program, perturbations))))
-        return found
-    if bool((~lin.equal).any()) and len(rest) <= _REST:
-        found[rest] = _past(lin, rest, *lin.margins(rest, perturbations))
-        return found
+    fixed = torch.ones_like(at.program.kinds.equal)  # inequalities that cannot switch in `lin`
+    fixed[lin.rows] = lin.equal
+    fixed = fixed & at.program.kinds.one_sided
+    rows = torch.nonzero(fixed).reshape(-1)
+    near = torch.zeros_like(fixed)
+    if P <= _PERTURBATIONS and P * at.theta.numel() <= _STEPS:
+        moved, priced = _moves(lin, Direction(at.program, perturbations))
+        near[rows] = _switches(lin, rows, moved[:, rows], priced[:, rows])
+        return near
+    if bool((~lin.equal).any()) and len(rows) <= _ROWS:
+        near[rows] = _switches(lin, rows, *lin.margins(rows, perturbations))
+        return near
     moved, priced = _typical_moves(lin, perturbations)
     binding = at.active.mask(at.active.binding)
     near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
-    return near & held & ~at.active.mask(at.active.weak)
+    return near & fixed & ~at.active.mask(at.active.weak)
 
 
-def _past(lin: Linearisation, rows: Tensor, moved: Tensor, priced: Tensor) -> Tensor:
-    """Which rows are violated, or have negative multipliers, after some of the steps, (rows,) bool."""
+def _switches(lin: Linearisation, rows: Tensor, moved: Tensor, priced: Tensor) -> Tensor:
+    """Return which rows are violated, or have a negative multiplier, after any of the steps, (rows,) bool.
+
+    `moved` and `priced`, (P, rows), are the changes of f − τ and of the multipliers.
+    """
     c, lam = lin.at.c[rows], lin.at.lam[rows]
-    over = torch.nan_to_num(c + moved, nan=-1.0) > _CLEAR * (c.abs() + moved.abs())
-    under = torch.nan_to_num(lam + priced, nan=1.0) < -_CLEAR * (lam + priced.abs())
-    return (over | under).any(0)
+    violated = torch.nan_to_num(c + moved, nan=-1.0) > _ROUNDING * (c.abs() + moved.abs())
+    released = torch.nan_to_num(lam + priced, nan=1.0) < -_ROUNDING * (lam + priced.abs())
+    return (violated | released).any(0)
 
 
 def _moves(lin: Linearisation, direction: Direction) -> tuple[Tensor, Tensor]:
@@ -57,8 +62,8 @@ def _moves(lin: Linearisation, direction: Direction) -> tuple[Tensor, Tensor]:
 
 
 def _typical_moves(lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
-    """Estimate √(Σₚ move²) of f − τ of each row, and of its multiplier, (m,) each; only equal rows take part."""
-    at, Z = lin.at, _MIXTURES if lin.at.curvature.assembled else _FEW_MIXTURES
+    """Estimate √(Σₚ move²) of f − τ and of the multiplier of each row, (m,) each, with the equal rows only."""
+    at, Z = lin.at, _MIXTURES if lin.at.curvature.assembled else _MIXTURES_WITHOUT_HESSIAN
     generator = torch.Generator().manual_seed(0)
     b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
     for chunk in chunks(perturbations):

@@ -1,17 +1,18 @@
-"""The ground truth: the changed problem solved again."""
+"""The ground truth: the changed problem is solved again."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterator
+from itertools import groupby
 from typing import Any
 
 import torch
 
 from dif.errors import DifError, NotConvergedError
-from dif.estimators.first_order import trust
+from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
-from dif.estimators.retraining_cache import Kept
+from dif.estimators.retraining_cache import RetrainingCache
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
 from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, chunks
@@ -26,23 +27,23 @@ from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import Standing
 from dif.solving.fit import Found, check_limits, default_tolerance, solve
 
-_KEPT = 16  # retrainings solved together where each is to be kept as soon as it is done
+_CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
-Outcome = tuple[Found | None, DifError | None]
+Outcome = tuple[Found | None, DifError | None]  # where a solve ended, and why it failed (None: it did not)
 
 
 class Retraining:
-    """Solves each changed problem from θ̄, λ̄ to the same tolerance as `fit`, and keeps the residual as proof.
+    """Solves each changed problem from θ̄, λ̄ to the same tolerance as `fit`, and reports the residual.
 
-    Many are solved at once where the model can be mapped over parameters: by Newton steps that use the curvature
-    prepared at θ̄ as a preconditioner. Those that resist go through `fit` one by one, from where they stopped.
+    Where the model can be mapped over parameters, many are solved at once by Newton steps that use the curvature at θ̄
+    as preconditioner. Those that do not converge are solved one by one as in `fit`, from where they stopped.
 
     Args:
-        solution: Where to start; should be a solution, so that the difference is the perturbation's.
+        solution: Warm start; it should be a solution, so that the perturbation alone explains the difference.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
-        max_iter: Limit per perturbation.
-        strict: Raise where the point is not a solution, or a retraining fails; False records it and answers NaN.
-        keep: A folder in which every finished retraining is kept at once; what is found there is not solved again.
+        max_iter: Limit on the iterations per perturbation.
+        strict: Raise where the point is not a solution, or a retraining fails; False records it and gives NaN.
+        keep: Folder for finished retrainings. Those found there are not solved again, so interrupted runs resume.
         jobs: Default of `scores`.
         show_progress: Default of `scores`.
     """
@@ -70,26 +71,26 @@ class Retraining:
         if strict:
             solution.check()
             solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
-        self._kept = None if keep is None else Kept.at(keep, solution, self.tol)
+        self._cache = None if keep is None else RetrainingCache.open(keep, solution, self.tol)
         self._batched: BatchedNewton | None = None
-        self._diagnostics = {"kkt": trust(solution)["kkt"], "tol": self.tol, "strict": strict}
+        self._diagnostics = {"kkt": describe_solution(solution)["kkt"], "tol": self.tol, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:
-        """Δθ and Δλ of one perturbation, by solving the changed problem."""
+        """Return Δθ and Δλ of one perturbation, by solving the changed problem."""
         at = self.solution
         Direction.single(at.program, perturbation)  # refuses more than one
-        ((found, failure),) = self._retrained(perturbation)
-        nothing = float("nan")
-        moved = torch.full_like(at.theta, nothing) if failure or found is None else found.theta - at.theta
-        priced = torch.full_like(at.lam, nothing) if failure or found is None else found.lam - at.lam
+        ((end, failure),) = self._retrain(perturbation)
+        nan = float("nan")
+        moved = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
+        priced = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
         return Change(
             theta=at.program.parameters.tensors(moved),
             multipliers=PerConstraint.of(at.program, priced),
             flat=moved,
             diagnostics={
                 **self._diagnostics,
-                "residual": nothing if found is None else found.residual,
-                "iterations": None if found is None else found.iterations,
+                "residual": nan if end is None else end.residual,
+                "iterations": None if end is None else end.iterations,
                 "failed": None if failure is None else str(failure),
             },
         )
@@ -98,18 +99,18 @@ class Retraining:
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int | None = None,
         show_progress: bool | None = None,
     ) -> Influence:  # fmt: skip
-        """The actual difference of each target after retraining; keywords as in `dif.Estimator`."""
+        """Return the actual difference of each target after retraining. Keywords as in `dif.Estimator`."""
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets, jobs = Targets(target, at), self.jobs if jobs is None else checked_jobs(jobs)
 
         def score(begin: int) -> Iterator[ScoredChunk]:
-            left = perturbations[begin:]
-            for one, (found, failure) in zip(left, self._retrained(left, jobs), strict=True):
-                solved = None if failure is not None else found
+            remaining = perturbations[begin:]
+            for perturbation, (end, failure) in zip(remaining, self._retrain(remaining, jobs), strict=True):
+                solved = None if failure is not None else end
                 move = torch.full_like(at.theta, float("nan")) if solved is None else solved.theta - at.theta
                 about = {
-                    "residuals": [float("nan") if found is None else found.residual],
-                    "failed": {one.labels[0]: str(failure)} if solved is None else {},
+                    "residuals": [float("nan") if end is None else end.residual],
+                    "failed": {perturbation.labels[0]: str(failure)} if solved is None else {},
                 }
                 yield ScoredChunk(differences(at, targets, [move]), about)
 
@@ -119,118 +120,116 @@ class Retraining:
 
         return Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown).run(score, 1, finish)
 
-    def _retrained(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
-        """Where each changed problem ended, in order; or why it did not. With strict, failures are raised."""
-        known = self._found(perturbations)
-        waiting: dict[int, Outcome] = {p: (found, None) for p, found in known.items() if found.reached}
-        begun = {p: found for p, found in known.items() if not found.reached}
-        if len(waiting) < len(perturbations) and self._batched is None:
-            self._batched = self._prepared()
-        pieces = list(self._pieces(perturbations, known, jobs)) + [
-            ([p], perturbations[p], found) for p, found in begun.items()
-        ]
-        ready = shared_out(self._piece, [piece[1:] for piece in pieces], jobs)
+    def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
+        """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""
+        cached = self._load(perturbations)
+        outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
+        unfinished = [([p], perturbations[p], end) for p, end in cached.items() if not end.reached]
+        if len(outcomes) < len(perturbations) and self._batched is None:
+            self._batched = self._prepare_batched()
+        tasks = [*self._split(perturbations, cached, jobs), *unfinished]
+        ready = shared_out(self._solve_task, [task[1:] for task in tasks], jobs)
         for p in range(len(perturbations)):
-            while p not in waiting:
-                number, outcomes = next(ready)
-                waiting |= dict(zip(pieces[number][0], outcomes, strict=True))
-            yield waiting.pop(p)
+            while p not in outcomes:
+                number, solved = next(ready)
+                outcomes |= dict(zip(tasks[number][0], solved, strict=True))
+            yield outcomes.pop(p)
 
-    def _found(self, perturbations: Perturbation) -> dict[int, Found]:
-        """What is kept already, finished or not."""
-        if self._kept is None:
+    def _load(self, perturbations: Perturbation) -> dict[int, Found]:
+        """Return the retrainings that are in the cache, finished or not, by the number of the perturbation."""
+        if self._cache is None:
             return {}
-        known: dict[int, Found] = {}
-        begin, places = 0, self._kept.places()
-        for some in chunks(perturbations):
-            direction = Direction(self.solution.program, some)
-            known |= {begin + p: found for p, found in self._kept.load(direction, places).items()}
+        cached: dict[int, Found] = {}
+        begin, index = 0, self._cache.build_index()
+        for chunk in chunks(perturbations):
+            direction = Direction(self.solution.program, chunk)
+            cached |= {begin + p: end for p, end in self._cache.load(direction, index).items()}
             begin += direction.P
-        return known
+        return cached
 
-    def _pieces(
-        self, perturbations: Perturbation, known: Container[int], jobs: int
+    def _split(
+        self, perturbations: Perturbation, cached: Container[int], jobs: int
     ) -> Iterator[tuple[list[int], Perturbation, None]]:
-        """What is still to be solved, as many at once as fit and as leave something for every job.
+        """Yield chunks of the perturbations that are not cached: their numbers and themselves.
 
-        Always the same together, whatever is known already: rounding depends on the company.
+        Chunk boundaries do not depend on the cache, since rounding depends on which problems are solved together.
         """
         size = programs_at_once(self.solution)
-        size = size if self._kept is None else min(size, _KEPT)
+        size = size if self._cache is None else min(size, _CACHED_CHUNK)
         size = chunk_size(len(perturbations), size, jobs)
         for begin in range(0, len(perturbations), size):
-            missing = [p for p in range(begin, min(begin + size, len(perturbations))) if p not in known]
-            end = 0
-            while end < len(missing):  # in runs: a perturbation is sliced, not picked
-                first = end
-                end += 1
-                while end < len(missing) and missing[end] == missing[end - 1] + 1:
-                    end += 1
-                yield missing[first:end], perturbations[missing[first] : missing[end - 1] + 1], None
+            chunk = range(begin, min(begin + size, len(perturbations)))
+            for is_cached, group in groupby(chunk, lambda p: p in cached):
+                if not is_cached:
+                    numbers = list(group)  # consecutive
+                    yield numbers, perturbations[numbers[0] : numbers[-1] + 1], None
 
-    def _prepared(self) -> BatchedNewton | None:
-        """What many are solved with; None where the solution has no curvature to start from."""
+    def _prepare_batched(self) -> BatchedNewton | None:
+        """Prepare the solver for many problems at once; None where the curvature at the solution does not allow it."""
         try:
             return BatchedNewton(self.solution)
         except DifError:
             return None
 
-    def _piece(self, piece: tuple[Perturbation, Found | None]) -> list[Outcome]:
-        """Perturbations to be solved together; or one that an earlier run left unfinished."""
-        some, begun = piece
-        direction = Direction(self.solution.program, some)
-        return self.solved(direction) if begun is None else [self._alone(direction, 0, begun)]
+    def _solve_task(self, task: tuple[Perturbation, Found | None]) -> list[Outcome]:
+        """Solve a chunk of perturbations, or a single one from where an earlier run stopped."""
+        chunk, start = task
+        direction = Direction(self.solution.program, chunk)
+        return self.solved(direction) if start is None else [self._solve_single(direction, 0, start)]
 
     def solved(self, direction: Direction) -> list[Outcome]:
-        """Perturbations solved together, and kept."""
+        """Solve the problems after these perturbations together, and write them to the cache."""
         at = self.solution
         for p in range(direction.P):
             direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
         ends = [Found(at.theta, at.lam)] * direction.P
-        for ends in self._together(direction):
+        for ends in self._solve_batched(direction):
             if all(end.reached for end in ends):
                 break
-        if self._kept is not None and any(end.reached for end in ends):
-            self._kept.save(direction, range(direction.P), ends)
-        return [(end, None) if end.reached else self._alone(direction, p, end) for p, end in enumerate(ends)]
+        if self._cache is not None and any(end.reached for end in ends):
+            self._cache.save(direction, range(direction.P), ends)
+        return [(end, None) if end.reached else self._solve_single(direction, p, end) for p, end in enumerate(ends)]
 
-    def _together(self, direction: Direction) -> Iterator[list[Found]]:
-        """Newton on all of them at once, where the model allows that: where they stand after each means tried."""
+    def _solve_batched(self, direction: Direction) -> Iterator[list[Found]]:
+        """Run Newton's method on all problems at once; yield where they are after each stage of the solver.
+
+        Yields nothing where the model cannot be mapped over parameters.
+        """
         at, batched = self.solution, self._batched
         if batched is None or any(table.samples.fallbacks - {PLAIN_ATTENTION} for table in at.program.rows.tables):
             return
-        shared = lambda share: Direction(at.program, share * direction.perturbation).stacked()  # noqa: E731
+        partly = lambda share: Direction(at.program, share * direction.perturbation).stacked()  # noqa: E731
         try:
-            for ends in batched.solve(direction.stacked(), self.tol, self.max_iter, shared):
+            for ends in batched.solve(direction.stacked(), self.tol, self.max_iter, partly):
                 numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
                 yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
         except Exception as error:
             if not unsupported(error):
                 raise
 
-    def _alone(self, direction: Direction, p: int, begun: Found) -> Outcome:
-        """One problem, by all means of `fit`."""
-        found, failure = None, None
+    def _solve_single(self, direction: Direction, p: int, start: Found) -> Outcome:
+        """Solve the problem after perturbation p as `fit` does, from a warm start."""
+        end, failure = None, None
         try:
-            start = Standing(begun.theta, begun.lam)
-            found = solve(direction.carried_out(p), start, Limits(self.max_iter), tol=self.tol)
-            if not found.reached:
-                failure = self._not_solved(direction.perturbation[p], found.residual)
+            point = Standing(start.theta, start.lam)
+            end = solve(direction.carried_out(p), point, Limits(self.max_iter), tol=self.tol)
+            if not end.reached:
+                failure = self._not_converged(direction.perturbation[p], end.residual)
         except DifError as error:
             failure = error
-        if found is not None:
-            found.iterations += begun.iterations
-            if failure is None and self._kept is not None:
-                self._kept.save(direction, [p], [found])
+        if end is not None:
+            end.iterations += start.iterations
+            if failure is None and self._cache is not None:
+                self._cache.save(direction, [p], [end])
         if failure is not None and self.strict:
             raise failure
-        return found, failure
+        return end, failure
 
-    def _not_solved(self, perturbation: Perturbation, residual: float) -> NotConvergedError:
+    def _not_converged(self, perturbation: Perturbation, residual: float) -> NotConvergedError:
+        """Build the error for a retraining that stopped early."""
         return NotConvergedError(
-            f"KKT residual after retraining ({perturbation.labels[0]})",
-            measured=f"{residual:.3g}",
-            threshold=f"{self.tol:.1g}",
-            meaning="The changed problem was not solved, so its difference to the old solution means nothing.",
-            cure="Raise max_iter, add a ridge, or perturb less.",
+            f"Retraining after {perturbation.labels[0]!r} stopped at a KKT residual of {residual:.3g}.",
+            f"It must be at most {self.tol:.1g}.",
+            "The changed problem was not solved, so its difference from the old solution means nothing.",
+            "Raise max_iter, add a ridge, or perturb less.",
         )

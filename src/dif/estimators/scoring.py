@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.estimators.fingerprint import of_direction, of_solution, of_targets
+from dif.estimators.fingerprint import hash_direction, hash_solution, hash_targets
 from dif.estimators.influence import Influence
 from dif.evaluation.weight_change import Direction, check_kind, chunks
 from dif.optimality.solution import Solution
@@ -98,21 +98,21 @@ class Scoring:
         about = f"{self.name} {self.targets.names} {json.dumps(self.diagnostics, sort_keys=True)}"
         hashed = hashlib.sha256(about.encode())
         for chunk in chunks(self.perturbations):
-            for part in of_direction(Direction(self.at.program, chunk)):
+            for part in hash_direction(Direction(self.at.program, chunk)):
                 hashed.update(part)
-        for part in (of_solution(self.at), *of_targets(self.targets)):
+        for part in (hash_solution(self.at), *hash_targets(self.targets)):
             hashed.update(part)
         return hashed.hexdigest()
 
 
 def join(parts: list[dict[str, Any]], key: str) -> Any:
     """Combine one entry of the diagnostics of all chunks: merge dicts, concatenate lists, add numbers."""
-    found = [part[key] for part in parts]
-    if all(isinstance(value, dict) for value in found):
-        return {label: value for one in found for label, value in one.items()}
-    if all(isinstance(value, list) for value in found):
-        return [value for one in found for value in one]
-    return sum(found)
+    entries = [part[key] for part in parts]
+    if all(isinstance(entry, dict) for entry in entries):
+        return {label: value for entry in entries for label, value in entry.items()}
+    if all(isinstance(entry, list) for entry in entries):
+        return [value for entry in entries for value in entry]
+    return sum(entries)
 
 
 def chunk_size(count: int, most: int, jobs: int) -> int:

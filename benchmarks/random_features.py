@@ -47,7 +47,7 @@ class Counter:
     def __init__(self) -> None:
         self.columns = 0
         self._count(rows.Rows, "hessian_products", lambda V: V.shape[1])
-        self._count(stack.Stack, "products", lambda V: V.shape[0] * V.shape[2])
+        self._count(stack.BatchedProgram, "products", lambda V: V.shape[0] * V.shape[2])
 
     def _count(self, owner, name, columns) -> None:
         plain = getattr(owner, name)

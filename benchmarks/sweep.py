@@ -96,8 +96,8 @@ def times(device, dtype, many, report):
         weights = solution.program.weights(solution.lam)
         for columns in (1, 4, 16, 64):
             V = torch.randn(solution.theta.numel(), columns, generator=generator).to(solution.theta)
-            at = (solution.theta, weights, solution.p, solution.Dp, V)
-            took = seconds(lambda at=at, direction=direction: direction.moves(*at), device)
+            at = (solution.theta, weights, solution.parts, solution.part_gradients, V)
+            took = seconds(lambda at=at, direction=direction: direction.first_order_effects(*at), device)
             ratio = took / base / columns
             key = f"{device} {dtype}, {name}, {columns} columns".replace("torch.", "")
             report[key] = ratio

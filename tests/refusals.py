@@ -138,9 +138,8 @@ def refused(error_class, action, *texts, keep=()):
     assert type(error) is error_class, error
     parts = [error.found, error.allowed, error.meaning, error.cure]
     assert str(error) == " ".join(parts)
-    if not hasattr(error, "measured"):
-        assert all(part.strip().endswith((".", "!", "?")) for part in parts), parts
-        assert not any(part[0].islower() for part in parts[1:] if not part.startswith("dif")), parts
+    assert all(part.endswith(".") for part in parts), parts
+    assert not any(part[0].islower() for part in parts[1:] if not part.startswith("dif")), parts
     for text in texts:
         assert text in str(error)
     return error

@@ -100,7 +100,9 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
     V = torch.ones(2040, 16, dtype=torch.float64, device="cuda")
     expected = at.curvature.product(V)
     monkeypatch.setattr("dif.runtime.memory._short", [0])
-    monkeypatch.setattr("dif.runtime.memory.in_flight.__defaults__", (2**40,))  # as if there were room for everything
+    monkeypatch.setattr(
+        "dif.runtime.memory.numbers_at_once.__defaults__", (2**40,)
+    )  # as if there were room for everything
     monkeypatch.setattr("dif.runtime.memory._ACCELERATED", 2**40)
     monkeypatch.setattr("dif.evaluation.sweeps._PASS", 2**40)
     torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ class Unconstrained:
 
     def _move(self, perturbation):
         at = self.solution
-        _, DJ = Direction.single(at.program, perturbation).first_order(0, at.theta, at.p, at.Dp)
+        _, DJ = Direction.resolve_single(at.program, perturbation).first_order(0, at.theta, at.parts, at.part_gradients)
         b = at.program.weights(at.lam) @ DJ
         return -self.solver.solve(b[:, None])[:, 0]
 

@@ -18,15 +18,9 @@ class DifError(ValueError):
         cure: What to do about it.
     """
 
-    def __init__(
-        self, found: str, allowed: str = "", meaning: str = "", cure: str = "", *, measured: object = None,
-        threshold: object = None,
-    ) -> None:  # fmt: skip
+    def __init__(self, found: str, allowed: str, meaning: str, cure: str) -> None:
         self.found, self.allowed, self.meaning, self.cure = found, allowed, meaning, cure
-        if threshold is not None:  # the old form, until every text is a sentence
-            self.what, self.measured, self.threshold = found, measured, threshold
-            self.found, self.allowed = f"{found}: measured {measured},", f"allowed {threshold}."
-        super().__init__(f"{self.found} {self.allowed} {meaning} {cure}")
+        super().__init__(f"{found} {allowed} {meaning} {cure}")
 
     def __reduce__(self):
         """Travel between processes with all four parts."""

@@ -89,7 +89,7 @@ def test_the_papers_regression_all_samples_at_once(bounds):
     change = influence.change(train.remove([3]))
     np.testing.assert_allclose(np.append(found[total][3], found[rows][3]), change.multipliers.flat, atol=1e-9)
     removed = list(range(0, n, 50))
-    actual = regression.cvxpy_retraining(0, stated, removed, show_progress=False).numpy()
+    actual = regression.retrain_with_cvxpy(0, stated, removed, show_progress=False).numpy()
     assert np.linalg.norm(found[theta][removed] - actual) <= 0.02 * np.linalg.norm(actual)
 
 

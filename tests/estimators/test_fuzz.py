@@ -90,7 +90,7 @@ def rough(rng: np.random.Generator) -> tuple[Oracle, float]:
     return oracle, ridge
 
 
-def in_words(oracle: Oracle, ridge: float) -> tuple[dif.Samples, dif.Problem]:
+def convert_errors(oracle: Oracle, ridge: float) -> tuple[dif.Samples, dif.Problem]:
     """The same for dif."""
     loss = squared if oracle.loss == "squared" else logistic
     train = dif.Samples(loss, (torch.tensor(oracle.X), torch.tensor(oracle.y)), name="train")
@@ -121,7 +121,7 @@ def answered(number: int) -> str:
     """How problem `number` ended: right, refused (by which error), or that nobody can tell."""
     rng = np.random.default_rng([7, number])
     oracle, ridge = rough(rng)
-    train, problem = in_words(oracle, ridge)
+    train, problem = convert_errors(oracle, ridge)
     n, d = oracle.X.shape
     gone = np.isin(np.arange(n), rng.choice(n, size=int(rng.integers(1, 3)), replace=False))
     renormalise = bool(rng.random() < 0.5)

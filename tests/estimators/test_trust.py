@@ -182,7 +182,7 @@ def test_margins_are_what_retraining_moves():
     weighed = dif.evaluation.weight_change.Direction(solution.program, some)
     values = torch.stack(
         [
-            weighed.carried_out(p).rows.values(solution.theta + moved[p].flat)[2] - solution.f[2]
+            weighed.perturbed_program(p).rows.values(solution.theta + moved[p].flat)[2] - solution.f[2]
             for p in range(len(some))
         ]
     ).abs()

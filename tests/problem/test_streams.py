@@ -146,7 +146,11 @@ def test_slopes_both_ways_are_one(monkeypatch):
         monkeypatch.setattr("dif.evaluation.sweeps._PER_ENTRY", {"cpu": price})
         monkeypatch.setattr("dif.evaluation.sweeps._PASS", size)
         monkeypatch.setattr("dif.evaluation.sweeps._GRADIENTS", size)
-        found.append(torch.cat(direction.moves(solution.theta, weights, solution.p, solution.Dp, V), 1))
+        found.append(
+            torch.cat(
+                direction.first_order_effects(solution.theta, weights, solution.parts, solution.part_gradients, V), 1
+            )
+        )
     for other in found[1:]:
         np.testing.assert_allclose(other, found[0], rtol=1e-12, atol=1e-15)
 

@@ -77,7 +77,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
     monkeypatch.setattr("dif.estimators.first_order._SMALLEST", 10)
     monkeypatch.setattr("dif.estimators.first_order._CHUNKS", 6)
     held = influence.scores(train, train.remove_each())
-    write = dif.runtime.score_file.Streamed.write
+    write = dif.runtime.score_file.FileScores.write
 
     def looked_at(self, block, **about):
         write(self, block, **about)
@@ -85,7 +85,7 @@ def test_scores_are_readable_while_they_grow(kind, scored, tmp_path, monkeypatch
         seen.append((now.diagnostics["rows"], int(torch.isnan(now.values).all(1).sum())))
         assert torch.equal(now.rows(0, 10), held.values[:10])
 
-    monkeypatch.setattr("dif.runtime.score_file.Streamed.write", looked_at)
+    monkeypatch.setattr("dif.runtime.score_file.FileScores.write", looked_at)
     found = influence.scores(train, train.remove_each(), out=path)
     assert seen == [(10 * k, 60 - 10 * k) for k in range(1, 7)]
     assert torch.equal(found.values, held.values)
@@ -166,7 +166,7 @@ def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
     monkeypatch.setattr("dif.estimators.first_order._SMALLEST", 10)
     monkeypatch.setattr("dif.estimators.first_order._CHUNKS", 6)
     held = influence.scores(train, train.remove_each())
-    usual, done = dif.runtime.score_file.Streamed.write, []
+    usual, done = dif.runtime.score_file.FileScores.write, []
 
     def interrupted(self, block, **about):
         if len(done) in (2, 5):
@@ -177,7 +177,7 @@ def test_half_a_line_in_the_journal(scored, tmp_path, monkeypatch):
         usual(self, block, **about)
         done.append(self.done)
 
-    monkeypatch.setattr("dif.runtime.score_file.Streamed.write", interrupted)
+    monkeypatch.setattr("dif.runtime.score_file.FileScores.write", interrupted)
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
             influence.scores(train, train.remove_each(), out=path)
@@ -399,8 +399,8 @@ solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(0.1)), params)
 V = torch.randn(488, 8, generator=generator, dtype=torch.float64)
 expected = solution.curvature.product(V)
 import dif.runtime.memory, dif.evaluation.sweeps
-dif.runtime.memory.IN_FLIGHT = dif.evaluation.sweeps._PASS = 2**40  # as if there were room for everything
-dif.runtime.memory.in_flight.__defaults__ = (2**40,)
+dif.runtime.memory.NUMBERS_AT_ONCE = dif.evaluation.sweeps._PASS = 2**40  # as if there were room for everything
+dif.runtime.memory.numbers_at_once.__defaults__ = (2**40,)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
 with warnings.catch_warnings(record=True) as said:

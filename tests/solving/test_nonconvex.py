@@ -7,14 +7,14 @@ from problems import F64, class_data, fair_logistic, regression_data, solved, sq
 from torch import nn
 
 import dif
-from dif.evaluation.batched_program import Stack
+from dif.evaluation.batched_program import BatchedProgram
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.weight_change import Direction
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.trust_region import exact_step, steihaug_step
 from dif.runtime.limits import Limits
 from dif.solving.batched_newton import BatchedNewton
-from dif.solving.checkpoint import Standing
+from dif.solving.checkpoint import FitState
 from dif.solving.fit import solve
 
 X, Y = class_data(n=60)
@@ -234,7 +234,7 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
 
 def solve_together(solution, changes, max_iter=1000):
     """Return the ends after each stage of the batched solver, and how many programs are solved then."""
-    scaled = lambda share: Direction(solution.program, share * changes).stacked()  # noqa: E731
+    scaled = lambda share: Direction(solution.program, share * changes).stack_programs()  # noqa: E731
     stages = BatchedNewton(solution).solve(scaled(1.0), 1e-10, max_iter, scaled)
     return [(ends, int(ends.reached.sum())) for ends in stages]
 
@@ -247,8 +247,8 @@ def test_solving_together_agrees_with_one_by_one(make):
     together = solve_together(solution, groups)[-1][0]
     assert bool(together.reached.all())
     for p in range(len(groups)):
-        program = Direction(solution.program, groups[p]).carried_out(0)
-        single = solve(program, Standing(solution.theta, solution.lam), Limits(10_000))
+        program = Direction(solution.program, groups[p]).perturbed_program(0)
+        single = solve(program, FitState(solution.theta, solution.lam), Limits(10_000))
         np.testing.assert_allclose(together.theta[p], single.theta, atol=1e-8)
         np.testing.assert_allclose(together.lam[p], single.lam, atol=1e-8)
 
@@ -279,7 +279,7 @@ def test_removals_are_retrained_without_hessian_products(monkeypatch):
     def refuse(*_):
         raise AssertionError("a product with a program's own curvature")
 
-    monkeypatch.setattr(Stack, "products", refuse)
+    monkeypatch.setattr(BatchedProgram, "products", refuse)
     ends = solve_together(solution, removals, 200)[0][0]
     assert bool(ends.reached.all())
     assert int(ends.steps.max()) <= 30
@@ -293,7 +293,7 @@ def test_large_perturbations_are_reached_through_smaller_ones(monkeypatch):
     (_, at_once), (stepwise, in_several), *_ = solve_together(solution, groups)
     assert at_once < in_several
     for p in torch.nonzero(stepwise.reached).reshape(-1).tolist():
-        program = Direction(solution.program, groups[p]).carried_out(0)
+        program = Direction(solution.program, groups[p]).perturbed_program(0)
         again = dif.Solution.of_program(program, stepwise.theta[p], stepwise.lam[p])
         assert again.kkt.residual <= 1e-8
 
@@ -308,8 +308,8 @@ def test_extrapolation_forgets_on_request_and_keeps_problems_apart():
         if step == 2:
             together.forget(torch.tensor([1]))
         live = torch.tensor([0, 1, 2])
-        z[live] += together.combined(live, z[live], -z[live] @ A)
-        first += single.combined(torch.tensor([0]), first, -first @ A)
+        z[live] += together.combine(live, z[live], -z[live] @ A)
+        first += single.combine(torch.tensor([0]), first, -first @ A)
     np.testing.assert_allclose(z[:1], first, atol=1e-12)
     assert float(z[[0, 2]].abs().max()) < 1e-9  # four directions to find out
     assert float(z[1].abs().max()) > 1e-6  # its history was forgotten

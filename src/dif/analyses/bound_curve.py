@@ -79,7 +79,7 @@ def bound_curve(
         The curve. Where a bound cannot be met the values are NaN from there on, and `lost` says why.
     """
     at = expect_solution(solution)
-    rows = at.program.where(constraint)
+    rows = at.program.rows_of(constraint)
     if rows.stop - rows.start != 1:
         raise InvalidInputError(
             f"The constraint whose bound moves has {rows.stop - rows.start} rows.",

@@ -13,7 +13,7 @@ from dif.errors import DifError, InvalidInputError, NotConvergedError
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence
 from dif.evaluation.program import Program
-from dif.evaluation.weight_change import indispensable
+from dif.evaluation.weight_change import find_indispensable
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.samples import Samples
@@ -169,8 +169,8 @@ class _RemovalSet:
                 "A set of samples is chosen for one number.",
                 "Add them up with weights of your choice: a sum of Terms is a Term.",
             )
-        needed = indispensable(solution.program, samples)
-        indices = range(len(samples)) if among is None else samples.checked(among)
+        needed = find_indispensable(solution.program, samples)
+        indices = range(len(samples)) if among is None else samples.check_indices(among)
         candidates = [i for i in indices if i not in needed]
         if not candidates:
             raise InvalidInputError(
@@ -198,7 +198,7 @@ class _RemovalSet:
         """Return the strongest candidates at the solution without the set, only those that help."""
         scores = {i: self.first_scores[i] for i in self.candidates if i in self.first_scores}
         if self.chosen:
-            excluded = {*self.chosen, *indispensable(self.at.program, self.samples)}
+            excluded = {*self.chosen, *find_indispensable(self.at.program, self.samples)}
             remaining = [i for i in self.candidates if i not in excluded]
             if not remaining:
                 return []

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dif.estimators.influence import Influence
-from dif.evaluation.weight_change import indispensable
+from dif.evaluation.weight_change import find_indispensable
 from dif.problem.samples import Samples
 from dif.runtime.progress import progress
 
@@ -25,8 +25,8 @@ def self_influence(
     constraints a sample acts through every term that contains it, so pass a DirectionalInfluence; ClassicalInfluence
     sees only the objective. A sample that is the only one in a term of the problem cannot be removed: its score is NaN.
     """
-    index = list(range(len(samples))) if indices is None else samples.checked(indices)
-    needed = indispensable(estimator.solution.program, samples)
+    index = list(range(len(samples))) if indices is None else samples.check_indices(indices)
+    needed = find_indispensable(estimator.solution.program, samples)
     removable = [i for i in index if i not in needed]
     options = {"show_progress": False, **({"assess": 0} if "assess" in signature(estimator.scores).parameters else {})}
     scores: dict[int, float] = {}

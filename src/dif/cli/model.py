@@ -220,9 +220,9 @@ def run_example(out: Path) -> Path:
 
 def _removals(description: Description) -> tuple[Perturbation, dict[int, str]]:
     """Return the removal of each sample that can be removed, and for the others the term that needs them."""
-    from dif.evaluation.weight_change import indispensable
+    from dif.evaluation.weight_change import find_indispensable
 
-    needed = indispensable(description.solution.program, description.train)
+    needed = find_indispensable(description.solution.program, description.train)
     removable = [i for i in range(len(description.train)) if i not in needed]
     if not removable:
         fail(
@@ -299,7 +299,7 @@ def _add_unanswered(scores: Influence, removals: Perturbation, needed: dict[int,
     }
     unanswered = scores.diagnostics.get("unanswered", {}) | reasons
     diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
-    return replace(scores, stored=values, carried_out=removals, diagnostics=diagnostics)
+    return replace(scores, stored=values, perturbed_program=removals, diagnostics=diagnostics)
 
 
 def _retrain(

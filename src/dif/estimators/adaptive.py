@@ -21,7 +21,7 @@ from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
-from dif.runtime.workers import checked_jobs
+from dif.runtime.workers import check_jobs
 
 SAID = 0.03  # estimated relative error above which a warning is given if no accuracy is asked for
 _CHUNK = 32  # perturbations in a chunk
@@ -80,7 +80,7 @@ class AdaptiveInfluence:
 
     def _next_step(self, perturbation: Perturbation, change: Change) -> float:
         """Measure the Newton step on the changed problem from where a change ends, relative to that change."""
-        at, stack = self.solution, Direction(self.solution.program, perturbation).stacked()
+        at, stack = self.solution, Direction(self.solution.program, perturbation).stack_programs()
         lam = at.program.kinds.project(at.lam + change.multipliers.flat)
         omega, _ = self._assessor.newton.step(stack, (at.theta + change.flat)[None], lam[None])
         size = float((at.scales.root * change.flat).norm())
@@ -98,7 +98,7 @@ class AdaptiveInfluence:
         constraints that switch (`crossed`).
         """
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
-        targets, jobs = Targets(target, at), checked_jobs(jobs)
+        targets, jobs = Targets(target, at), check_jobs(jobs)
         units = self._assessor.measure_units(targets)
 
         def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:

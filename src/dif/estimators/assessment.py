@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dif.errors import DifError, FirstOrderWarning, InvalidInputError, warn
 from dif.estimators.influence import TRUSTED
-from dif.evaluation.batched_program import Stack
+from dif.evaluation.batched_program import BatchedProgram
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -122,7 +122,7 @@ class Assessor:
         theta, nu = at.theta + omega, at.program.kinds.project(lam)
         known = torch.isfinite(theta).all(1) & torch.isfinite(nu).all(1)
         theta, nu = torch.where(known[:, None], theta, at.theta), torch.where(known[:, None], nu, at.lam)
-        change, remainder = self._correct(targets, units, direction.stacked(), theta, nu, known, thorough)
+        change, remainder = self._correct(targets, units, direction.stack_programs(), theta, nu, known, thorough)
 
         error, size = (change - values).abs() + remainder, change.abs()
         eps = torch.finfo(error.dtype).eps
@@ -135,7 +135,14 @@ class Assessor:
         return ErrorEstimate(error, size, units, targets.alike, self._name_switched(nu))
 
     def _correct(
-        self, targets: Targets, units: Tensor, stack: Stack, theta: Tensor, nu: Tensor, known: Tensor, thorough: bool
+        self,
+        targets: Targets,
+        units: Tensor,
+        stack: BatchedProgram,
+        theta: Tensor,
+        nu: Tensor,
+        known: Tensor,
+        thorough: bool,
     ) -> tuple[Tensor, Tensor]:
         """Take Newton steps from (θ, ν) of each program; θ, ν and `known` (whether all steps exist) are updated.
 

@@ -13,7 +13,7 @@ from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, Response
 from dif.estimators.reach import rows_within_reach
-from dif.evaluation.weight_change import check_kind
+from dif.evaluation.weight_change import check_perturbation
 from dif.linalg.cholesky import Solver
 from dif.optimality.active_set import Margin
 from dif.optimality.kkt_system import KKTSystem
@@ -108,7 +108,7 @@ class DirectionalInfluence(FirstOrderEstimator):
 
     def linearise(self, perturbations: Perturbation) -> Linearisation:
         """Return the linearised problem for these perturbations: rows they reach are added until they reach no more."""
-        check_kind(perturbations)
+        check_perturbation(perturbations)
         near, lin = self.solution.active.mask(()), self.linearisation
         while self.switching == "auto" and bool(self.solution.program.kinds.one_sided.any()):
             more = near | rows_within_reach(lin, perturbations)

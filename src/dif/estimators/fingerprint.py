@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from dif.evaluation.fingerprint import READ, of_program, of_rows, of_samples, of_tensor
+from dif.evaluation.fingerprint import READ, encode_rows, encode_samples, encode_tensor, fingerprint_program
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -17,7 +17,7 @@ from dif.problem.structure import leaves
 def hash_solution(at: Solution) -> bytes:
     """Hash θ̄, λ̄ and the problem."""
     digest = hashlib.sha256()
-    for part in (of_tensor(at.theta), of_tensor(at.lam), of_program(at.program)):
+    for part in (encode_tensor(at.theta), encode_tensor(at.lam), fingerprint_program(at.program)):
         digest.update(part)
     return digest.digest()
 
@@ -25,22 +25,22 @@ def hash_solution(at: Solution) -> bytes:
 def hash_targets(targets: Targets) -> Iterator[bytes]:
     """Yield hashes of the losses, data and constants of the targets."""
     if targets.rows is not None:
-        yield from of_rows(targets.rows)
-        yield of_tensor(targets.constant)
+        yield from encode_rows(targets.rows)
+        yield encode_tensor(targets.constant)
     elif targets.samples is not None:
-        yield from of_samples(targets.samples)
+        yield from encode_samples(targets.samples)
 
 
 def hash_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
     """Yield hashes of the changes of weights and bounds under perturbation p, or all, and of the samples in them."""
-    yield of_tensor(direction.dtau if p is None else direction.dtau[p])
+    yield encode_tensor(direction.dtau if p is None else direction.dtau[p])
     if p is not None:
-        yield of_tensor(direction.scaled_parts(p))
+        yield encode_tensor(direction.rescaling(p))
     for block in direction.blocks:
         mine = slice(None) if p is None or block.owner is None else block.owner == p
         if p is None:
-            yield of_tensor(block.alpha)
-            yield b"" if block.owner is None else of_tensor(block.owner)
-        yield from map(of_tensor, (block.touch, block.index[mine], block.s[mine]))
+            yield encode_tensor(block.alpha)
+            yield b"" if block.owner is None else encode_tensor(block.owner)
+        yield from map(encode_tensor, (block.touch, block.index[mine], block.s[mine]))
         for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), READ):
-            yield from map(of_tensor, leaves(batch))
+            yield from map(encode_tensor, leaves(batch))

@@ -14,13 +14,13 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, Response
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
 from dif.evaluation.program import PerConstraint
-from dif.evaluation.weight_change import Direction, check_kind, chunks
-from dif.linalg.multiplier_qp import no_direction
+from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
+from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
-from dif.runtime.workers import checked_jobs, in_order
+from dif.runtime.workers import check_jobs, run_in_order
 
 _SLOPES = 2**25  # slopes in memory at once
 _STEPS = 2**25  # entries of Δθ in memory at once
@@ -52,11 +52,11 @@ class FirstOrderEstimator:
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
-        direction = Direction.single(self.solution.program, perturbation)
+        direction = Direction.resolve_single(self.solution.program, perturbation)
         lin, program = self.linearise(perturbation), self.solution.program
         omega, response = lin.steps(direction)
         if self.strict and response.unanswered:
-            raise no_direction(*next(iter(response.unanswered.items())))
+            raise no_step_error(*next(iter(response.unanswered.items())))
         return Change(
             theta=program.parameters.tensors(omega[0]),
             multipliers=PerConstraint.of(program, lin.multiplier_change(response.nu)[0]),
@@ -80,8 +80,8 @@ class FirstOrderEstimator:
                 `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
                 cannot be trusted. 0 skips this.
         """
-        check_kind(perturbations)
-        jobs, check, lin = checked_jobs(jobs), self._assessor.assess(assess), self.linearise(perturbations)
+        check_perturbation(perturbations)
+        jobs, check, lin = check_jobs(jobs), self._assessor.assess(assess), self.linearise(perturbations)
         targets = Targets(target, lin.at)
         most = min(_SLOPES // (len(lin.rows) + len(targets.names)), max(_SMALLEST, len(perturbations) // _CHUNKS))
         size = chunk_size(len(perturbations), most, jobs)
@@ -89,7 +89,9 @@ class FirstOrderEstimator:
 
         def score(begin: int) -> Iterator[ScoredChunk]:
             columns = torch.cat([lin.system.V, lin.system.solver.solve(Q)], 1)  # (d, k + T)
-            return in_order(partial(self._score, lin, columns), chunks(perturbations[begin:], size), jobs)
+            return run_in_order(
+                partial(self._score, lin, columns), split_perturbation(perturbations[begin:], size), jobs
+            )
 
         def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
             unanswered = join(parts, "unanswered")

@@ -17,9 +17,9 @@ from dif.errors import InvalidInputError
 from dif.estimators.agreement import Agreement
 from dif.evaluation.program import PerConstraint
 from dif.problem.perturbation import Perturbation
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 from dif.runtime.inputs import as_index
-from dif.runtime.score_file import Values, beside, journal_of, opened, streamed, whole_pieces
+from dif.runtime.score_file import Values, beside, intact_chunks, opened, read_journal, streamed
 
 _FORMAT = "dif influence 1"  # name and version of the file format
 _LABELS = 4096  # labels written at once
@@ -167,12 +167,12 @@ class Influence:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all to one file (npz, no pickle); an interrupted write leaves the old file as it is."""
-        with written(path) as file:
+        with open_atomically(path) as file:
             np.savez(file, values=self.values.numpy(), about=np.array("".join(self._about())))
 
     def describe(self, path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> None:
         """Write everything but the values to a JSON file next to the file of values, which scoring fills."""
-        with written(beside(path)) as file:
+        with open_atomically(beside(path)) as file:
             file.writelines(chunk.encode() for chunk in self._about(streamed=record))
 
     @classmethod
@@ -200,8 +200,8 @@ class Influence:
         if written_as != _FORMAT or tuple(values.shape) != shape:
             raise _unreadable(path, f"format {written_as!r} with values of shape {tuple(values.shape)}")
         if streamed(path):
-            _, pieces = journal_of(path) or ({}, [])
-            good = whole_pieces(values, pieces)
+            _, pieces = read_journal(path) or ({}, [])
+            good = intact_chunks(values, pieces)
             rows = good[-1]["end"] if good else 0
             if len(good) < len(pieces):
                 raise _unreadable(path, f"values from row {rows} on differ from those that were written")

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError
-from dif.evaluation.weight_change import Direction, chunks
-from dif.linalg.multiplier_qp import no_direction
+from dif.evaluation.weight_change import Direction, split_perturbation
+from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -75,7 +75,7 @@ class Linearisation:
     def respond(self, direction: Direction, columns: Tensor) -> Response:
         """Return the response to perturbations, with bᵀ·columns, for columns (d, k + …) that begin with V."""
         at = self.at
-        b, df = direction.moves(at.theta, self.weights, at.p, at.Dp, columns)
+        b, df = direction.first_order_effects(at.theta, self.weights, at.parts, at.part_gradients, columns)
         return self._response(b, b[:, : len(self.rows)], df[:, 1:] - direction.dtau, direction)
 
     def _response(self, b: Tensor, bV: Tensor, r: Tensor, direction: Direction) -> Response:
@@ -84,7 +84,7 @@ class Linearisation:
         nu, force, failed = self.system.forces(bV, self.c0 + r[:, self.rows], self.lam0, equal)
         unanswered = {direction.perturbation[p].labels[0]: reason for p, reason in failed.items()}
         if unanswered and self.strict:
-            raise no_direction(*next(iter(unanswered.items())))
+            raise no_step_error(*next(iter(unanswered.items())))
         for p in torch.nonzero((nu[:, self.must_push] < 0).any(1)).reshape(-1).tolist():
             error = self._released(nu[p])
             if self.strict:
@@ -112,11 +112,11 @@ class Linearisation:
     def first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return b, (P, d), and r, (P, m), of the perturbations."""
         at, P = self.at, direction.P
-        if P > 1 and P * direction.touched <= _SWEEP_OVERHEAD * P:  # few samples: one sweep for all
-            b, df = direction.mixed(torch.eye(P).to(at.theta), at.theta, self.weights, at.p, at.Dp)
+        if P > 1 and P * direction.changed_count <= _SWEEP_OVERHEAD * P:  # few samples: one sweep for all
+            b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
             if bool(torch.isfinite(b).all() and torch.isfinite(df).all()):  # else the loop below names the sample
                 return b, df[:, 1:] - direction.dtau
-        first = [direction.first_order(p, at.theta, at.p, at.Dp) for p in range(P)]
+        first = [direction.first_order(p, at.theta, at.parts, at.part_gradients) for p in range(P)]
         b, r = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df[1:] for df, _ in first])
         return b, r - direction.dtau
 
@@ -142,7 +142,7 @@ class Linearisation:
         """Return how each perturbation moves f − τ and λ of some rows, (P, rows) each, NaN where unanswered."""
         columns = torch.cat([self.system.V, self.system.solver.solve(self.at.G[rows].T)], 1)
         moved, priced = [], []
-        for chunk in chunks(perturbations):
+        for chunk in split_perturbation(perturbations):
             values, response = self.scores(columns, Direction(self.at.program, chunk))
             change = self.multiplier_change(response.nu)[:, rows]
             moved.append(response.r[:, rows] + values)
@@ -152,7 +152,7 @@ class Linearisation:
     def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
         """Return Δλ on all m rows, (P, m), NaN where unanswered."""
         parts = []
-        for chunk in chunks(perturbations):
+        for chunk in split_perturbation(perturbations):
             response = self.respond(Direction(self.at.program, chunk), self.system.V)
             change = self.multiplier_change(response.nu)
             parts.append(torch.where(response.answered[:, None], change, float("nan")))
@@ -166,7 +166,7 @@ class Linearisation:
         q, at, system = targets.gradients(self.at.theta), self.at, self.system
         x = system.solver.solve(q)[:, 0]  # H_ρ⁻¹q
         parts = []
-        for chunk in chunks(perturbations):
+        for chunk in split_perturbation(perturbations):
             direction = Direction(at.program, chunk)
             response = self.respond(direction, system.V)
             holds = self.equal | (response.nu > 0)  # (P, k)
@@ -186,7 +186,7 @@ class Linearisation:
                         "Drop one of them, or ask for the sum: scores().",
                     )
                 y = x - V @ pull  # H⁻¹q along the rows that hold
-                values[mine] = -direction.moves_by_row(at.theta, self.weights, at.Dp, y)[mine]
+                values[mine] = -direction.first_order_effects_by_row(at.theta, self.weights, at.part_gradients, y)[mine]
                 values[:, 1 + self.rows] += mine[:, None] * (self.lam0 * (system.G @ y))
                 moved = (self.c0 + response.r[:, self.rows])[:, pattern]
                 values[:, 1 + self.rows[pattern]] -= mine[:, None] * (moved * pull)

@@ -15,7 +15,7 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import PerConstraint
-from dif.evaluation.weight_change import Direction, check_kind
+from dif.evaluation.weight_change import Direction, check_perturbation
 from dif.linalg.cholesky import Solver
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.operator import Matrix, Operator
@@ -23,7 +23,7 @@ from dif.optimality.kkt_system import Step, kkt_step
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.workers import checked_jobs
+from dif.runtime.workers import check_jobs
 
 _STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed
 
@@ -76,8 +76,8 @@ class NewtonInfluence:
 
         Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
-        check_kind(perturbations)
-        at, check, jobs = self.solution, self._assessor.assess(assess), checked_jobs(jobs)
+        check_perturbation(perturbations)
+        at, check, jobs = self.solution, self._assessor.assess(assess), check_jobs(jobs)
         targets, shown = Targets(target, at), self.show_progress if show_progress is None else show_progress
         fits = len(perturbations) * at.theta.numel() <= _STEPS
         taken: list[Step] | None = [] if check is not None and fits and jobs == 1 and out is None else None
@@ -106,9 +106,9 @@ class NewtonInfluence:
     def _step(self, perturbation: Perturbation) -> Step:
         """Take the step of one perturbation; NaN where it does not exist (unless strict)."""
         at = self.solution
-        direction = Direction.single(at.program, perturbation)
+        direction = Direction.resolve_single(at.program, perturbation)
         weights = at.program.weights(at.lam)
-        df, DJ = direction.first_order(0, at.theta, at.p, at.Dp)
+        df, DJ = direction.first_order(0, at.theta, at.parts, at.part_gradients)
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         H, solver = self._curvature(direction, weights)
         try:
@@ -124,9 +124,9 @@ class NewtonInfluence:
         """Return ∇²L of the changed problem, assembled where that of the old problem is, and its linear solver."""
         at = self.solution
         if at.curvature.assembled:
-            touched = direction.touched_samples(0).hessian(at.theta, weights)
-            return Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.scaled_parts(0))), None
-        return Curvature(direction.carried_out(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
+            touched = direction.changed_samples(0).hessian(at.theta, weights)
+            return Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.rescaling(0))), None
+        return Curvature(direction.perturbed_program(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Return Σₖ scaleₖ ∇²pₖ; the Hessian of each part pₖ is computed once."""

@@ -15,12 +15,12 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
 from dif.evaluation.program import PerConstraint
 from dif.optimality.kkt_system import KKTSystem
-from dif.optimality.solution import Solution, checked_tolerance, expect_solution
+from dif.optimality.solution import Solution, check_tolerance, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import as_numbers
-from dif.runtime.workers import checked_jobs
-from dif.solving.continuation import Follower, Path
+from dif.runtime.workers import check_jobs
+from dif.solving.continuation import Path, PathFollower
 from dif.solving.fit import check_limits, default_tolerance
 
 
@@ -52,7 +52,7 @@ class PathInfluence:
         show_progress: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
+        self.tol = default_tolerance(solution.theta) if tol is None else check_tolerance(tol)
         check_limits(max_steps, None)
         self.max_steps, self.strict, self.show_progress = max_steps, strict, show_progress
         if strict:
@@ -66,9 +66,9 @@ class PathInfluence:
         """Follow the path of one perturbation; it has a point at each ε of `stops`, besides those it chooses itself."""
         return self.follower(perturbation).run(check_stops(stops))
 
-    def follower(self, perturbation: Perturbation) -> Follower:
+    def follower(self, perturbation: Perturbation) -> PathFollower:
         """Build the object that follows the path of one perturbation."""
-        return Follower(self.solution, perturbation, self.tol, self.max_steps, self._prepared)
+        return PathFollower(self.solution, perturbation, self.tol, self.max_steps, self._prepared)
 
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ at the end of the path of one perturbation."""
@@ -100,7 +100,7 @@ class PathInfluence:
                 influence.diagnostics[part] = join(parts, part)
 
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        return scoring.run_chunks(partial(self._score, targets), ONE_BY_ONE, checked_jobs(jobs), finish)
+        return scoring.run_chunks(partial(self._score, targets), ONE_BY_ONE, check_jobs(jobs), finish)
 
     def _score(self, targets: Targets, chunk: Perturbation) -> ScoredChunk:
         moves: list[Tensor] = []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dif.estimators.linearisation import Linearisation
-from dif.evaluation.weight_change import Direction, chunks
+from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.problem.perturbation import Perturbation
 
 _PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one
@@ -66,10 +66,10 @@ def _typical_moves(lin: Linearisation, perturbations: Perturbation) -> tuple[Ten
     at, Z = lin.at, _MIXTURES if lin.at.curvature.assembled else _MIXTURES_WITHOUT_HESSIAN
     generator = torch.Generator().manual_seed(0)
     b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
-    for chunk in chunks(perturbations):
+    for chunk in split_perturbation(perturbations):
         direction = Direction(at.program, chunk)
         mix = (2.0 * torch.randint(0, 2, (Z, len(chunk)), generator=generator) - 1.0).to(at.theta)
-        more_b, more_f = direction.mixed(mix, at.theta, lin.weights, at.p, at.Dp)
+        more_b, more_f = direction.combine(mix, at.theta, lin.weights, at.parts, at.part_gradients)
         b, r = b + more_b, r + more_f[:, 1:] - mix @ direction.dtau
     equal, system = lin.equal, lin.system
     stiffness = (system.R * r[:, lin.rows])[:, equal]

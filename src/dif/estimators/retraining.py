@@ -15,16 +15,16 @@ from dif.estimators.influence import Change, Influence
 from dif.estimators.retraining_cache import RetrainingCache
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
 from dif.evaluation.program import PerConstraint
-from dif.evaluation.weight_change import Direction, chunks
-from dif.optimality.solution import Solution, checked_tolerance, expect_solution
+from dif.evaluation.weight_change import Direction, split_perturbation
+from dif.optimality.solution import Solution, check_tolerance, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import PLAIN_ATTENTION
 from dif.runtime.limits import Limits
 from dif.runtime.user_code import unsupported
-from dif.runtime.workers import checked_jobs, shared_out
+from dif.runtime.workers import check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
-from dif.solving.checkpoint import Standing
+from dif.solving.checkpoint import FitState
 from dif.solving.fit import Found, check_limits, default_tolerance, solve
 
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
@@ -62,10 +62,10 @@ class Retraining:
         show_progress: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.tol = default_tolerance(solution.theta) if tol is None else checked_tolerance(tol)
+        self.tol = default_tolerance(solution.theta) if tol is None else check_tolerance(tol)
         check_limits(max_iter, None)
         self.max_iter = max_iter
-        self.jobs = checked_jobs(jobs)
+        self.jobs = check_jobs(jobs)
         self.strict = strict
         self.show_progress = show_progress
         if strict:
@@ -78,7 +78,7 @@ class Retraining:
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ of one perturbation, by solving the changed problem."""
         at = self.solution
-        Direction.single(at.program, perturbation)  # refuses more than one
+        Direction.resolve_single(at.program, perturbation)  # refuses more than one
         ((end, failure),) = self._retrain(perturbation)
         nan = float("nan")
         moved = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
@@ -101,7 +101,7 @@ class Retraining:
     ) -> Influence:  # fmt: skip
         """Return the actual difference of each target after retraining. Keywords as in `dif.Estimator`."""
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
-        targets, jobs = Targets(target, at), self.jobs if jobs is None else checked_jobs(jobs)
+        targets, jobs = Targets(target, at), self.jobs if jobs is None else check_jobs(jobs)
 
         def score(begin: int) -> Iterator[ScoredChunk]:
             remaining = perturbations[begin:]
@@ -128,7 +128,7 @@ class Retraining:
         if len(outcomes) < len(perturbations) and self._batched is None:
             self._batched = self._prepare_batched()
         tasks = [*self._split(perturbations, cached, jobs), *unfinished]
-        ready = shared_out(self._solve_task, [task[1:] for task in tasks], jobs)
+        ready = run_unordered(self._solve_task, [task[1:] for task in tasks], jobs)
         for p in range(len(perturbations)):
             while p not in outcomes:
                 number, solved = next(ready)
@@ -141,7 +141,7 @@ class Retraining:
             return {}
         cached: dict[int, Found] = {}
         begin, index = 0, self._cache.build_index()
-        for chunk in chunks(perturbations):
+        for chunk in split_perturbation(perturbations):
             direction = Direction(self.solution.program, chunk)
             cached |= {begin + p: end for p, end in self._cache.load(direction, index).items()}
             begin += direction.P
@@ -181,7 +181,7 @@ class Retraining:
         """Solve the problems after these perturbations together, and write them to the cache."""
         at = self.solution
         for p in range(direction.P):
-            direction.first_order(p, at.theta, at.p, at.Dp)  # refuses samples without a derivative
+            direction.first_order(p, at.theta, at.parts, at.part_gradients)  # refuses samples without a derivative
         ends = [Found(at.theta, at.lam)] * direction.P
         for ends in self._solve_batched(direction):
             if all(end.reached for end in ends):
@@ -198,9 +198,9 @@ class Retraining:
         at, batched = self.solution, self._batched
         if batched is None or any(table.samples.fallbacks - {PLAIN_ATTENTION} for table in at.program.rows.tables):
             return
-        partly = lambda share: Direction(at.program, share * direction.perturbation).stacked()  # noqa: E731
+        partly = lambda share: Direction(at.program, share * direction.perturbation).stack_programs()  # noqa: E731
         try:
-            for ends in batched.solve(direction.stacked(), self.tol, self.max_iter, partly):
+            for ends in batched.solve(direction.stack_programs(), self.tol, self.max_iter, partly):
                 numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
                 yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
         except Exception as error:
@@ -211,8 +211,8 @@ class Retraining:
         """Solve the problem after perturbation p as `fit` does, from a warm start."""
         end, failure = None, None
         try:
-            point = Standing(start.theta, start.lam)
-            end = solve(direction.carried_out(p), point, Limits(self.max_iter), tol=self.tol)
+            point = FitState(start.theta, start.lam)
+            end = solve(direction.perturbed_program(p), point, Limits(self.max_iter), tol=self.tol)
             if not end.reached:
                 failure = self._not_converged(direction.perturbation[p], end.residual)
         except DifError as error:

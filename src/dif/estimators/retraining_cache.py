@@ -18,7 +18,7 @@ from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 from dif.solving.fit import Found
 
 _FORMAT = "dif retrainings 2"  # name and version of the file format
@@ -74,7 +74,7 @@ class RetrainingCache:
         theta, lam = (torch.stack([getattr(end, part) for end in ends]).cpu().numpy() for part in ("theta", "lam"))
         suffix = "" if all(end.reached for end in ends) else "-unfinished"
         name = hashlib.sha256(" ".join(about["names"]).encode()).hexdigest()[:32]
-        with written(self.folder / f"{name}{suffix}.npz") as file:
+        with open_atomically(self.folder / f"{name}{suffix}.npz") as file:
             np.savez(file, theta=theta, lam=lam, about=np.array(json.dumps(about)))
 
     def build_index(self) -> Index:

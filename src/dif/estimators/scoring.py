@@ -15,14 +15,14 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution, hash_targets
 from dif.estimators.influence import Influence
-from dif.evaluation.weight_change import Direction, check_kind, chunks
+from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.distributed import alone
+from dif.runtime.distributed import is_single_process
 from dif.runtime.progress import progress
-from dif.runtime.score_file import Held, Streamed
-from dif.runtime.workers import in_order
+from dif.runtime.score_file import FileScores, MemoryScores
+from dif.runtime.workers import run_in_order
 
 Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy or .zarr
 ONE_BY_ONE = 16  # perturbations in a chunk, of an estimator that takes them one by one
@@ -56,9 +56,11 @@ class Scoring:
         self, work: Callable[[Perturbation], ScoredChunk], most: int, jobs: int, finish: Finish
     ) -> Influence:
         """Score chunks of at most `most` perturbations, each by one call of `work`."""
-        check_kind(self.perturbations)
+        check_perturbation(self.perturbations)
         size = chunk_size(len(self.perturbations), most, jobs)
-        return self.run(lambda begin: in_order(work, chunks(self.perturbations[begin:], size), jobs), size, finish)
+        return self.run(
+            lambda begin: run_in_order(work, split_perturbation(self.perturbations[begin:], size), jobs), size, finish
+        )
 
     def run(self, score: Callable[[int], Iterator[ScoredChunk]], size: int, finish: Finish) -> Influence:
         """Collect the scores; rows that a file has already are not computed again.
@@ -68,27 +70,27 @@ class Scoring:
             size: Perturbations in a chunk, at most.
             finish: Adds to the diagnostics of the result, given those of all chunks.
         """
-        check_kind(self.perturbations)
+        check_perturbation(self.perturbations)
         count = len(self.perturbations)
         shape = (count, len(self.targets.names))
-        sheet = Held(shape) if self.out is None else Streamed(self.out, shape, self._fingerprint(), size)
+        sheet = MemoryScores(shape) if self.out is None else FileScores(self.out, shape, self._fingerprint(), size)
         influence = Influence(sheet.values, self.perturbations, self.targets.names, self.name, dict(self.diagnostics))
         if sheet.done < count:
-            if isinstance(sheet, Streamed):
+            if isinstance(sheet, FileScores):
                 influence.describe(sheet.path)  # so that the file can be read while it grows
             with progress(self.name, count, self.show_progress) as report:
                 for chunk in score(sheet.done):
                     sheet.write(chunk.values, **chunk.about)
                     report(sheet.done)
         finish(influence, sheet.pieces)
-        if isinstance(sheet, Streamed):
+        if isinstance(sheet, FileScores):
             influence.describe(sheet.path, sheet.record)
             sheet.finish()
         return influence
 
     def _fingerprint(self) -> str:
         """Hash everything that the scores depend on; malformed perturbations are refused before a file is touched."""
-        if not alone():
+        if not is_single_process():
             raise InvalidInputError(
                 f"`out` is {str(self.out)!r} inside dif.sharded().",
                 "It must be None there.",
@@ -97,7 +99,7 @@ class Scoring:
             )
         about = f"{self.name} {self.targets.names} {json.dumps(self.diagnostics, sort_keys=True)}"
         hashed = hashlib.sha256(about.encode())
-        for chunk in chunks(self.perturbations):
+        for chunk in split_perturbation(self.perturbations):
             for part in hash_direction(Direction(self.at.program, chunk)):
                 hashed.update(part)
         for part in (hash_solution(self.at), *hash_targets(self.targets)):

@@ -18,11 +18,11 @@ from dif.evaluation.sweeps import (
 )
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
-from dif.runtime.memory import within_memory
+from dif.runtime.memory import retry_with_smaller_batches
 
 
 @dataclass(frozen=True, eq=False)
-class Stack:
+class BatchedProgram:
     """P programs that weight the same samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
 
     parameters: Parameters
@@ -34,12 +34,12 @@ class Stack:
     def __len__(self) -> int:
         return len(self.tau)
 
-    def take(self, which: Tensor) -> Stack:
+    def take(self, which: Tensor) -> BatchedProgram:
         """Select the programs listed in `which`."""
         tables = tuple((samples, W[which]) for samples, W in self.tables)
-        return Stack(self.parameters, tables, self.functions, self.C, self.tau[which])
+        return BatchedProgram(self.parameters, tables, self.functions, self.C, self.tau[which])
 
-    @within_memory
+    @retry_with_smaller_batches
     def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
         """Return f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its own θ (P, d)."""
         P, d = thetas.shape
@@ -59,7 +59,7 @@ class Stack:
                 J[p] += C @ gradient
         return f, J
 
-    @within_memory
+    @retry_with_smaller_batches
     def pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its own θ (P, d).
 
@@ -79,7 +79,7 @@ class Stack:
             g += gradients
         return f, g
 
-    @within_memory
+    @retry_with_smaller_batches
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
         function_sum = self._nonlinear_functions()

@@ -35,7 +35,7 @@ _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes, ran
 _METHODS = (FunctionType, staticmethod, classmethod, property)  # kinds of dunder attributes of a class that count
 
 
-def of_tensor(tensor: Tensor) -> bytes:
+def encode_tensor(tensor: Tensor) -> bytes:
     """Encode dtype, shape and exact values of a tensor."""
     plain = tensor.detach().cpu()
     plain = (plain if plain.layout == torch.strided else plain.to_dense()).contiguous()
@@ -44,12 +44,12 @@ def of_tensor(tensor: Tensor) -> bytes:
     return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + plain.numpy().tobytes()
 
 
-def of_program(program: Program) -> bytes:
+def fingerprint_program(program: Program) -> bytes:
     """Hash everything that defines a problem, except the values of its parameters."""
     digest = hashlib.sha256()
     for part in (program.tau, program.kinds.equal):
-        digest.update(of_tensor(part))
-    for part in of_rows(program.rows):
+        digest.update(encode_tensor(part))
+    for part in encode_rows(program.rows):
         digest.update(part)
     walk = Look()
     for part in walk.at_module(program.parameters.module):
@@ -59,25 +59,25 @@ def of_program(program: Program) -> bytes:
     return digest.digest()
 
 
-def of_rows(rows: Rows) -> Iterator[bytes]:
+def encode_rows(rows: Rows) -> Iterator[bytes]:
     """Yield the encoded data, weights, losses and functions of the rows."""
-    yield of_tensor(rows.C)
+    yield encode_tensor(rows.C)
     for table in rows.tables:
-        yield of_tensor(table.U)
-        yield from of_samples(table.samples)
+        yield encode_tensor(table.U)
+        yield from encode_samples(table.samples)
     for smooth in rows.functions:
         function = smooth.function
         yield f"{function.name} {function.ridge!r} {function.of!r}".encode()
-        yield b"" if smooth.matrix is None else of_tensor(smooth.matrix)
+        yield b"" if smooth.matrix is None else encode_tensor(smooth.matrix)
         if smooth.matrix is None and function.ridge is None:
             yield from Look().at(function.fn)
 
 
-def of_samples(samples: SampleLosses) -> Iterator[bytes]:
+def encode_samples(samples: SampleLosses) -> Iterator[bytes]:
     """Yield the encoded loss and all data of the samples."""
     yield from Look().at((samples.loss,) if samples.parted is None else samples.parted)
     for _, batch in samples.batches(at_most=READ):
-        yield from map(of_tensor, leaves(batch))
+        yield from map(encode_tensor, leaves(batch))
 
 
 class Look:
@@ -104,7 +104,7 @@ class Look:
     def _walk_contents(self, thing: Any) -> Iterator[bytes]:
         """Yield the encoding of what an object contains, by its type."""
         if isinstance(thing, Tensor):
-            yield of_tensor(thing)
+            yield encode_tensor(thing)
         elif isinstance(thing, np.ndarray):
             yield f"{thing.dtype} {thing.shape}".encode()
             yield from self.at(thing.tolist()) if thing.dtype.hasobject else (np.ascontiguousarray(thing).tobytes(),)

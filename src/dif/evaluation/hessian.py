@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.evaluation.cost import cost
 from dif.evaluation.rows import Rows
 from dif.evaluation.sweeps import sample_slopes
-from dif.linalg.operator import Matrix, curved, positive
+from dif.linalg.operator import Matrix, coordinate_curvature, positive
 from dif.runtime.user_code import UserCodeError
 
 DENSE_LIMIT = 5000  # largest number of parameters for which the Hessian is assembled
@@ -174,7 +174,7 @@ class Curvature:
     def own(self) -> Tensor:
         """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
         if self.cheap:
-            return curved(self._dense)
+            return coordinate_curvature(self._dense)
         if self.plain is None or self.G is None or self.R is None:
             return self._estimated_scale() if self.assumed is None else self.assumed
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping

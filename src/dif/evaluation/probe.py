@@ -14,7 +14,7 @@ from dif.evaluation.sweeps import sample_losses
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Function
-from dif.runtime.user_code import in_words
+from dif.runtime.user_code import convert_errors
 
 _PROBE_SAMPLES = 64  # largest number of samples that are evaluated in a check
 
@@ -34,7 +34,7 @@ def probe(
     with torch.random.fork_rng(devices):
         for samples in every_samples:
             check_tensors(samples, parameters)
-            with in_words(f"loss of Samples {samples.name!r}"):
+            with convert_errors(f"loss of Samples {samples.name!r}"):
                 _check_type(samples, parameters, theta)
                 _check_deterministic(samples, parameters, theta)
                 _check_independent(samples, parameters, theta)
@@ -44,7 +44,7 @@ def probe(
                     samples.compared.add(theta.numel())
         for f in functions:
             if f.matrix is None:
-                with in_words(f"function {f.name!r}"):
+                with convert_errors(f"function {f.name!r}"):
                     _check_function(f, parameters, theta)
 
 

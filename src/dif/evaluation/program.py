@@ -79,7 +79,7 @@ class Program:
         """Number of constraint rows."""
         return len(self.tau)
 
-    def where(self, constraint: Constraint) -> slice:
+    def rows_of(self, constraint: Constraint) -> slice:
         """Return the positions of a constraint's rows among the m constraint rows."""
         start = 0
         for c, shape in zip(self.problem.constraints, self.shapes, strict=True):
@@ -97,7 +97,7 @@ class Program:
         """Return (1, λ), the weights of the rows in the Lagrangian."""
         return torch.cat([lam.new_ones(1), lam])
 
-    def flat_multipliers(self, multipliers: Any) -> Tensor:
+    def flatten_multipliers(self, multipliers: Any) -> Tensor:
         """Convert multipliers to shape (m,): from a vector, a list per constraint, or a dict by constraint or name."""
         if isinstance(multipliers, PerConstraint):
             multipliers = multipliers.flat

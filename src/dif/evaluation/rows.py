@@ -26,9 +26,9 @@ from dif.evaluation.sweeps import (
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Function, SampleSum, Term
-from dif.runtime.distributed import added, alone, span
-from dif.runtime.memory import within_memory
-from dif.runtime.user_code import in_words
+from dif.runtime.distributed import added, is_single_process, span
+from dif.runtime.memory import retry_with_smaller_batches
+from dif.runtime.user_code import convert_errors
 
 _FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once
 _STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
@@ -177,14 +177,14 @@ class Rows:
         """Yield each function with the positions of its outputs in p."""
         return output_slices(self.functions, sum(len(t.U) for t in self.tables))
 
-    def curved(self) -> Tensor:
+    def nonlinear_rows(self) -> Tensor:
         """Return which rows contain anything nonlinear, (R,) bool."""
         columns = [True] * sum(len(t.U) for t in self.tables)
         for f in self.functions:
             columns += [f.matrix is None] * f.size
         return (self.C[:, torch.tensor(columns, dtype=torch.bool, device=self.C.device)] != 0).any(1)
 
-    def outweighs(self, mu: Tensor, than: Tensor) -> float:
+    def weight_ratio(self, mu: Tensor, than: Tensor) -> float:
         """Return the largest ratio of a sample's or nonlinear function's weights in Σⱼ muⱼfⱼ and Σⱼ thanⱼfⱼ."""
         first, second = mu @ self.C, than @ self.C
         tables = [(self.columns(number), table.U) for number, table in enumerate(self.tables)]
@@ -231,7 +231,7 @@ class Rows:
             gradients.append(gradient)
         return torch.cat(values), torch.cat(gradients)
 
-    @within_memory
+    @retry_with_smaller_batches
     def pull_back_table(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over a table, for each row w of weights (k, n)."""
         samples = self.tables[table].samples
@@ -247,7 +247,7 @@ class Rows:
         p, Dp = self.part_gradients(theta)
         return self.C @ p, self.C @ Dp
 
-    @within_memory
+    @retry_with_smaller_batches
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ) with μ = weigh(f(θ)), in one forward and one backward sweep."""
         pulls: list[Callable[[Tensor], Tensor]] = []
@@ -281,7 +281,7 @@ class Rows:
             losses = [loss(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
         return torch.cat([theta.new_zeros(0), *losses]), partial(self._local_gradient, table.samples, theta)
 
-    @within_memory
+    @retry_with_smaller_batches
     def _local_gradient(self, samples: SampleLosses, theta: Tensor, w: Tensor) -> Tensor:
         """Return Σᵢ wᵢ∇ℓᵢ(θ) over this process's samples, batch by batch."""
         total = torch.zeros_like(theta)
@@ -293,7 +293,7 @@ class Rows:
         """Return Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
         return self.part_hessian(theta, mu @ self.C)
 
-    @within_memory
+    @retry_with_smaller_batches
     def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
         """Return Σₖ weightsₖ ∇²pₖ(θ), (d, d), by the structure of losses of linear maps, or by products."""
         d = theta.numel()
@@ -328,7 +328,7 @@ class Rows:
         indices = torch.nonzero(w).reshape(-1)
         return w[indices], indices if len(indices) < len(w) else None
 
-    @within_memory
+    @retry_with_smaller_batches
     def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor, gauss_newton: bool = False) -> Tensor:
         """Return Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), as (d, c), in one sweep over the data.
 
@@ -348,7 +348,7 @@ class Rows:
             return torch.stack([(w * value(t)).sum().to(w.dtype) for w, value in nonlinear]).sum()
 
         remaining = function_sum if nonlinear else None
-        pending = remaining if alone() else None  # joins the first batch, unless every process would add it
+        pending = remaining if is_single_process() else None  # joins the first batch, unless every process would add it
         for number, table in enumerate(self.tables):
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
@@ -364,7 +364,7 @@ class Rows:
 
                 count = place.stop - place.start
                 total += batch_hessian_products(table.samples, self.parameters, theta, scalar, count, V)
-                pending, remaining = None, None if alone() else remaining
+                pending, remaining = None, None if is_single_process() else remaining
         total = added(total) + ridge * V
         return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
 
@@ -376,7 +376,7 @@ def evaluate_function_at(f: Function, parameters: Parameters, theta: Tensor) -> 
 
 def evaluate_function(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
     """Return the value of the function at the params after checking its shape and type."""
-    with in_words(f"function {f.name!r}"):
+    with convert_errors(f"function {f.name!r}"):
         out = f.fn(params)
     if not isinstance(out, Tensor) or out.dim() > 1:
         is_tensor = isinstance(out, Tensor)

@@ -20,8 +20,8 @@ from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves, mapped
 from dif.runtime.distributed import added, everywhere, gathered, span
-from dif.runtime.memory import in_flight, within_memory
-from dif.runtime.user_code import UserCodeError, cure_of, out_of_memory, unsupported
+from dif.runtime.memory import numbers_at_once, retry_with_smaller_batches
+from dif.runtime.user_code import UserCodeError, find_cure, is_out_of_memory, unsupported
 
 _PASS = 2**21  # numbers (inputs and intermediates) of one batch on the CPU, sized for its caches; results are the same
 _PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is more: each batch creates vectors of size d
@@ -48,7 +48,7 @@ def sweep_batches(
     only this process's part is swept, unless `shared` is False.
     """
     each = cost(samples, parameters, theta)
-    room = in_flight(theta, max(_PASS, _PER_PARAMETER * len(theta)))
+    room = numbers_at_once(theta, max(_PASS, _PER_PARAMETER * len(theta)))
     fits = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
     step = fits if at_most is None else min(fits, at_most)
     within = span(len(samples) if indices is None else len(indices)) if shared else None
@@ -59,12 +59,12 @@ def sweep_batches(
 def samples_per_batch(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int) -> int:
     """Return the number of samples per batch when this many columns go through it, to leave room for the columns."""
     numbers = cost(samples, parameters, theta).elements * min(columns, _SHARED)
-    return max(_FEWEST, in_flight(theta) // max(1, numbers))
+    return max(_FEWEST, numbers_at_once(theta) // max(1, numbers))
 
 
 def _columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:
     """Return how many columns may go through a batch of `count` samples at once."""
-    return max(1, in_flight(theta) // (count * cost(samples, parameters, theta).elements + 4 * len(theta)))
+    return max(1, numbers_at_once(theta) // (count * cost(samples, parameters, theta).elements + 4 * len(theta)))
 
 
 def thetas_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, place: slice, columns: int) -> int:
@@ -73,7 +73,7 @@ def thetas_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tenso
         return 1
     each, count, columns = cost(samples, parameters, theta), place.stop - place.start, max(1, columns)
     numbers = count * (each.inputs + each.elements * columns) + 4 * len(theta) * columns
-    return max(1, in_flight(theta) // numbers)
+    return max(1, numbers_at_once(theta) // numbers)
 
 
 def batch_loss(samples: SampleLosses, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
@@ -81,7 +81,7 @@ def batch_loss(samples: SampleLosses, parameters: Parameters, batch: Any, count:
     return lambda theta: samples.losses(parameters.bind(parameters.tensors(theta)), batch, count)
 
 
-@within_memory
+@retry_with_smaller_batches
 def sample_losses(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
 ) -> Tensor:
@@ -92,7 +92,7 @@ def sample_losses(
     return gathered(losses, len(samples) if indices is None else len(indices))
 
 
-@within_memory
+@retry_with_smaller_batches
 def sample_gradients(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
 ) -> Tensor:
@@ -103,7 +103,7 @@ def sample_gradients(
     return gathered(torch.cat([theta.new_zeros((0, len(theta))), *batches]).detach(), total)
 
 
-@within_memory
+@retry_with_smaller_batches
 def sample_slopes(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, V: Tensor, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -117,7 +117,7 @@ def sample_slopes(
     entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
     by_gradients = columns > 1 and 3 * flops + entry * d < 2 * flops * columns
     losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
-    fits = max(1, in_flight(theta, _GRADIENTS) // d) if by_gradients else None
+    fits = max(1, numbers_at_once(theta, _GRADIENTS) // d) if by_gradients else None
     for place, batch, loss in sweep_batches(samples, parameters, theta, indices, fits):
         count = place.stop - place.start
         if columns == 0:
@@ -254,7 +254,7 @@ def map_columns(
     return vmap(fn, in_dims=1, chunk_size=chunk_size, randomness="same")(V).T.detach()
 
 
-@within_memory
+@retry_with_smaller_batches
 def structured_hessian(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, w: Tensor, indices: Tensor | None = None
 ) -> Tensor | None:
@@ -263,14 +263,14 @@ def structured_hessian(
     if each.maps is None:
         return None
     inputs, outputs = each.maps
-    room = in_flight(theta)
+    room = numbers_at_once(theta)
     fits = max(1, room // (outputs * (inputs + outputs) + each.inputs))
     chunk_size = max(1, room // (min(fits, len(w)) * (each.elements + outputs)))
     batches = samples.batches(indices, fits, theta.device, span(len(w)))
     try:
         H = assemble_hessian(samples, parameters, theta, batches, w, chunk_size)
     except (NotLinearError, RuntimeError, NotImplementedError) as error:  # a batch differs, or no forward mode
-        if out_of_memory(error):
+        if is_out_of_memory(error):
             raise
         H = None
     return added(H) if everywhere(H is not None, theta) and H is not None else None
@@ -316,11 +316,11 @@ def _reverse_over_reverse(
             f"Torch cannot differentiate a loss or function twice: {str(error).splitlines()[0].rstrip('.')}.",
             "Every operator of a loss or function must have a second derivative.",
             "Influence rests on the curvature, and torch has none for this operator.",
-            cure_of(error, "Write that step with elementary operations, such as a sum of squares instead of cdist."),
+            find_cure(error, "Write that step with elementary operations, such as a sum of squares instead of cdist."),
         ) from error
 
 
-@within_memory
+@retry_with_smaller_batches
 def stacked_losses(samples: SampleLosses, parameters: Parameters, thetas: Tensor) -> Tensor:
     """Return ℓᵢ of all samples at several θ (P, d), (P, n)."""
     batches = [thetas.new_zeros((len(thetas), 0))]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.evaluation.batched_program import Stack
+from dif.evaluation.batched_program import BatchedProgram
 from dif.evaluation.probe import check_tensors
 from dif.evaluation.program import Program
 from dif.evaluation.rows import Rows, Table
@@ -36,7 +36,7 @@ class Direction:
     """The directions (δw, δτ) of P perturbations on the rows of a program."""
 
     def __init__(self, program: Program, perturbation: Perturbation) -> None:
-        check_kind(perturbation)
+        check_perturbation(perturbation)
         program.parameters.check_mode()
         self.program = program
         self.perturbation = perturbation
@@ -50,7 +50,7 @@ class Direction:
                 self._resolve(scale, piece)
 
     @classmethod
-    def single(cls, program: Program, perturbation: Perturbation) -> Direction:
+    def resolve_single(cls, program: Program, perturbation: Perturbation) -> Direction:
         """Resolve a single perturbation; refuse several."""
         direction = cls(program, perturbation)
         if direction.P != 1:
@@ -63,7 +63,7 @@ class Direction:
         return direction
 
     @property
-    def touched(self) -> int:
+    def changed_count(self) -> int:
         """Upper bound on the number of samples whose weights change."""
         return sum(len(block.index) for block in self.blocks)
 
@@ -71,7 +71,7 @@ class Direction:
 
     def _resolve_shift(self, scale: float, piece: Shift) -> None:
         """Add the bound changes of a shift."""
-        rows = self.program.where(piece.constraint)
+        rows = self.program.rows_of(piece.constraint)
         count = rows.stop - rows.start
         if piece.dtau.dim() and piece.dtau.numel() != count:
             raise InvalidInputError(
@@ -84,8 +84,8 @@ class Direction:
 
     def _resolve(self, scale: float, piece: Removal | Addition | Reweighting) -> None:
         """Add the weight changes of a removal, addition or reweighting."""
-        rows, people = self.program.rows, piece.samples.people
-        views = [t for t, table in enumerate(rows.tables) if table.samples.people is people]
+        rows, population = self.program.rows, piece.samples.population
+        views = [t for t, table in enumerate(rows.tables) if table.samples.population is population]
         if not views:
             raise InvalidInputError(
                 f"Samples {piece.samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
@@ -121,7 +121,7 @@ class Direction:
             if term is self.program.problem.objective:
                 changed[0] = 1
             elif any(term is c for c in self.program.problem.constraints):
-                rows = self.program.where(term)
+                rows = self.program.rows_of(term)
                 changed[1 + rows.start : 1 + rows.stop] = 1
             else:
                 raise InvalidInputError(
@@ -134,7 +134,9 @@ class Direction:
 
     # First-order effects
 
-    def moves(self, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+    def first_order_effects(
+        self, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor, V: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return how each perturbation changes the rows and their weighted gradient at θ, to first order.
 
         Args:
@@ -162,7 +164,7 @@ class Direction:
             _accumulate(bV, block.owner, (row_weights @ weights)[:, None] * slopes)
         return bV, df
 
-    def mixed(self, mix: Tensor, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
+    def combine(self, mix: Tensor, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
         """Return b, (Z, d), and δf, (Z, 1 + m), of Z combinations Σₚ mix_zp · (perturbation p).
 
         Takes one sweep over the changed samples, for any number of combinations; the other arguments are as in `moves`.
@@ -186,7 +188,7 @@ class Direction:
             b += rows.pull_back_table(0, theta, w)[1]
         return b, df
 
-    def moves_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
+    def first_order_effects_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
         """Return weightsⱼ δ∇fⱼ·v of each perturbation and each row j, (P, 1 + m)."""
         total = theta.new_zeros((self.P, 1 + self.program.m))
         for block in self.blocks:
@@ -200,20 +202,20 @@ class Direction:
 
     def first_order(self, p: int, theta: Tensor, parts: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
         """Return δf, (1 + m,), and δ∇f, (1 + m, d), of perturbation p at θ, given p(θ) as `parts` and its gradients."""
-        df, DJ = self.touched_samples(p).gradients(theta)
+        df, DJ = self.changed_samples(p).gradients(theta)
         if not bool(torch.isfinite(df).all() and torch.isfinite(DJ).all()):
             raise _not_finite(", ".join(sorted({block.samples.name for block in self.blocks})), "some")
-        A = self.scaled_parts(p)
+        A = self.rescaling(p)
         return df + A @ parts, DJ + A @ Dp
 
-    def scaled_parts(self, p: int) -> Tensor:
-        """Return A (1 + m, K), the rescaling in δf = A·p(θ) + `touched_samples(p)` of perturbation p."""
+    def rescaling(self, p: int) -> Tensor:
+        """Return A (1 + m, K), the rescaling in δf = A·p(θ) + `changed_samples(p)` of perturbation p."""
         A = torch.zeros_like(self.program.rows.C)
         for block in self.blocks:
             A[:, block.columns] += block.touch * block.alpha[p if len(block.alpha) > 1 else 0]
         return A
 
-    def touched_samples(self, p: int) -> Rows:
+    def changed_samples(self, p: int) -> Rows:
         """Return the part of δf that is not a rescaling, as rows over the changed samples only."""
         tables, coefficients = [], []
         for block in self.blocks:
@@ -227,12 +229,10 @@ class Direction:
         C = torch.cat([self.program.rows.C[:, :0], *coefficients], 1)
         return Rows(self.program.parameters, tuple(tables), (), C)
 
-    def carried_out(self, p: int) -> Program:
+    def perturbed_program(self, p: int) -> Program:
         """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
         rows = self.program.rows
-        tables = [
-            (t.samples, t.U, (rows.C + self.scaled_parts(p))[:, rows.columns(i)]) for i, t in enumerate(rows.tables)
-        ]
+        tables = [(t.samples, t.U, (rows.C + self.rescaling(p))[:, rows.columns(i)]) for i, t in enumerate(rows.tables)]
         functions = rows.C[:, sum(len(t.U) for t in rows.tables) :]
         for block in self.blocks:
             mine = slice(None) if block.owner is None else block.owner == p
@@ -252,9 +252,9 @@ class Direction:
         )
         return replace(self.program, rows=perturbed, tau=self.program.tau + self.dtau[p])
 
-    def stacked(self) -> Stack:
-        """Stack the programs after each perturbation at ε = 1, so that they are evaluated together."""
-        programs = [self.carried_out(p) for p in range(self.P)]
+    def stack_programs(self) -> BatchedProgram:
+        """BatchedProgram the programs after each perturbation at ε = 1, so that they are evaluated together."""
+        programs = [self.perturbed_program(p) for p in range(self.P)]
         first = programs[0].rows
         start = sum(len(t.U) for t in first.tables)
         tables = tuple(
@@ -265,14 +265,14 @@ class Direction:
             for t, table in enumerate(first.tables)
         )
         tau = torch.stack([each.tau for each in programs])
-        return Stack(first.parameters, tables, first.functions, first.C[:, start:], tau)
+        return BatchedProgram(first.parameters, tables, first.functions, first.C[:, start:], tau)
 
 
-def indispensable(program: Program, samples: SampleLosses) -> dict[int, str]:
+def find_indispensable(program: Program, samples: SampleLosses) -> dict[int, str]:
     """Return the samples that are the only one in a term, which is undefined without them: index → term in words."""
     terms: dict[int, str] = {}
     for number, table in enumerate(program.rows.tables):
-        if table.samples.people is samples.people:
+        if table.samples.population is samples.population:
             used = (program.rows.C[:, program.rows.columns(number)] != 0).any(0)
             members = table.U != 0
             for k in torch.nonzero(used & (members.sum(1) == 1)).reshape(-1).tolist():
@@ -373,7 +373,7 @@ def _not_finite(name: str, count: str) -> InvalidInputError:
     )
 
 
-def check_kind(perturbation: object) -> None:
+def check_perturbation(perturbation: object) -> None:
     """Refuse an object that is not a Perturbation."""
     if not isinstance(perturbation, Perturbation):
         raise InvalidInputError(
@@ -385,7 +385,7 @@ def check_kind(perturbation: object) -> None:
         )
 
 
-def chunks(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
+def split_perturbation(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
     """Split the perturbations into chunks of at most `size`."""
-    check_kind(perturbation)
+    check_perturbation(perturbation)
     return [perturbation[start : min(start + size, len(perturbation))] for start in range(0, len(perturbation), size)]

@@ -22,7 +22,7 @@ class Extrapolation:
     >>> A = torch.diag(torch.tensor([1.9, 1.0, 0.2])).double()
     >>> extrapolation, z = Extrapolation(1, 3, lambda moves: moves), torch.ones(1, 3).double()
     >>> for _ in range(4):
-    ...     z = z + extrapolation.combined(torch.tensor([0]), z, -z @ A)
+    ...     z = z + extrapolation.combine(torch.tensor([0]), z, -z @ A)
     >>> bool(z.abs().max() < 1e-9)
     True
 
@@ -47,7 +47,7 @@ class Extrapolation:
         if self._last is not None:
             self._last[0][which] = float("nan")
 
-    def combined(self, which: Tensor, z: Tensor, r: Tensor) -> Tensor:
+    def combine(self, which: Tensor, z: Tensor, r: Tensor) -> Tensor:
         """Return the accelerated step from z (p, length) with move r (p, length), for the problems `which` (p,)."""
         if self.depth == 0:
             return r

@@ -35,18 +35,18 @@ class Metric:
             u = self.vectors @ (u / self.eigenvalues.sqrt())
         return u / self.root
 
-    def gradient(self, g: Tensor) -> Tensor:
+    def map_gradient(self, g: Tensor) -> Tensor:
         """Map a gradient with respect to θ to one with respect to u."""
         scaled = g / self.root
         if self.eigenvalues is None or self.vectors is None:
             return scaled
         return (self.vectors.T @ scaled) / self.eigenvalues.sqrt()
 
-    def scaled(self, H: Tensor) -> Tensor:
+    def scale_hessian(self, H: Tensor) -> Tensor:
         """Return D^−½ H D^−½."""
         return H / self.root / self.root[:, None]
 
-    def inverse(self, R: Tensor) -> Tensor:
+    def apply_inverse(self, R: Tensor) -> Tensor:
         """Return Q |Λ|⁻¹ Qᵀ r for every column r of R (d, c), in the coordinates √D·θ."""
         if self.eigenvalues is None or self.vectors is None:
             return R

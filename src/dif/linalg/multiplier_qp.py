@@ -198,7 +198,7 @@ class _InconsistentRows(Exception):
     """The rows contradict each other; the text says how."""
 
 
-def no_direction(label: str, reason: str) -> DegenerateError:
+def no_step_error(label: str, reason: str) -> DegenerateError:
     """Build the error for a perturbation, or step, that has no solution."""
     return DegenerateError(
         f"No step satisfies all linearised constraints under {label!r}: {reason}.",

@@ -81,8 +81,8 @@ class Matrix:
         return self.H
 
     def scale(self) -> Tensor:
-        """Return the curvature of each coordinate, (d,): the absolute diagonal, see `curved`."""
-        return positive(curved(self.H))
+        """Return the curvature of each coordinate, (d,): the absolute diagonal, see `coordinate_curvature`."""
+        return positive(coordinate_curvature(self.H))
 
     def product(self, V: Tensor) -> Tensor:
         """Return H·v for every column v of V (d, c)."""
@@ -105,7 +105,7 @@ class Matrix:
         return Matrix(self.H.to(dtype))
 
 
-def curved(H: Tensor) -> Tensor:
+def coordinate_curvature(H: Tensor) -> Tensor:
     """Return |diagonal of H|, (d,); for an entry of 0, the curvature through coupling to others (as in θ₁θ₂)."""
     D = H.diagonal().abs()
     flat = 1e-24 * D.max() >= D if len(D) else D > 0

@@ -81,11 +81,11 @@ class Subsampled:
 
     def __init__(self, curvature: Scaled, sketched: Operator) -> None:
         metric = Metric(curvature.root)
-        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scaled(sketched.rough())))
+        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
 
     def apply(self, R: Tensor) -> Tensor:
         """Return P⁻¹r for every column r of R."""
-        return self.metric.inverse(R)
+        return self.metric.apply_inverse(R)
 
 
 def choose_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.linalg.cholesky import LinearSolver, Solver, prepare
-from dif.linalg.multiplier_qp import no_direction, solve_reduced_qp
+from dif.linalg.multiplier_qp import no_step_error, solve_reduced_qp
 from dif.linalg.operator import Operator
 from dif.problem.kinds import Kinds
 
@@ -230,7 +230,7 @@ def kkt_step(
     while system is not None:
         omega, nu, failed = system.step(g[None], c[None], lam[None], every, system.firm)
         if failed:
-            raise no_direction("this step", failed[0])
+            raise no_step_error("this step", failed[0])
         wrong = system.firm & kinds.inadmissible(nu[0])
         if not bool(wrong.any()):
             return Step(omega[0], nu[0])

@@ -47,7 +47,7 @@ class Solution:
     def __init__(self, problem: Problem, params: Any, multipliers: Any = None, *, tol: float | None = None) -> None:
         parameters, theta = Parameters.of(params)
         program = Program.of(problem, parameters, theta)
-        lam = None if multipliers is None else program.flat_multipliers(multipliers)
+        lam = None if multipliers is None else program.flatten_multipliers(multipliers)
         self._set(program, theta, lam, tol)
 
     @classmethod
@@ -65,13 +65,15 @@ class Solution:
     def _set(self, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None) -> None:
         self.program = program
         self.theta = theta.detach()
-        self.p, self.Dp = program.rows.part_gradients(self.theta)  # the parts of the rows and their gradients
-        self.f, self.J = program.rows.C @ self.p, program.rows.C @ self.Dp  # rows and their gradients
+        self.parts, self.part_gradients = program.rows.part_gradients(
+            self.theta
+        )  # the parts of the rows and their gradients
+        self.f, self.J = program.rows.C @ self.parts, program.rows.C @ self.part_gradients  # rows and their gradients
         check_gradients(program, self.J)
         self.c, self.G = self.f[1:] - program.tau, self.J[1:]
         self.lam = self._recover_multipliers() if lam is None else lam
         eps = torch.finfo(self.theta.dtype).eps
-        self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else checked_tolerance(tol)
+        self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else check_tolerance(tol)
 
     def _recover_multipliers(self) -> Tensor:
         """Find the multipliers that come nearest to stationarity: least squares over the active rows, λ ≥ 0."""
@@ -206,10 +208,10 @@ class Solution:
         what, size = "Are the multipliers finite?", float(self.lam.abs().max()) if len(self.lam) else 0.0
         meaning = "A point strictly inside the constraints exists."
         good = Finding(what, GOOD, f"The largest multiplier is {size:.3g}.", meaning)
-        if not bool(((self.lam != 0) & self.program.rows.curved()[1:]).any()):
+        if not bool(((self.lam != 0) & self.program.rows.nonlinear_rows()[1:]).any()):
             return good
         nothing, weights = torch.zeros_like(self.lam), self.program.weights
-        if self.program.rows.outweighs(weights(self.lam), than=weights(nothing)) < _MODERATE:
+        if self.program.rows.weight_ratio(weights(self.lam), than=weights(nothing)) < _MODERATE:
             return good
         ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())
         if ratio <= _UNBOUNDED:
@@ -327,7 +329,7 @@ def expect_solution(thing: object) -> Solution:
     return thing
 
 
-def checked_tolerance(tol: float) -> float:
+def check_tolerance(tol: float) -> float:
     """Check a tolerance."""
     return check_number(
         tol,

@@ -98,7 +98,7 @@ class Removal(_PerSamples):
 
     def labels(self) -> list[str]:
         """Describe each perturbation."""
-        return [f"remove {self.samples.people.name}[{text}]" for text in self.entries.describe()]
+        return [f"remove {self.samples.population.name}[{text}]" for text in self.entries.describe()]
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +126,7 @@ class Reweighting(_Single):
 
     def labels(self) -> list[str]:
         """Describe the perturbation."""
-        return [f"reweight {int((self.dw != 0).sum())} of {self.samples.people.name}"]
+        return [f"reweight {int((self.dw != 0).sum())} of {self.samples.population.name}"]
 
 
 @dataclass(frozen=True, eq=False)

@@ -62,19 +62,19 @@ def _extend(
     """
     extended: dict[int, SampleLosses] = {}
     starts: dict[int, int] = {}
-    for people in {id(s.people): s.people for s in samples}.values():
-        additions = [a for _, a in actions if isinstance(a, Addition) and a.samples.people is people]
+    for population in {id(s.population): s.population for s in samples}.values():
+        additions = [a for _, a in actions if isinstance(a, Addition) and a.samples.population is population]
         if not additions:
             continue
-        start = len(people)
+        start = len(population)
         for addition in additions:
             starts[id(addition)] = start
             start += len(addition.new)
-        storage = people.storage.join([addition.new.storage for addition in additions])
-        extended[id(people)] = people.holding(storage)
+        storage = population.storage.join([addition.new.storage for addition in additions])
+        extended[id(population)] = population.holding(storage)
         for view in samples:
-            if view.people is people and view is not people:
-                extended[id(view)] = view.holding(storage, extended[id(people)])
+            if view.population is population and view is not population:
+                extended[id(view)] = view.holding(storage, extended[id(population)])
     return extended, starts
 
 
@@ -86,7 +86,7 @@ def _reweight(
 ) -> SampleSum:
     """Return a sum with the weights that its samples have after the actions."""
     samples = extended.get(id(part.samples), part.samples)
-    before, relevant = part.weights, [(c, a) for c, a in actions if a.samples.people is part.samples.people]
+    before, relevant = part.weights, [(c, a) for c, a in actions if a.samples.population is part.samples.population]
     old = torch.cat([before, before.new_zeros(len(samples) - len(before))])
     weights = old
     for scale, action in relevant:

@@ -67,12 +67,12 @@ class Problem:
     @property
     def people(self) -> tuple[Samples, ...]:
         """The Samples without views, each once: a view is represented by the Samples that it was made from."""
-        return cast(tuple[Samples, ...], tuple({id(s.people): s.people for s in self.samples}.values()))
+        return cast(tuple[Samples, ...], tuple({id(s.population): s.population for s in self.samples}.values()))
 
     @property
     def same_data(self) -> tuple[tuple[Samples, Samples], ...]:
         """Pairs of Samples with the same data that are not views of each other, though they may be the same people."""
-        pairs = [(a, b) for a, b in combinations(self.samples, 2) if a.people is not b.people]
+        pairs = [(a, b) for a, b in combinations(self.samples, 2) if a.population is not b.population]
         return tuple((a, b) for a, b in pairs if a.storage.shares(b.storage))
 
     def after(self, perturbation: Perturbation) -> Problem:
@@ -105,7 +105,7 @@ class Problem:
                         "Constraints are told apart by identity.",
                         "Shift one of problem.constraints.",
                     )
-            elif all(people is not action.samples.people for people in self.people):
+            elif all(people is not action.samples.population for people in self.people):
                 raise InvalidInputError(
                     f"No term of the problem uses the samples {action.samples.name!r}.",
                     "At least one term must use them.",

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dif.errors import InvalidInputError, few
 from dif.problem.data_source import Storage
 from dif.runtime.inputs import as_index
-from dif.runtime.user_code import in_words
+from dif.runtime.user_code import convert_errors
 
 # the entry of `fallbacks` that makes attention be computed by matrix products
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
@@ -51,7 +51,7 @@ class SampleLosses:
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name = name
         self.storage = Storage.of(data, name)
-        self.people: SampleLosses = self  # for a view, the Samples that it was made from
+        self.population: SampleLosses = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
         self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
@@ -63,7 +63,7 @@ class SampleLosses:
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """Evaluate the loss of each sample of a batch and check its shape, (count,)."""
         try:
-            with in_words(f"loss of Samples {self.name!r}"), self._kernels():
+            with convert_errors(f"loss of Samples {self.name!r}"), self._kernels():
                 out = self.loss(params, batch)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             # outside the domain of the loss, for example a matrix that has no Cholesky factor
@@ -118,7 +118,7 @@ class SampleLosses:
         """Return these new samples under the loss of a view of the samples that they are added to."""
         return self if self.loss is view.loss else view.holding(self.storage)
 
-    def checked(self, indices: int | Iterable[int]) -> list[int]:
+    def check_indices(self, indices: int | Iterable[int]) -> list[int]:
         """Return sample indices as a list; each must exist and appear once."""
         if hasattr(indices, "tolist"):  # tensors and arrays, also without dimension
             indices = indices.tolist()  # type: ignore[union-attr]
@@ -144,9 +144,9 @@ class SampleLosses:
             )
         return known
 
-    def holding(self, storage: Storage, people: SampleLosses | None = None) -> Self:
-        """Return the same loss over other data; `people` is set for a view, None makes the result independent."""
+    def holding(self, storage: Storage, population: SampleLosses | None = None) -> Self:
+        """Return the same loss over other data; `population` is set for a view, None makes the result independent."""
         other = copy(self)
         other.storage = storage
-        other.people = other if people is None else people
+        other.population = other if population is None else population
         return other

@@ -57,7 +57,7 @@ class Samples(SampleLosses):
         """
         name = f"view of {self.name}" if name is None else name
         other = Samples(loss, self.storage, name, self.batch_size, outputs)
-        other.people = self.people
+        other.population = self.population
         return other
 
     # Terms of objectives and constraints
@@ -89,21 +89,21 @@ class Samples(SampleLosses):
         With `renormalise` every mean is then taken over the remaining samples, as in retraining; otherwise the 1/N of
         each mean stays (the paper's ε).
         """
-        entries = Entries.of([self.checked(indices)])
+        entries = Entries.of([self.check_indices(indices)])
         return self._perturb(Removal(self, entries, renormalise, _terms(terms)))
 
     def remove_each(
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per sample, of all samples or of those listed."""
-        index = torch.arange(len(self)) if indices is None else torch.tensor(self.checked(indices))
+        index = torch.arange(len(self)) if indices is None else torch.tensor(self.check_indices(indices))
         return self._perturb(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
 
     def remove_groups(
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per group of samples."""
-        lists = [self.checked(group) for group in groups] if isinstance(groups, Iterable) else []
+        lists = [self.check_indices(group) for group in groups] if isinstance(groups, Iterable) else []
         if not lists:
             content = "empty" if isinstance(groups, Iterable) else f"of type {type(groups).__name__}"
             raise InvalidInputError(
@@ -142,7 +142,7 @@ class Samples(SampleLosses):
 
     def replace(self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """Return one perturbation that replaces the data of these samples, for example with a corrected label."""
-        index = self.checked(indices)
+        index = self.check_indices(indices)
         new = self._new_samples(data, "corrected")
         self._check_structure(new)
         if len(new) != len(index):
@@ -159,8 +159,8 @@ class Samples(SampleLosses):
 
     def _new_samples(self, data: Any, kind: str) -> Samples:
         """Return Samples of new data with the same loss."""
-        new = self.holding(Storage.of(data, f"{kind} {self.people.name}"))
-        new.name = f"{kind} {self.people.name}"
+        new = self.holding(Storage.of(data, f"{kind} {self.population.name}"))
+        new.name = f"{kind} {self.population.name}"
         return new
 
     def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
@@ -203,7 +203,7 @@ class Samples(SampleLosses):
             return None
         if hasattr(like, "tolist"):
             like = like.tolist()  # type: ignore[union-attr]
-        index = [i for old in (like if isinstance(like, Iterable) else [like]) for i in self.checked([old])]  # type: ignore[list-item]
+        index = [i for old in (like if isinstance(like, Iterable) else [like]) for i in self.check_indices([old])]  # type: ignore[list-item]
         if len(index) not in (1, count):
             raise InvalidInputError(
                 f"`like` has {len(index)} indices for {count} new samples.",

@@ -152,7 +152,9 @@ class Description:
     def losses(self) -> dict[str, Tensor]:
         """Loss of every sample at the solution, (n,), by name: first `train`, then each view of it in the problem."""
         parameters, theta = self.solution.program.parameters, self.solution.theta
-        views = [s for s in self.solution.problem.samples if s.people is self.train.people and s is not self.train]
+        views = [
+            s for s in self.solution.problem.samples if s.population is self.train.population and s is not self.train
+        ]
         return {s.name: sample_losses(s, parameters, theta).double().cpu() for s in (self.train, *views)}
 
     def is_loss(self, target: Expression) -> bool:

@@ -30,7 +30,7 @@ from dif.optimality.active_set import Margin
 from dif.optimality.certificate import BAD, GOOD, NOTE, Certificate
 from dif.optimality.targets import Targets
 from dif.report.description import Description
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 
 _FORMAT = "dif report 2"  # written to and expected in every report.json
 _MAX_LISTED = 1000  # samples listed on the page
@@ -182,7 +182,7 @@ class Report:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the report as JSON; the file is complete or not written at all."""
-        with written(path) as file:
+        with open_atomically(path) as file:
             file.write((json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, allow_nan=False) + "\n").encode())
 
     @classmethod
@@ -207,7 +207,7 @@ class Report:
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
         """Write the report as one HTML file that works offline."""
-        with written(path) as file:
+        with open_atomically(path) as file:
             file.write(self._render().encode())
 
     def _render(self) -> str:

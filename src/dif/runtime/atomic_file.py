@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def written(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+def open_atomically(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a temporary file for writing, and rename it to `path` once everything is written."""
     path = Path(path)
     check_folder(path)

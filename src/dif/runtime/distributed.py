@@ -50,14 +50,14 @@ def sharded(group: Any = None) -> Iterator[None]:
         del _groups[0]
 
 
-def alone() -> bool:
+def is_single_process() -> bool:
     """Return whether this process evaluates all samples itself."""
     return not _groups or processes.get_world_size(_groups[0]) == 1
 
 
 def span(n: int) -> slice:
     """Return the range of the n samples that this process evaluates."""
-    if alone():
+    if is_single_process():
         return slice(0, n)
     rank, world = processes.get_rank(_groups[0]), processes.get_world_size(_groups[0])
     return slice(rank * n // world, (rank + 1) * n // world)
@@ -65,7 +65,7 @@ def span(n: int) -> slice:
 
 def added(part: Tensor) -> Tensor:
     """Add up the parts of all processes; every process gets the bit-identical sum."""
-    if alone():
+    if is_single_process():
         return part
     total = part.contiguous().clone()
     processes.all_reduce(total, group=_groups[0])
@@ -74,7 +74,7 @@ def added(part: Tensor) -> Tensor:
 
 def gathered(rows: Tensor, n: int) -> Tensor:
     """Collect the rows of all processes in order, (n, …)."""
-    if alone():
+    if is_single_process():
         return rows
     all_rows = rows.new_zeros((n, *rows.shape[1:]))
     all_rows[span(n)] = rows

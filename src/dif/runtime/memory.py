@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from dif.errors import MemoryWarning
-from dif.runtime.distributed import alone
-from dif.runtime.user_code import in_words, out_of_memory
+from dif.runtime.distributed import is_single_process
+from dif.runtime.user_code import convert_errors, is_out_of_memory
 
-IN_FLIGHT = 2**23  # numbers in memory at once when a batch is evaluated for several columns together, on the CPU
+NUMBERS_AT_ONCE = 2**23  # numbers in memory at once when a batch is evaluated for several columns together, on the CPU
 _ACCELERATED = 2**29  # the same limit on an accelerator, at most
 _HALVINGS = 24  # halvings after which running out of memory is an error
 _short: list[int] = [0]  # halvings so far in this process
@@ -24,7 +24,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def in_flight(like: Tensor, cpu: int = IN_FLIGHT) -> int:
+def numbers_at_once(like: Tensor, cpu: int = NUMBERS_AT_ONCE) -> int:
     """Return how many numbers may be in memory at once on the device of `like`.
 
     On an accelerator this is an eighth of the unused memory, between `cpu` and `_ACCELERATED`.
@@ -35,7 +35,7 @@ def in_flight(like: Tensor, cpu: int = IN_FLIGHT) -> int:
     return max(1, max(cpu, min(_ACCELERATED, int(unused / (8 * like.element_size())))) >> _short[0])
 
 
-def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
+def retry_with_smaller_batches(sweep: Callable[P, R]) -> Callable[P, R]:
     """Wrap a pass over the data so that it is repeated with batches of half the size where memory runs out.
 
     A MemoryWarning is given, and batches stay small for the rest of the process. Inside `dif.sharded()` with several
@@ -47,10 +47,10 @@ def within_memory(sweep: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
-                with in_words("loss or function"):
+                with convert_errors("loss or function"):
                     return sweep(*args, **kwargs)
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error) or _short[0] >= _HALVINGS or not alone():
+                if not is_out_of_memory(error) or _short[0] >= _HALVINGS or not is_single_process():
                     raise
                 reason = str(error).splitlines()[0].rstrip(".")
             _short[0] += 1

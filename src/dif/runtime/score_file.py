@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.runtime.atomic_file import check_folder, written
+from dif.runtime.atomic_file import check_folder, open_atomically
 
 _FORMAT = "dif scores in progress 1"  # first entry of the journal
 _SUFFIXES = (".npy", ".zarr")  # files that can be filled chunk by chunk
@@ -49,7 +49,7 @@ class ZarrValues:
 Values = Tensor | ZarrValues
 
 
-class Held:
+class MemoryScores:
     """Scores (P, T) in memory, filled chunk by chunk; NaN where they are not computed yet."""
 
     def __init__(self, shape: tuple[int, int]) -> None:
@@ -68,7 +68,7 @@ class Held:
         self.pieces.append({"end": end, **about})
 
 
-class Streamed(Held):
+class FileScores(MemoryScores):
     """Scores (P, T) in a file, NaN where they are not computed yet, with a journal of the finished chunks beside it.
 
     Each line of the journal has the checksum of its chunk. From the first chunk whose checksum differs, the chunks are
@@ -122,7 +122,7 @@ class Streamed(Held):
 
     def _refuse_foreign(self) -> None:
         """Refuse to overwrite a file that dif did not write."""
-        if os.path.lexists(self.path) and journal_of(self.path) is None and not beside(self.path).exists():
+        if os.path.lexists(self.path) and read_journal(self.path) is None and not beside(self.path).exists():
             raise InvalidInputError(
                 f"`out` is {self.path!r}, which exists and was not written by dif.",
                 "It must be a new file, or one with scores of dif.",
@@ -132,22 +132,24 @@ class Streamed(Held):
 
     def _resume(self) -> Values | None:
         """Open the file of the same computation and read its intact chunks; None if there is none."""
-        journal = journal_of(self.path)
+        journal = read_journal(self.path)
         if journal is None or journal[0] != self._head:
             return None
         try:
             values = opened(self.path, write=True)
             if tuple(values.shape) != self.shape:
                 return None
-            self.pieces = whole_pieces(values, journal[1])
+            self.pieces = intact_chunks(values, journal[1])
         except Exception:  # damaged beyond reading: start from the beginning
             return None
-        with written(beside(self.path, "part")) as file:  # drop the lines of damaged chunks and half a last line
+        with open_atomically(
+            beside(self.path, "part")
+        ) as file:  # drop the lines of damaged chunks and half a last line
             file.writelines(f"{json.dumps(line)}\n".encode() for line in (self._head, *self.pieces))
         return values
 
 
-def journal_of(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
+def read_journal(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
     """Read the head and the chunks of a journal; of a finished file they are read from its description."""
     try:
         lines = beside(path, "part").read_text().split("\n")[:-1]  # a line without line break is incomplete
@@ -162,7 +164,7 @@ def journal_of(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[
     return head, chunks
 
 
-def whole_pieces(values: Values, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def intact_chunks(values: Values, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the chunks before the first whose values differ from what was written."""
     begin, intact = 0, []
     for chunk in chunks:
@@ -218,7 +220,7 @@ def _create(name: str, shape: tuple[int, int], rows: int) -> Values:
             name, shape=shape, chunks=chunk, dtype="float64", fill_value=np.nan, overwrite=True, **codecs
         )
         return ZarrValues(array)
-    with written(name) as file:  # a new file, so that a memory map of the old one stays valid
+    with open_atomically(name) as file:  # a new file, so that a memory map of the old one stays valid
         np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
         block = np.full((max(1, 2**20 // max(1, shape[1])), shape[1]), np.nan)
         for begin in range(0, shape[0], len(block)):

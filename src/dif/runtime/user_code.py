@@ -37,7 +37,7 @@ class UserCodeError(InvalidInputError):
 
 
 @contextmanager
-def in_words(what: str) -> Iterator[None]:
+def convert_errors(what: str) -> Iterator[None]:
     """Raise a UserCodeError for any exception of the user's code, or of torch inside it.
 
     Errors of dif, lack of memory, failed matrix factorisations and dif's own faults are raised unchanged.
@@ -50,23 +50,23 @@ def in_words(what: str) -> Iterator[None]:
     except DifError:
         raise
     except Exception as error:
-        if out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
+        if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
             raise
         lines = str(error).strip().splitlines() or [""]
         raise UserCodeError(
             f"The {what} raised {type(error).__name__}: {lines[0].rstrip('.')}.",
             "It must be code that torch can evaluate and differentiate twice.",
             "The exception was raised by your code, or by torch inside it.",
-            cure_of(error),
+            find_cure(error),
         ) from error
 
 
-def cure_of(error: Exception, otherwise: str = _CURE) -> str:
+def find_cure(error: Exception, otherwise: str = _CURE) -> str:
     """Return what to do about an exception of torch, or `otherwise` if its message is not known."""
     return next((cure for phrase, cure in _CURES.items() if phrase in str(error)), otherwise)
 
 
-def out_of_memory(error: Any) -> bool:
+def is_out_of_memory(error: Any) -> bool:
     """Return whether an exception says that memory could not be allocated."""
     phrases = ("can't allocate memory", "not enough memory", "out of memory")
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(phrase in str(error) for phrase in phrases)
@@ -74,7 +74,7 @@ def out_of_memory(error: Any) -> bool:
 
 def unsupported(error: Exception) -> bool:
     """Return whether a transform of the user's code failed, so that a simpler one should be tried."""
-    return isinstance(error, UserCodeError) or not (isinstance(error, DifError) or out_of_memory(error))
+    return isinstance(error, UserCodeError) or not (isinstance(error, DifError) or is_out_of_memory(error))
 
 
 def _our_fault(error: Exception) -> bool:

@@ -19,7 +19,7 @@ R = TypeVar("R")
 _LOST = 3  # workers lost in a row without a finished task after which the error is raised: the work itself kills them
 
 
-def shared_out(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, R]]:
+def run_unordered(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, R]]:
     """Yield (number of the task, work(task)) in the order in which the tasks finish.
 
     `joblib.parallel_config` chooses the backend (loky, Dask, Ray, …). Where a process is killed, unfinished tasks are
@@ -52,9 +52,9 @@ def shared_out(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Itera
             ) from error
 
 
-def in_order(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[R]:
+def run_in_order(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[R]:
     """Yield work(task) for each task, in the order of the tasks."""
-    finished, waiting = shared_out(work, tasks, jobs), {}
+    finished, waiting = run_unordered(work, tasks, jobs), {}
     for number in range(len(tasks)):
         while number not in waiting:
             other, result = next(finished)
@@ -75,7 +75,7 @@ def _run_one(work: Callable[..., R], number: int, task: Any) -> tuple[int, R]:
     return number, work(task)
 
 
-def checked_jobs(jobs: int) -> int:
+def check_jobs(jobs: int) -> int:
     """Return `jobs`, a number of processes, as an int; it must be an integer other than 0."""
     number = as_index(jobs)
     if number is None or number == 0:

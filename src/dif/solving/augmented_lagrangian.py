@@ -163,13 +163,13 @@ class AugmentedLagrangian:
             nonlocal first_call
             if first_call:  # at θ, where value and gradient are known
                 first_call = False
-                point.grad = self.metric.gradient(gradient)
+                point.grad = self.metric.map_gradient(gradient)
                 return value
             trial_value, trial_gradient = self._evaluate(self.metric.to_theta(point))
             if not (bool(torch.isfinite(trial_value)) and bool(torch.isfinite(trial_gradient).all())):
                 # outside the domain of the objective: a large value makes the line search turn back
                 return value + 1e10 * (1 + value.abs())
-            point.grad = self.metric.gradient(trial_gradient)
+            point.grad = self.metric.map_gradient(trial_gradient)
             return trial_value
 
         optimiser.step(closure)
@@ -186,21 +186,21 @@ class AugmentedLagrangian:
         if H.cheap and not bool(torch.isfinite(H.dense()).all()):  # no second derivative here
             return value, gradient, False
         if H.cheap:
-            eigenvalues, vectors = torch.linalg.eigh(self.metric.scaled(H.dense()))
+            eigenvalues, vectors = torch.linalg.eigh(self.metric.scale_hessian(H.dense()))
             self.metric = self.metric.with_eigenpairs(eigenvalues, vectors)
             propose = partial(exact_step, eigenvalues, vectors, gradient / self.root)
             return self._trust_region_step(value, gradient, propose, lambda p: p / self.root)
         sketch = H.sketched(self.sketch_cost)
         if sketch is not None:
-            self.metric = self.metric.with_eigenpairs(*torch.linalg.eigh(self.metric.scaled(sketch.rough())))
+            self.metric = self.metric.with_eigenpairs(*torch.linalg.eigh(self.metric.scale_hessian(sketch.rough())))
         any_moved, steps = False, 0
         while True:
-            slope, used = self.metric.gradient(gradient), self.limits.used
+            slope, used = self.metric.map_gradient(gradient), self.limits.used
             p, Hp = steihaug_step(partial(self._product, H), slope, self.radius, _INNER)
             coarse = self.limits.used - used > _TOO_MANY
             propose = partial(_shorten, slope, p, Hp)
             value, gradient, moved = self._trust_region_step(value, gradient, propose, self.metric.to_theta)
-            fast = float(self.metric.gradient(gradient).norm()) < _FAST * float(slope.norm())
+            fast = float(self.metric.map_gradient(gradient).norm()) < _FAST * float(slope.norm())
             any_moved, steps = any_moved or moved, steps + 1
             proceed = moved and not coarse and (fast or steps < _TRUST_STEPS)
             if not proceed or self._relative_size(gradient) <= self.accuracy or self.limits.spent():
@@ -256,7 +256,7 @@ class AugmentedLagrangian:
     def _product(self, H: Curvature, v: Tensor) -> Tensor:
         """Return H·v in scaled coordinates u."""
         self.limits.used += 1
-        return self.metric.gradient(H.product(self.metric.to_theta(v)[:, None])[:, 0])
+        return self.metric.map_gradient(H.product(self.metric.to_theta(v)[:, None])[:, 0])
 
     def _unbounded_error(self) -> UnboundedError:
         return UnboundedError(

@@ -9,13 +9,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dif.evaluation.batched_program import Stack
+from dif.evaluation.batched_program import BatchedProgram
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.conjugate_gradients import ConjugateGradients, conjugate_gradients
 from dif.optimality.kkt_system import KKTSystem, Solve, complete_step
 from dif.optimality.residuals import residuals
 from dif.optimality.solution import Solution
-from dif.runtime.memory import in_flight
+from dif.runtime.memory import numbers_at_once
 from dif.solving.newton import damped_newton
 
 _IN_MEMORY = 2**25  # entries of θ, weights and gradients in memory at once on the CPU
@@ -62,7 +62,9 @@ class BatchedNewton:
         self.solver = self.system.solver
         self.rows = self.system.firm | at.active.mask(at.active.active)  # that take part in the steps, (m,) bool
 
-    def solve(self, stack: Stack, tol: float, max_iter: int, scaled: Callable[[float], Stack]) -> Iterator[Ends]:
+    def solve(
+        self, stack: BatchedProgram, tol: float, max_iter: int, scaled: Callable[[float], BatchedProgram]
+    ) -> Iterator[Ends]:
         """Solve every program of the stack from (θ̄, λ̄); yield the points reached after each stage.
 
         `scaled(share)` returns the same programs with their perturbations multiplied by a share in (0, 1).
@@ -79,13 +81,13 @@ class BatchedNewton:
             self._iterate_newton(stack, ends, max_iter)
             yield ends
 
-    def step(self, stack: Stack, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+    def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""
         f, g = stack.pullback(theta, _weights(lam))
         solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, but unchecked
         return self._chord_step(f[:, 1:] - stack.tau, g, lam, solve)
 
-    def settle(self, stack: Stack, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:
+    def settle(self, stack: BatchedProgram, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:
         """Make a few chord steps from a point (θ, λ) of each program."""
         ends = self._start(len(stack), tol)
         ends.theta, ends.lam = theta.clone(), lam.clone()
@@ -97,7 +99,9 @@ class BatchedNewton:
         goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)
         return Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
 
-    def _approach(self, stack: Stack, scaled: Callable[[float], Stack], ends: Ends, tol: float, max_iter: int) -> None:
+    def _approach(
+        self, stack: BatchedProgram, scaled: Callable[[float], BatchedProgram], ends: Ends, tol: float, max_iter: int
+    ) -> None:
         """Solve the programs not solved yet by way of smaller perturbations."""
         which = torch.nonzero(~ends.reached).reshape(-1)
         now = self._start(len(which), tol)
@@ -122,7 +126,7 @@ class BatchedNewton:
 
     # Steps with what was prepared at the solution
 
-    def _iterate_chord(self, stack: Stack, ends: Ends, max_iter: int, solve: Solve | None) -> None:
+    def _iterate_chord(self, stack: BatchedProgram, ends: Ends, max_iter: int, solve: Solve | None) -> None:
         """Make chord steps, H_ρ inverted by `solve`, while the residuals keep halving; `ends` keeps the best points."""
         live = torch.nonzero(~ends.reached).reshape(-1)
         if len(live) == 0:
@@ -160,7 +164,7 @@ class BatchedNewton:
             past.forget(live[(pushes != pushed[live]).any(1).to(live.device)])
             pushed[live] = pushes
             here = torch.cat([theta[live], lam[live]], 1)
-            there = here + past.combined(live, here, torch.cat([omega, nu - lam[live]], 1))
+            there = here + past.combine(live, here, torch.cat([omega, nu - lam[live]], 1))
             theta[live], lam[live] = there[:, :d], self.at.program.kinds.project(there[:, d:])
 
     def _chord_step(self, c: Tensor, g: Tensor, lam: Tensor, solve: Solve | None) -> tuple[Tensor, Tensor]:
@@ -192,7 +196,7 @@ class BatchedNewton:
 
     # Steps with each program's own curvature
 
-    def _iterate_newton(self, stack: Stack, ends: Ends, max_iter: int) -> None:
+    def _iterate_newton(self, stack: BatchedProgram, ends: Ends, max_iter: int) -> None:
         """Run Newton's method on the programs not solved yet."""
         P, d = ends.theta.shape
         every = torch.nonzero(~ends.reached).reshape(-1)
@@ -223,7 +227,9 @@ class BatchedNewton:
 
         damped_newton(z, residual, step, judge, proceed, min(_TRIALS, max_iter))
 
-    def _newton_step(self, stack: Stack, ends: Ends, which: Tensor, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
+    def _newton_step(
+        self, stack: BatchedProgram, ends: Ends, which: Tensor, f: Tensor, J: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Solve for ω, (P, d), and the multipliers, (P, m), of the given programs, with H and G of their own."""
         theta, lam = ends.theta[which], ends.lam[which]
         weights, c, G = _weights(lam), f[:, 1:] - stack.tau, J[:, 1:]
@@ -245,7 +251,7 @@ class BatchedNewton:
         return self._with_violated_rows(step, lambda omega: c + torch.einsum("pjd,pd->pj", G, omega))
 
     def _solve_each(
-        self, stack: Stack, theta: Tensor, weights: Tensor, G: Tensor, B: Tensor, accuracy: Tensor
+        self, stack: BatchedProgram, theta: Tensor, weights: Tensor, G: Tensor, B: Tensor, accuracy: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Solve H_p X_p = B_p, (P, d, k), for each program, and say for which that succeeded, (P,) bool."""
         P, d, k = B.shape
@@ -271,7 +277,7 @@ def programs_at_once(at: Solution) -> int:
     """Return how many programs like the one solved at `at` may be stacked."""
     vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per program
     longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
-    return max(1, in_flight(at.theta, _IN_MEMORY) // (vectors * longest))
+    return max(1, numbers_at_once(at.theta, _IN_MEMORY) // (vectors * longest))
 
 
 def _weights(lam: Tensor) -> Tensor:

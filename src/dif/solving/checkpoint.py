@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError, warn
-from dif.evaluation.fingerprint import of_program
+from dif.evaluation.fingerprint import fingerprint_program
 from dif.evaluation.program import Program
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 
 _FORMAT = "dif fit 2"  # name and version of the file format
 
 
 @dataclass(frozen=True)
-class Standing:
+class FitState:
     """The state of a fit: θ, λ and the progress of each phase."""
 
     theta: Tensor
@@ -57,17 +57,17 @@ class Checkpoint:
 
     @cached_property
     def _fingerprint(self) -> str:
-        return of_program(self.program).hex()
+        return fingerprint_program(self.program).hex()
 
-    def save(self, state: Standing) -> None:
+    def save(self, state: FitState) -> None:
         """Write the file atomically."""
         numbers = {"epochs": state.epochs, "penalty": state.penalty, "accuracy": state.accuracy}
         theta, lam = state.theta.cpu().numpy(), state.lam.cpu().numpy()
         about = json.dumps({**self._description(), **numbers, "problem": self._fingerprint})
-        with written(self.path) as file:
+        with open_atomically(self.path) as file:
             np.savez(file, theta=theta, lam=lam, about=np.array(about))
 
-    def load(self) -> Standing | None:
+    def load(self) -> FitState | None:
         """Return the stored state; None if there is no file, or (with a warning) one of a changed problem."""
         if not self.path.exists():
             return None
@@ -91,7 +91,7 @@ class Checkpoint:
             )
             return None
         like = self.program.parameters
-        return Standing(theta.to(like.device, like.dtype), lam.to(like.device, like.dtype), **numbers)
+        return FitState(theta.to(like.device, like.dtype), lam.to(like.device, like.dtype), **numbers)
 
     def _unusable(self, reason: str) -> InvalidInputError:
         return InvalidInputError(

@@ -90,7 +90,7 @@ class PathPoint:
 
 
 @dataclass
-class Follower:
+class PathFollower:
     """Predictor–corrector method along ε with an active set.
 
     The directional derivative predicts the next point, and Newton's method on the KKT system, with the active rows as
@@ -111,7 +111,7 @@ class Follower:
     curvatures: int = 0
 
     def __post_init__(self) -> None:
-        Direction.single(self.at.program, self.perturbation)  # refuses several perturbations
+        Direction.resolve_single(self.at.program, self.perturbation)  # refuses several perturbations
         self.end_program = self._perturbed_program(1.0)
         self.one_sided = self.at.program.kinds.one_sided
         self.goal = max(self.tol, 16 * self.at.scales.rounding)
@@ -163,7 +163,7 @@ class Follower:
         )
 
     def _perturbed_program(self, epsilon: float) -> Program:
-        return Direction(self.at.program, epsilon * self.perturbation).carried_out(0)
+        return Direction(self.at.program, epsilon * self.perturbation).perturbed_program(0)
 
     # Points
 
@@ -217,7 +217,7 @@ class Follower:
             except NotConvergedError:
                 return None
             here = torch.cat([theta, lam])[None]
-            there = here + past.combined(only, here, torch.cat([omega, mu])[None])
+            there = here + past.combine(only, here, torch.cat([omega, mu])[None])
             theta, lam = there[0, :d], there[0, d:]
         return None
 

@@ -20,14 +20,14 @@ from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.residuals import KKT, Scales, residuals, violations
-from dif.optimality.solution import Solution, check_gradients, checked_tolerance
+from dif.optimality.solution import Solution, check_gradients, check_tolerance
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.inputs import as_index
 from dif.runtime.limits import Limits
 from dif.runtime.progress import Reporter, progress
 from dif.solving.augmented_lagrangian import PATIENCE, AugmentedLagrangian
-from dif.solving.checkpoint import Checkpoint, Standing
+from dif.solving.checkpoint import Checkpoint, FitState
 from dif.solving.minibatch import PrimalDual
 from dif.solving.newton import damped_newton
 
@@ -83,22 +83,22 @@ def fit(
     """
     parameters, theta = Parameters.of(params)
     program = Program.of(problem, parameters, theta)
-    lam = torch.zeros_like(program.tau) if multipliers is None else program.flat_multipliers(multipliers)
+    lam = torch.zeros_like(program.tau) if multipliers is None else program.flatten_multipliers(multipliers)
     check_gradients(program, program.rows.gradients(theta)[1])
     check_limits(max_iter, max_seconds)
     _check_batches(epochs, batch_size, rate, seed)
     limits = Limits(max_iter, max_seconds)
     file = None if checkpoint is None else Checkpoint.open(checkpoint, program)
-    start = (None if file is None else file.load()) or Standing(theta, lam)
+    start = (None if file is None else file.load()) or FitState(theta, lam)
 
     def save(theta: Tensor, lam: Tensor, epochs: int, *phase: float) -> None:
         if file is not None:
-            file.save(Standing(theta, lam, epochs, *phase))
+            file.save(FitState(theta, lam, epochs, *phase))
 
     with progress("fit", None, show_progress) as report:
         if start.penalty is None and start.epochs < epochs:
             mini_batches = PrimalDual(program, epochs, batch_size, rate, seed, limits, report)
-            start = Standing(*mini_batches.run(start.theta, start.lam, start.epochs, save))
+            start = FitState(*mini_batches.run(start.theta, start.lam, start.epochs, save))
         result = solve(
             program,
             start,
@@ -194,7 +194,7 @@ class Found:
 
 def solve(
     program: Program,
-    start: Standing,
+    start: FitState,
     limits: Limits,
     *,
     tol: float | None = None,
@@ -211,7 +211,7 @@ def solve(
         report: Called with the iterations used and a text.
         save: Called with θ and λ, and with the penalty and accuracy of the augmented Lagrangian once it is used.
     """
-    goal = default_tolerance(start.theta) if tol is None else checked_tolerance(tol)
+    goal = default_tolerance(start.theta) if tol is None else check_tolerance(tol)
     best, solver = Found(start.theta, start.lam), SolverSeries()
     _polish(program, best, goal, limits, report, solver)
     rounds = None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import dif
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 from dif.studies import cnn
 
 VARIED: dict[str, tuple[float, ...]] = {  # values of each setting; the others stay as in the small study
@@ -29,7 +29,7 @@ derivative = partial(dif.DirectionalInfluence, switching=False)  # the estimator
 def reproduce(out: Path, base: cnn.Setting = cnn.SMALL_STUDY, show_progress: bool = True) -> list[dict[str, Any]]:
     """Run all variants, write ablation.json and return the rows of the table; finished variants are reloaded."""
     rows = list(_run_variants(out, base, show_progress))
-    with written(out / "ablation.json") as file:
+    with open_atomically(out / "ablation.json") as file:
         file.write((json.dumps({"version": dif.__version__, "base": asdict(base), "rows": rows}, indent=2)).encode())
     return rows
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dif
 from dif import plots
 from dif.data import mnist
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 from dif.studies import results
 from dif.studies.network import PAPER, SMALL, AllConvolutional, assign_groups, cross_entropy
 from dif.studies.plain import retrain, sample_losses
@@ -118,7 +118,7 @@ def load_or_fit(task: Task, setting: Setting, out: Path, show_progress: bool) ->
         return dif.Solution(task.problem, model, lam.tolist())
     solution = fit(task, setting, show_progress, checkpoint=out / "fit.npz")
     solution.check()
-    with written(path) as file:
+    with open_atomically(path) as file:
         np.savez(file, theta=solution.theta.cpu().numpy(), lam=solution.lam.cpu().numpy())
     return solution
 

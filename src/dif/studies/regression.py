@@ -61,7 +61,7 @@ def start() -> dict[str, Tensor]:
     return {"theta": torch.zeros(D, dtype=torch.float64)}
 
 
-def cvxpy_retraining(seed: int, constrained: dif.Problem, removed: list[int], show_progress: bool = True) -> Tensor:
+def retrain_with_cvxpy(seed: int, constrained: dif.Problem, removed: list[int], show_progress: bool = True) -> Tensor:
     """Return θ after removing each sample minus θ̄, (P, 5); CVXPY solves each problem."""
     X, y = (t.numpy() for t in data(seed))
     limits = constrained.constraints[1].tau.numpy()
@@ -114,7 +114,7 @@ def run(seed: int = 0, removals: int = 100, bounds: str = "paper", show_progress
     solution = dif.fit(constrained, start(), show_progress=False)
     removed = np.random.default_rng([seed, 1]).choice(N, size=removals, replace=False).tolist()
     coordinates = dif.linear(torch.eye(D), name="theta")
-    actual = cvxpy_retraining(seed, constrained, removed, show_progress)
+    actual = retrain_with_cvxpy(seed, constrained, removed, show_progress)
 
     estimators: dict[str, Any] = {
         "DIF": dif.DirectionalInfluence(solution, switching=False),  # as in the paper

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import dif
-from dif.runtime.atomic_file import written
+from dif.runtime.atomic_file import open_atomically
 
 
 def write(path: Path, numbers: dict[str, Any]) -> None:
     """Write the numbers; the file is complete or not written at all."""
-    with written(path) as file:
+    with open_atomically(path) as file:
         file.write((json.dumps(numbers, indent=2) + "\n").encode())
 
 

@@ -1,7 +1,7 @@
 import torch
 
 import dif
-from dif.estimators.scoring import Piece, Scoring, differences
+from dif.estimators.scoring import ScoredChunk, Scoring, differences
 from dif.evaluation.weight_change import Direction
 from dif.linalg.cholesky import prepare
 from dif.optimality.targets import Targets
@@ -31,7 +31,7 @@ class Unconstrained:
         at, targets = self.solution, Targets(target, self.solution)
 
         def work(some):
-            return Piece(differences(at, targets, map(self._move, some)), {})
+            return ScoredChunk(differences(at, targets, map(self._move, some)), {})
 
         scoring = Scoring(self.name, at, targets, perturbations, {}, out, show_progress)
         return scoring.one_by_one(work, jobs, lambda influence, pieces: None)

@@ -1,4 +1,4 @@
-"""Problems put together at random from whatever is legal: only a DifError may come out of a public call.
+"""Random problems from everything that is legal: a public call answers or raises a DifError, nothing else.
 
 Losses are linear, constant, piecewise or smooth; there are several Samples, views of them, and functions. Where the
 derivative and a retraining with a small share of the perturbation both answer, they must agree.
@@ -49,7 +49,7 @@ FUNCTIONS = {
 
 
 class Drawn:
-    """One random problem."""
+    """A random problem, with random perturbations."""
 
     def __init__(self, number: int) -> None:
         self.rng = rng = np.random.default_rng([11, number])
@@ -135,24 +135,24 @@ def estimators(solution, rng):
 
 
 class Calls:
-    """Calls functions, and notes how each ended; what is no DifError passes through."""
+    """Calls functions and counts how each ended; only DifErrors are caught."""
 
     def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
-        self.wordless = 0
+        self.incomplete = 0
 
     def __call__(self, function):
         try:
             made = function()
         except dif.DifError as error:
             self.ends[type(error).__name__] += 1
-            self.wordless += not all(part.strip() for part in (error.found, error.allowed, error.meaning, error.cure))
+            self.incomplete += not all(part.strip() for part in (error.found, error.allowed, error.meaning, error.cure))
             return None
         self.ends["answered"] += 1
         return made
 
 
-def tried(number: int, call: Calls, folder) -> None:
+def try_problem(number: int, call: Calls, folder) -> None:
     drawn = Drawn(number)
     solution = call(lambda: dif.fit(drawn.problem, drawn.start, max_iter=300, **QUIET))
     if solution is None:
@@ -179,11 +179,11 @@ def tried(number: int, call: Calls, folder) -> None:
     call(lambda: dif.choose(solution, targets[0], drawn.tables[0], 2, **QUIET))
     if drawn.constraints:
         call(lambda: dif.bound_curve(solution, drawn.constraints[0], (0.0, 0.05)))
-    agreed(solution, drawn, call)
+    check_derivative(solution, drawn, call)
 
 
-def agreed(solution, drawn, call) -> None:
-    """The derivative along a removal, and a retraining with a small share of it."""
+def check_derivative(solution, drawn, call) -> None:
+    """Compare the derivative along a removal with retraining after a small share of it."""
     removal = drawn.tables[0].remove(drawn.some(drawn.tables[0], 1))
     derivative = call(lambda: dif.DirectionalInfluence(solution, switching=False).change(removal))
     moved = call(lambda: dif.Retraining(solution, tol=1e-13, **QUIET).change(SHARE * removal))
@@ -198,18 +198,18 @@ def agreed(solution, drawn, call) -> None:
 @pytest.mark.parametrize(
     "part", [*range(PARTS), *(pytest.param(PARTS + k, marks=pytest.mark.slow) for k in range(MORE))]
 )
-def test_only_words_come_out(part, capsys, tmp_path):
+def test_only_dif_errors_are_raised(part, capsys, tmp_path):
     call = Calls()
     for k in range(PROBLEMS):
         number = part * PROBLEMS + k
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                tried(number, call, tmp_path)
+                try_problem(number, call, tmp_path)
             except Exception as error:
                 raise AssertionError(f"problem {number}") from error
     with capsys.disabled():
         print(f"\n{PROBLEMS} problems: {dict(call.ends.most_common())}")
-    assert call.wordless == 0
+    assert call.incomplete == 0
     assert call.ends["agreed"] > 0
     assert call.ends["answered"] > 5 * PROBLEMS

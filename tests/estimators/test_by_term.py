@@ -1,4 +1,4 @@
-"""Through which term a perturbation acts: the columns add up, and each is the effect of that term alone."""
+"""Scores split by term: the columns add up, and each is the effect of that term alone."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What estimators and their results refuse."""
+"""Errors raised by estimators and their results."""
 
 import json
 import re
@@ -87,14 +87,14 @@ def test_a_pivot_of_rounding_size_is_refused():
 
 
 @cache
-def held():
-    """Convex only while the constraint w₁ ≤ 1 holds; λ̄ = 1."""
+def convex_on_the_wall():
+    """Return a solution with λ̄ = 1 whose problem is convex only while the constraint w₁ ≤ 1 holds."""
     problem = dif.Problem(SADDLE.mean(), [(dif.linear([0.0, 1.0]) <= 1.0).named("wall")])
     return dif.Solution(problem, point(0.0, 1.0))
 
 
 def test_a_constraint_that_becomes_inactive_where_only_it_kept_the_problem_convex():
-    at = held()
+    at = convex_on_the_wall()
     assert at.active.binding == (0,)
     push = SADDLE.add(torch.tensor([[1.0, 5.0]], dtype=F64))  # λ = 1 − 5/4 after it
     switching = dif.DirectionalInfluence(at, switching=True)
@@ -127,26 +127,26 @@ def test_bounds_of_dependent_constraints_that_move_apart_are_refused():
     equalities = dif.Problem(TRAIN.mean(), [dif.linear([1.0, 1.0]) == -1.0, dif.linear([2.0, 2.0]) == -2.0])
     at = dif.DirectionalInfluence(dif.Solution(equalities, solution().params), strict=False)
     first, second = equalities.constraints
-    unanswered(at, first.shift(1.0), "equalities moved apart by")
+    check_unanswered(at, first.shift(1.0), "equalities moved apart by")
     together = at.scores(TRAIN, first.shift(1.0) + second.shift(2.0)).values
     derivative = dif.DirectionalInfluence(solution(), switching=False)
     assert (together - derivative.scores(TRAIN, CAP.shift(1.0)).values).abs().max() < 1e-9
 
     twice = stated(2)
     at = dif.DirectionalInfluence(dif.Solution(twice, solution().params, [float(solution().lam[0]), 0.0]), strict=False)
-    unanswered(at, twice.constraints[1].shift(-1.0), "moved past them")
+    check_unanswered(at, twice.constraints[1].shift(-1.0), "moved past them")
     assert torch.equal(at.scores(TRAIN, twice.constraints[1].shift(1.0)).values.abs(), torch.zeros(1, 8, dtype=F64))
 
     free = solve(TRAIN.mean())
     edge = float(free.theta[0])
     pinched = dif.Problem(TRAIN.mean(), [dif.linear([1.0, 0.0]) <= edge, dif.linear([1.0, 0.0]) >= edge])
     at = dif.DirectionalInfluence(dif.Solution(pinched, free.params, [0.0, 0.0]), strict=False)
-    unanswered(at, pinched.constraints[0].shift(-0.1), "inequalities moved apart")
+    check_unanswered(at, pinched.constraints[0].shift(-0.1), "inequalities moved apart")
     assert torch.isfinite(at.scores(TRAIN, pinched.constraints[0].shift(0.1)).values).all()
 
 
-def unanswered(at, perturbation, reason):
-    """NaN in change and scores, with the reason in the diagnostics."""
+def check_unanswered(at, perturbation, reason):
+    """Check that change and scores are NaN, with the reason in the diagnostics."""
     for answer in (at.change(perturbation), at.scores(TRAIN, perturbation)):
         assert torch.isnan(answer.flat if isinstance(answer, dif.Change) else answer.values).all()
         (found,) = answer.diagnostics["unanswered"].values()

@@ -1,4 +1,4 @@
-"""Every estimator keeps one contract: the same calls, the same keywords in the same place, files and jobs for all."""
+"""Every estimator has the same interface: the same methods and keywords, scores into files, several jobs."""
 
 from __future__ import annotations
 

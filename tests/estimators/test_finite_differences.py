@@ -25,7 +25,7 @@ CLEAR = 1e-6  # a multiplier or a row that moves by more has taken its branch
 
 @dataclass(frozen=True)
 class Structure:
-    """What hypothesis draws; the numbers follow from the seed."""
+    """The structure that hypothesis draws; the numbers follow from the seed."""
 
     loss: str
     d: int
@@ -92,7 +92,7 @@ class Case:
 
 
 def case_of(structure: Structure) -> Case:
-    """The first well-conditioned draw of the numbers."""
+    """Return the first well-conditioned draw of the numbers."""
     for attempt in range(100):
         case = drawn(structure, np.random.default_rng([structure.seed, attempt]))
         if well_conditioned(case):
@@ -150,7 +150,7 @@ def drawn(structure: Structure, rng: np.random.Generator) -> Case:
 
 
 def well_conditioned(case: Case) -> bool:
-    """Independent active gradients, curved along the binding rows, and a removal that is felt."""
+    """Check for independent active gradients, curvature along the binding rows, and a removal with an effect."""
     oracle, theta, lam = case.oracle, case.at.theta, case.at.lam
     active = case.rows("equality", "binding", "weak")
     G = oracle.gradients(theta)[1:][active]
@@ -265,7 +265,7 @@ def one_thread():
 
 
 class Ledger:
-    """What the problems of a run covered."""
+    """Counts of what the problems of a run covered."""
 
     def __init__(self) -> None:
         self.seen = Counter()

@@ -1,4 +1,4 @@
-"""Two thousand problems as they come, and inputs that make no sense: every answer is right, or refused in words.
+"""Two thousand random problems, and malformed inputs: every answer is right, or refused with a complete error.
 
 Unlike the problems of test_finite_differences, nothing here is made well-posed: features repeat or differ by orders of
 magnitude, bounds contradict, repeat or just touch, there may be no ridge. Run with -s to see the counts.
@@ -18,9 +18,9 @@ from oracle import Oracle, Point, Removal, slope, weights_of
 import dif
 
 F64 = torch.float64
-PARTS, PROBLEMS, MALFORMED = 4, 75, 360  # so many of each in each part: 1,740 in all,
-MORE = 20  # and so many parts more of the problems for the patient
-RIGHT = 1e-3  # of the answer's size; differences of re-solving are known to better than a tenth of it
+PARTS, PROBLEMS, MALFORMED = 4, 75, 360  # parts; problems and malformed inputs in each (1,740 in all)
+MORE = 20  # further parts of problems, marked slow
+RIGHT = 1e-3  # relative error of a right answer; finite differences are known to a tenth of that
 settings.register_profile(
     "fuzz", deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
@@ -35,12 +35,12 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-def check_words(error: dif.DifError) -> None:
-    """All four parts are there."""
+def check_parts(error: dif.DifError) -> None:
+    """Check that an error has all four parts."""
     assert all([error.found, error.allowed, error.meaning, error.cure])
 
 
-# Problems as they come
+# Random problems
 
 
 def squared(params, z):
@@ -51,8 +51,8 @@ def logistic(params, z):
     return torch.nn.functional.softplus(-z[1] * (z[0] @ params["theta"]))
 
 
-def rough(rng: np.random.Generator) -> tuple[Oracle, float]:
-    """A problem that may have no solution, many, or a degenerate one; and its ridge."""
+def draw_problem(rng: np.random.Generator) -> tuple[Oracle, float]:
+    """Draw a problem that may have no solution, many, or a degenerate one; return it with its ridge."""
     loss, n, d, m = (
         rng.choice(["squared", "logistic"]),
         int(rng.integers(5, 25)),
@@ -90,8 +90,8 @@ def rough(rng: np.random.Generator) -> tuple[Oracle, float]:
     return oracle, ridge
 
 
-def convert_errors(oracle: Oracle, ridge: float) -> tuple[dif.Samples, dif.Problem]:
-    """The same for dif."""
+def state_problem(oracle: Oracle, ridge: float) -> tuple[dif.Samples, dif.Problem]:
+    """State the problem of an oracle for dif."""
     loss = squared if oracle.loss == "squared" else logistic
     train = dif.Samples(loss, (torch.tensor(oracle.X), torch.tensor(oracle.y)), name="train")
     constraints = []
@@ -109,7 +109,7 @@ def convert_errors(oracle: Oracle, ridge: float) -> tuple[dif.Samples, dif.Probl
 
 
 def truth(oracle: Oracle, at: Point, removal: Removal) -> np.ndarray | None:
-    """dθ/dε by re-solving, or None where differences do not settle."""
+    """Return dθ/dε by re-solving; None where finite differences do not converge."""
     try:
         true = slope(oracle, at, removal, 1.0)
     except (AssertionError, np.linalg.LinAlgError, FloatingPointError):
@@ -117,11 +117,11 @@ def truth(oracle: Oracle, at: Point, removal: Removal) -> np.ndarray | None:
     return true.theta if true.doubt < 0.1 * RIGHT else None
 
 
-def answered(number: int) -> str:
-    """How problem `number` ended: right, refused (by which error), or that nobody can tell."""
+def solve_problem(number: int) -> str:
+    """Return how problem `number` ended: right, refused (by which error), or undecided."""
     rng = np.random.default_rng([7, number])
-    oracle, ridge = rough(rng)
-    train, problem = convert_errors(oracle, ridge)
+    oracle, ridge = draw_problem(rng)
+    train, problem = state_problem(oracle, ridge)
     n, d = oracle.X.shape
     gone = np.isin(np.arange(n), rng.choice(n, size=int(rng.integers(1, 3)), replace=False))
     renormalise = bool(rng.random() < 0.5)
@@ -130,7 +130,7 @@ def answered(number: int) -> str:
         removal = train.remove(np.flatnonzero(gone).tolist(), renormalise=renormalise)
         found = dif.DirectionalInfluence(solution, switching=False).change(removal).flat.numpy()
     except dif.DifError as error:
-        check_words(error)
+        check_parts(error)
         return f"refused: {type(error).__name__}"
     whole = [dif.DirectionalInfluence(solution, switching=how, strict=False) for how in ("auto", True)]
     steps = [one.change(removal) for one in whole]
@@ -160,7 +160,7 @@ def answered(number: int) -> str:
     "part", [*range(PARTS), *(pytest.param(PARTS + k, marks=pytest.mark.slow) for k in range(MORE))]
 )
 def test_problems_as_they_come(part, capsys):
-    ends = Counter(answered(part * PROBLEMS + k) for k in range(PROBLEMS))
+    ends = Counter(solve_problem(part * PROBLEMS + k) for k in range(PROBLEMS))
     with capsys.disabled():
         print(f"\n{PROBLEMS} problems: {dict(ends.most_common())}")
     assert [end for end in ends if end.startswith("WRONG")] == []
@@ -188,7 +188,7 @@ def ground():
 
 
 def indices(draw):
-    """No samples."""
+    """Draw invalid indices of samples."""
     return draw(
         st.one_of(
             st.integers(N, 10**12), st.integers(-(10**12), -1),
@@ -200,7 +200,7 @@ def indices(draw):
 
 
 def vectors(draw):
-    """Not one finite number per sample."""
+    """Draw what is not one finite number per sample."""
     length = draw(st.integers(0, 3 * N).filter(lambda k: k != N))
     bad = torch.ones(N, dtype=F64)
     bad[draw(st.integers(0, N - 1))] = draw(st.sampled_from([float("nan"), float("inf")]))
@@ -208,13 +208,13 @@ def vectors(draw):
 
 
 def masks(draw):
-    """Not a mask."""
+    """Draw what is not a mask."""
     length = draw(st.integers(0, 3 * N).filter(lambda k: k != N))
     return draw(st.sampled_from([torch.ones(length).bool(), torch.ones(N), torch.zeros(N).bool(), "a", 3, [1] * N]))
 
 
 def data(draw):
-    """No data."""
+    """Draw invalid data."""
     hole = X.clone()
     hole[draw(st.integers(0, N - 1)), draw(st.integers(0, D - 1))] = draw(
         st.sampled_from([float("nan"), float("-inf")])
@@ -287,7 +287,7 @@ def odd_multipliers(draw, ground):
 
 
 def odd_number(draw, ground):
-    """A number where none makes sense."""
+    """Pass an invalid number to one of the functions that take one."""
     solution, negative = ground[3], draw(st.floats(-1e9, -1e-9))
     bad = draw(st.sampled_from([negative, float("nan"), "a"]))
     draw(
@@ -330,7 +330,7 @@ def odd_estimator(draw, ground):
 
 
 def not_solved(draw, ground):
-    """A point that solves nothing."""
+    """Use a point that is not a solution."""
     values = draw(st.lists(st.floats(-1e6, 1e6), min_size=D, max_size=D))
     at = torch.tensor(values, dtype=F64)
     if (at - ground[3].theta).norm() < 1e-2:
@@ -414,7 +414,7 @@ def test_inputs_that_make_no_sense(part, ground, tmp_path, capsys):
         try:
             CALLS[name](drawn.draw, ground)
         except dif.DifError as error:
-            check_words(error)
+            check_parts(error)
             refused[name] += 1
         except TypeError as error:  # of an operator, as Python has it
             assert str(error).startswith("A Term can be compared with a Term or a number")  # noqa: PT017

@@ -91,7 +91,7 @@ def test_not_linear_with_a_weak_constraint():
 
 
 def test_renormalised_and_paper_removal():
-    """Objective a pure mean, removal from it alone: the identities of the two conventions."""
+    """The identities of the two conventions, for an objective that is a mean and a removal from it alone."""
     train, problem = bound_regression()
     solution, n = solved(problem), len(train)
     ratio = n / (n - 1)

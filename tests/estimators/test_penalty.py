@@ -1,4 +1,4 @@
-"""PenaltyInfluence against the penalised objective written out and differentiated by itself."""
+"""PenaltyInfluence against the penalised objective, written out and differentiated."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ RHO, K = 30.0, 50.0
 
 
 def penalised(train, weights, bounds, kind):
-    """L̃(θ, w): the objective with weights w on the samples, ρ/2 (equality)² and k (inequality)₊³."""
+    """Return L̃(θ, w): the objective with weights w on the samples, plus ρ/2 (equality)² and k (inequality)₊³."""
     X, y = train.storage.data
 
     def value(theta, w):

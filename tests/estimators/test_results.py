@@ -1,4 +1,4 @@
-"""Influence, Change and Agreement: what users hold in their hands."""
+"""The results: Influence, Change and Agreement."""
 
 import json
 import subprocess

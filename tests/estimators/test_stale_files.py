@@ -33,7 +33,7 @@ EDITS, PARTS = 200, 4
 
 
 class Scaled:
-    """A loss with a number of its own."""
+    """A loss with an attribute that scales it."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -61,7 +61,7 @@ LINES = {  # the loss of the model, as somebody may rewrite it
 
 
 def base():
-    """Every number of a problem that can be edited."""
+    """Return every number of a problem that can be edited."""
     rng = np.random.default_rng(0)
     draw = lambda *shape: torch.tensor(rng.normal(size=shape))  # noqa: E731
     return {
@@ -74,7 +74,7 @@ def base():
 
 
 def work(parts, folder):
-    """Scores into a file, and retrainings into a folder."""
+    """Write scores to a file and retrainings to a folder."""
     model = Net(float(parts["shift"]), parts["buffer"]).eval()
     closure, constant = float(parts["closure"]), float(parts["function"])
     train = dif.Samples(LINES[parts["line"]], (parts["X"], parts["y"]), name="train")
@@ -103,7 +103,7 @@ def work(parts, folder):
 
 
 def edited(parts, rng):
-    """One number changed, anywhere, by a little or a lot; or a line of code."""
+    """Change one number anywhere, by a little or a lot, or a line of code."""
     parts = copy.deepcopy(parts)
     name = str(rng.choice(list(parts)))
     if name == "line":
@@ -183,14 +183,14 @@ def squared(p, z):
 
 
 def seen(loss):
-    """The fingerprint of a loss."""
+    """Return the fingerprint of a loss."""
     from dif.evaluation.fingerprint import Look
 
     return b"".join(Look().at(loss))
 
 
 def variants():
-    """Pairs of losses that differ in one thing that they refer to."""
+    """Return pairs of losses that differ in one object that they refer to."""
     teacher, other = nn.Linear(2, 1), nn.Linear(2, 1)
     with_attribute, changed = (lambda p, z: squared(p, z)), (lambda p, z: squared(p, z))
     with_attribute.scale, changed.scale = 1.0, 2.0
@@ -252,7 +252,7 @@ def test_what_cannot_be_followed_is_new_every_time():
     assert seen(loss) != seen(loss)
 
 
-def test_a_checkpoint_of_another_problem_is_not_gone_on_with(tmp_path):
+def test_a_checkpoint_of_another_problem_is_not_resumed(tmp_path):
     z = torch.linspace(-1, 1, 9, dtype=F64)
 
     def solved(c, start):
@@ -261,12 +261,12 @@ def test_a_checkpoint_of_another_problem_is_not_gone_on_with(tmp_path):
         return float(dif.fit(problem, start, checkpoint=tmp_path / "fit.npz", show_progress=False).theta)
 
     assert solved(0.05, 1.2) > 0
-    assert solved(0.05, -1.2) > 0  # the same problem goes on where it stood
-    with pytest.warns(UserWarning, match="belongs to another problem"):
+    assert solved(0.05, -1.2) > 0  # the same problem resumes
+    with pytest.warns(UserWarning, match="is of another problem"):
         assert solved(0.06, -1.2) < 0
 
 
-def test_a_file_is_no_folder_for_retrainings(tmp_path):
+def test_keep_must_not_be_a_file(tmp_path):
     (tmp_path / "kept").write_text("")
     train = dif.Samples(squared, (torch.randn(9, 3, dtype=F64), torch.randn(9, dtype=F64)))
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"t": torch.zeros(3, dtype=F64)})

@@ -30,7 +30,7 @@ def nearly_weak(seed):
         rows.reverse()  # which of the two is nearly weak
 
     def state(lam, slack):
-        """The problem whose solution is θ̄ with these multipliers and slacks."""
+        """Build the problem whose solution is θ̄ with these multipliers and slacks."""
         at = dif.Solution(dif.Problem(base, [r <= 0.0 for r in rows]), {"theta": theta}, lam)
         pull = dif.linear(-(at.J[0] + at.lam @ at.G))
         constraints = [r <= float(f) + s for r, f, s in zip(rows, at.f[1:], slack, strict=True)]
@@ -90,7 +90,7 @@ def test_switching_predicts_the_active_set():
     assert np.mean(switching_errors) < 0.5 * np.mean(plain_errors)
 
 
-def test_other_words_for_switching_are_refused():
+def test_other_values_of_switching_are_refused():
     _, problem, _ = fair_logistic()
     for wrong in ("yes", None, 2):
         with pytest.raises(dif.InvalidInputError) as caught:
@@ -99,7 +99,7 @@ def test_other_words_for_switching_are_refused():
 
 
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
-def test_with_wide_margins_it_is_plain(make):
+def test_with_wide_margins_it_is_the_derivative(make):
     train, problem, *_ = make()
     solution = solved(problem)
     removals = 1e-3 * train.remove_each()  # no constraint is that near to switching

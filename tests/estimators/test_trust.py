@@ -1,4 +1,4 @@
-"""What is said about predictions before they are believed: expected errors, margins, kinks, the verdict."""
+"""How far predictions can be trusted: estimated errors, margins, kinks, the verdict."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ QUIET = {"show_progress": False}
 
 
 def within_reach(seed):
-    """A constraint whose slack (or what it is violated by without force) is 0.1 to 2 times what a removal moves."""
+    """Build a problem with a constraint whose slack or multiplier is 0.1 to 2 times what a removal moves."""
     rng = np.random.default_rng(seed)
     n, d = 80, 4
     X, group = rng.normal(size=(n, d)), rng.random(n) < 0.4
@@ -63,7 +63,7 @@ def within_reach(seed):
 
 
 def test_constraints_within_reach_of_a_removal():
-    """30 problems, every sample removed and the problem solved anew in numpy."""
+    """Compare with numpy on 30 problems, each solved again without each sample."""
     found = []
     for seed in range(30):
         train, risk, solution, truth = within_reach(seed)
@@ -116,7 +116,7 @@ def test_a_constraint_that_nearly_binds():
 
 
 def centres(n, spread):
-    """Points whose mean is the solution as long as no constraint holds it."""
+    """Build points whose mean is the solution where no constraint is active."""
     z = torch.zeros(n, 2, dtype=F64)
     z[:, 0] = torch.randn(n, dtype=F64, generator=torch.Generator().manual_seed(0))
     z[:, 1] = spread * torch.linspace(-1, 1, n, dtype=F64)
@@ -125,7 +125,7 @@ def centres(n, spread):
 
 
 def test_a_row_that_is_reached_by_way_of_another():
-    """Where A begins to bind, θ moves along it and reaches B; it does not matter how many are asked about."""
+    """Where A becomes active, θ moves along it and reaches B, whatever the number of perturbations."""
     z, train = centres(60, 0.0)
     move = float((z[:, 0] / 59).abs().max())
     rows = [dif.linear([1.0, -1.0]) <= 0.05 * move, dif.linear([0.0, 1.0]) <= 0.1 * move]
@@ -139,7 +139,7 @@ def test_a_row_that_is_reached_by_way_of_another():
     assert len(auto.diagnostics["within_reach"]) == 2
 
 
-def test_removals_without_an_answer_are_said_to_have_none(tmp_path):
+def test_removals_without_an_answer_give_a_warning(tmp_path):
     z, train = centres(60, 1.0)
     floor = train.view(lambda p, b: b[:, 1] - p["t"][1] + 0 * p["t"][0], name="floor")
     rows = [(floor.mean() <= 0.0).named("floor"), (dif.linear([0.0, 1.0]) <= 0.004).named("cap")]
@@ -158,8 +158,8 @@ def test_removals_without_an_answer_are_said_to_have_none(tmp_path):
     assert len(again.diagnostics["unanswered"]) == int(lost.sum())
 
 
-def test_nothing_that_happens_as_predicted_is_trusted():
-    """A target that a constraint pins does not move: zero was predicted, and zero happens."""
+def test_a_change_of_zero_predicted_as_zero_is_trusted():
+    """A target that a constraint keeps constant: the predicted and the actual change are 0."""
     _, train = centres(60, 1.0)
     pinned, free = dif.linear([1.0, 0.0]), dif.linear([0.0, 1.0])
     problem = dif.Problem(train.mean(), [pinned == 0.3])
@@ -195,7 +195,7 @@ def test_margins_are_what_retraining_moves():
 
 
 def fair(n=900):
-    """Logistic regression with a group bound that holds, on enough people for the first order to reach a removal."""
+    """State logistic regression with an active group bound and enough samples for a first-order prediction."""
     X, y = class_data(n)
     train = dif.Samples(logistic, (X, y), name="train")
     group = (X[:, 1] + 0.5 * X[:, 2] > 0).long()
@@ -237,7 +237,7 @@ def test_expected_errors_are_carried_along(tmp_path):
 
 
 def test_small_targets_are_not_hidden_behind_large_ones():
-    """A target in other units must not decide alone whether the rest is trusted."""
+    """A large target must not hide the error of a target in smaller units."""
     train, problem, _ = fair()
     solution = solved(problem)
     steep = dif.Function(lambda p: (40 * p["theta"]).sum().sin() * 1e-9, name="steep")
@@ -311,8 +311,8 @@ def test_calibration(tmp_path):
 
 
 @pytest.mark.parametrize("hidden", [(12, 6), pytest.param((40, 20), marks=pytest.mark.slow)])
-def test_a_flat_network_is_not_vouched_for(tmp_path, hidden):
-    """30-40-20-2 tanh, 400 samples (and a smaller one): a derivative exists, and predicts nothing."""
+def test_a_flat_network_is_not_trusted(tmp_path, hidden):
+    """The derivative of a 30-40-20-2 tanh network on 400 samples (or a smaller one) exists but predicts nothing."""
     (tmp_path / "model.py").write_text(f'''
 import torch, dif
 a, b = {hidden}
@@ -351,7 +351,7 @@ targets = {{"test loss": test.mean()}}
 
 
 def test_parity_through_the_command_line(tmp_path):
-    """The case of test_views, as a user meets it: one row per person, each with both losses."""
+    """Two losses of the same people, with one row per person, as in test_views."""
     from parity import resolve_without
 
     (tmp_path / "model.py").write_text(PARITY)

@@ -1,4 +1,4 @@
-"""Every animal of the zoo under a constraint, by every estimator, against plain autograd and re-solving."""
+"""Every model of zoo.py under a constraint: every estimator against plain autograd and re-solving."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plain:
         self.n = N
 
     def weights(self, gone=None, share=1.0):
-        """Of the objective and of the constraint, (2, n); a share of the way to those without a sample."""
+        """Return the weights of objective and constraint, (2, n), after a share of the removal of one sample."""
         full = torch.stack([torch.ones(N, dtype=F64) / N, GROUP / GROUP.sum()])
         if gone is None:
             return full
@@ -38,7 +38,7 @@ class Plain:
         return self.loss(self.layout.bind(self.layout.tensors(theta)), self.data)
 
     def gradients(self, theta, W):
-        """Both rows, (2,), and their gradients, (2, d)."""
+        """Return the values of both rows, (2,), and their gradients, (2, d)."""
         leaf = theta.clone().requires_grad_()
         sums = W @ self.losses(leaf)
         found = [torch.autograd.grad(s, leaf, retain_graph=True)[0] for s in sums]
@@ -47,7 +47,7 @@ class Plain:
         return values, J
 
     def hessian(self, theta, W, mu):
-        """Of Σ μⱼfⱼ, by central differences of gradients."""
+        """Return the Hessian of Σ μⱼfⱼ by central differences of gradients."""
         h, columns = 1e-5, []
         for k in range(len(theta)):
             e = torch.zeros_like(theta)
@@ -57,7 +57,7 @@ class Plain:
         return 0.5 * (H + H.T)
 
     def step(self, theta, lam, W, H=None):
-        """Newton's step on ∇L = 0, f₁ = 0."""
+        """Return Newton's step on ∇L = 0, f₁ = 0, in θ and λ, and the residual."""
         f, J = self.gradients(theta, W)
         H = self.hessian(theta, W, torch.stack([torch.ones_like(lam), lam])) if H is None else H
         K = torch.zeros(len(theta) + 1, len(theta) + 1, dtype=F64)
@@ -66,8 +66,8 @@ class Plain:
         moved = torch.linalg.solve(K, right)
         return moved[:-1], moved[-1], float(right.abs().max())
 
-    def solved(self, theta, lam, W):
-        """Re-solved from here, with the Hessian of the start as long as that helps."""
+    def solve(self, theta, lam, W):
+        """Solve from a warm start, with the Hessian there as long as the residual falls fast."""
         H, before = None, float("inf")
         for _ in range(200):
             omega, more, residual = self.step(theta, lam, W, H)
@@ -79,8 +79,8 @@ class Plain:
             theta, lam, before = theta + omega, lam + more, residual
         raise AssertionError(f"the oracle does not converge: {before:.1e}")
 
-    def freely(self, theta, W):
-        """Re-solved without the constraint."""
+    def solve_unconstrained(self, theta, W):
+        """Solve without the constraint."""
         for _ in range(50):
             slope = self.gradients(theta, W)[1][0]
             if float(slope.abs().max()) < 1e-11:
@@ -89,19 +89,19 @@ class Plain:
         return theta
 
     def without(self, gone, theta, lam):
-        """Where the solution goes as a sample is taken away, in steps; the bound may let go on the way."""
-        held = True
+        """Return the solution without a sample, removed in steps; the constraint may become inactive on the way."""
+        active = True
         for share in (0.25, 0.5, 0.75, 1.0):
             W = self.weights(gone, share)
-            if held:
-                theta, lam = self.solved(theta, lam, W)
-                held = bool(lam >= 0)
-            theta = theta if held else self.freely(theta, W)
+            if active:
+                theta, lam = self.solve(theta, lam, W)
+                active = bool(lam >= 0)
+            theta = theta if active else self.solve_unconstrained(theta, W)
         return theta
 
 
 def stated(animal):
-    """The animal under a bound on the mean loss of a group and a linear term, which binds."""
+    """State and fit the model under an active bound on the mean loss of a group plus a linear term."""
     params = animal.params()
     start = Parameters.of(params)[1]
     slant = 0.5 * torch.randn(len(start), generator=torch.Generator().manual_seed(9), dtype=F64)
@@ -129,7 +129,7 @@ def check(name):
     theta, lam = solution.theta, solution.lam[0]
     W = plain.weights()
     near(plain.gradients(theta, W)[0][0], solution.objective, 1e-9, "objective")
-    near(plain.solved(theta, lam, W)[0], theta, 1e-5, "solution")
+    near(plain.solve(theta, lam, W)[0], theta, 1e-5, "solution")
     H0 = plain.hessian(theta, W, torch.tensor([1.0, 0.0], dtype=F64))
     g0 = plain.gradients(theta, W)[1][0]
     removals, target = train.remove_each(GONE), train.mean()
@@ -144,7 +144,7 @@ def check(name):
     for k, gone in enumerate(GONE):
         removal, after = train.remove([gone]), plain.weights(gone)
         e = 1e-4
-        ends = [plain.solved(theta, lam, plain.weights(gone, share))[0] for share in (-e, e)]
+        ends = [plain.solve(theta, lam, plain.weights(gone, share))[0] for share in (-e, e)]
         true = (ends[1] - ends[0]) / (2 * e)
         near(derivative.change(removal).flat, true, 1e-4, "derivative")
         near(single[k], slope @ true, 1e-3, "scores")
@@ -169,25 +169,25 @@ def check(name):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, animal in ANIMALS.items() if animal.ends == "right"])
-def test_the_tame(name):
+def test_smooth_models(name):
     check(name)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, animal in ANIMALS.items() if animal.ends == "refused"])
-def test_the_wild(name):
-    """Refused in words, at the start or where an estimator would rest on it."""
+def test_refused_models(name):
+    """The fit or an estimator raises a DifError."""
     with pytest.raises(dif.DifError):
         check(name)
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [name for name, animal in ANIMALS.items() if animal.ends == "either"])
-def test_those_with_kinks(name):
-    """Right, or refused where the minimum lies on a kink; no other exception comes out."""
+def test_models_with_kinks(name):
+    """The answer is right, or a DifError is raised where the minimum lies on a kink."""
     with contextlib.suppress(dif.DifError):
         check(name)
 
 
-def test_there_are_many():
+def test_number_of_models():
     assert len(ANIMALS) >= 100

@@ -76,7 +76,7 @@ def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
     again = solved(end.problem)
     torch.testing.assert_close(end.theta, again.theta, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(end.lam, again.lam, rtol=1e-6, atol=1e-7)
-    people = end.problem.population[0]  # the same people, or with others among them
+    people = end.problem.people[0]  # the same people, or with others among them
     rest = [i for i in range(len(people)) if i not in (2, 3, 5, 6, 8)]
     some = people.remove_each(rest[:4])
     scores = dif.DirectionalInfluence(end).scores(people.mean(), some, **QUIET)
@@ -102,10 +102,10 @@ def test_added_samples_join_a_dataset():
     _, plain, other = drawn(1)
     new = (torch.tensor(rng.normal(size=(2, 3))), torch.tensor(rng.normal(size=2)))
     added = problem.after(train.add(new, like=[0, 1]))
-    assert len(added.population[0]) == 26
+    assert len(added.people[0]) == 26
     same = other.after(plain.add(new, like=[0, 1]))
     torch.testing.assert_close(solved(added).theta, solved(same).theta, rtol=1e-9, atol=1e-10)
-    back = added.after(added.population[0].remove([24, 25]))
+    back = added.after(added.people[0].remove([24, 25]))
     torch.testing.assert_close(solved(back).theta, solved(problem).theta, rtol=1e-9, atol=1e-10)
 
 

@@ -104,7 +104,7 @@ def check(file: File, as_json: AsJson = False, quiet: Quiet = False) -> None:
             print_certificate(certificate)
         bad = [finding for finding in certificate.findings if finding.verdict == "bad"]
         if bad:
-            fail(f"{bad[0].what} {bad[0].meaning} Measured: {bad[0].measured}. {bad[0].cure}")
+            fail(f"{bad[0].meaning} {bad[0].measured} {bad[0].cure}")
         if verdict.sign == "bad":
             fail(f"{verdict.words} {verdict.cure}")
 
@@ -299,7 +299,7 @@ def _add_unanswered(scores: Influence, removals: Perturbation, needed: dict[int,
     }
     unanswered = scores.diagnostics.get("unanswered", {}) | reasons
     diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
-    return replace(scores, stored=values, perturbed_program=removals, diagnostics=diagnostics)
+    return replace(scores, stored=values, carried_out=removals, diagnostics=diagnostics)
 
 
 def _retrain(

@@ -117,8 +117,11 @@ class ActiveSet:
         if self.licq > self.licq_floor:
             return Finding(what, GOOD, found, "The multipliers are unique.", allowed=allowed)
         meaning = "One active gradient depends on the others (LICQ fails), so the multipliers are not unique."
-        cure = "Drop a redundant constraint, or state equal ones once; strict=False goes on with one choice."
-        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
+        cure, otherwise = (
+            "Drop a redundant constraint, or state equal ones once.",
+            "strict=False goes on with one choice.",
+        )
+        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError, otherwise)
 
     def strict_minimum(self) -> Finding:
         """Judge whether the Lagrangian curves upwards along the binding constraints (the second-order condition)."""

@@ -20,6 +20,7 @@ class Finding:
     cure: str = ""
     allowed: str = ""
     error: type[DifError] = DifError  # raised by `check` where the verdict is bad
+    otherwise: str = ""  # how a caller can go on regardless; only the error says it
 
     @property
     def measured(self) -> str:
@@ -29,4 +30,4 @@ class Finding:
     def check(self) -> None:
         """Raise where the verdict is bad."""
         if self.verdict == BAD:
-            raise self.error(self.found, self.allowed, self.meaning, self.cure)
+            raise self.error(self.found, self.allowed, self.meaning, f"{self.cure} {self.otherwise}".strip())

@@ -198,9 +198,10 @@ class Solution:
             BAD,
             f"{found}; {worst}{where} is the largest part.",
             "The point does not solve the problem, so there is no solution whose change could be predicted.",
-            f"{cure} strict=False goes on regardless and records the residual.",
+            cure,
             allowed,
             NotASolutionError,
+            "strict=False goes on regardless and records the residual.",
         )
 
     def bounded_multipliers(self) -> Finding:

@@ -34,7 +34,7 @@ class Unconstrained:
             return ScoredChunk(differences(at, targets, map(self._move, some)), {})
 
         scoring = Scoring(self.name, at, targets, perturbations, {}, out, show_progress)
-        return scoring.one_by_one(work, jobs, lambda influence, pieces: None)
+        return scoring.run_chunks(work, 16, jobs, lambda influence, parts: None)
 
 
 X, y = torch.randn(50, 2).double(), torch.randn(50).double()

@@ -215,7 +215,7 @@ def test_unbounded_multipliers_do_not_hide_a_violation():
         forced.check()
     if isinstance(caught.value, dif.InfeasibleError):
         assert caught.value.meaning == (
-            "The constraints contradict each other: their forces cancel, and grow without bound."
+            "The constraints contradict each other: their forces cancel and grow without bound."
         )
 
 

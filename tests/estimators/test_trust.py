@@ -427,9 +427,13 @@ def test_verdicts_in_words():
     assert jumping.words == (
         "Predictions for this model cannot be trusted: the target is not smooth (the loss of hits[0] jumps (lt))."
     )
-    flat = {"findings": [{"verdict": "bad", "what": "Is it a solution?", "meaning": "No.", "cure": "Train on."}]}
+    flat = {
+        "findings": [
+            {"verdict": "bad", "what": "Is it a solution?", "meaning": "The point is none.", "cure": "Train on."}
+        ]
+    }
     assert Verdict.of(flat, expected, right).words == (
-        "Predictions for this model cannot be trusted. Is it a solution? No."
+        "Predictions for this model cannot be trusted. The point is none."
     )
 
 

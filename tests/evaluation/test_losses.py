@@ -132,7 +132,7 @@ class Rescaled40(Square):
 
 def test_a_backward_pass_that_is_wrong_on_large_batches_is_refused():
     error = error_on_large_batches(lambda p, z: Rescaled40.apply(z[0] @ p["t"] - z[1] + 1.0))
-    assert error.meaning == "What torch returns as the gradient of all samples is not the derivative of their losses."
+    assert error.meaning == "What torch returns as the gradient is not the derivative of the losses."
 
 
 def test_a_solution_on_a_kink_is_refused():
@@ -144,7 +144,7 @@ def test_a_solution_on_a_kink_is_refused():
     with pytest.raises(dif.DegenerateError) as caught:
         dif.DirectionalInfluence(solution)
     assert caught.value.meaning == (
-        "It lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there."
+        "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there."
     )
 
 
@@ -283,7 +283,7 @@ def test_a_constraint_that_cannot_be_met_is_named():
     train = dif.Samples(squared, (X, y), name="train")
     never = (dif.Function(lambda p: torch.exp(-p["t"][0]), name="e") <= 0.0).named("never")
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [never])
-    with pytest.warns(dif.NotConvergedWarning, match="It violates never by .* perhaps no point satisfies"):
+    with pytest.warns(dif.NotConvergedWarning, match="It violates 'never' by .* if no point satisfies the constraints"):
         dif.fit(problem, {"t": torch.zeros(3, dtype=F64)}, **QUIET)
 
 

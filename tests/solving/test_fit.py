@@ -119,7 +119,7 @@ def test_multipliers_by_position_name_and_constraint():
     assert len(solution.multipliers) == 3
     assert [v.shape for v in solution.multipliers] == [(1,), (), ()]
     assert "order" in repr(solution.multipliers)
-    with pytest.raises(KeyError, match="there are sum, order, far"):
+    with pytest.raises(KeyError, match="The constraints are sum, order, far"):
         solution.multipliers["budget"]
     with pytest.raises(KeyError, match="identity"):
         solution.multipliers[problem.constraints[0].named("copy")]

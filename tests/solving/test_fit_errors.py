@@ -82,9 +82,8 @@ def test_inference_mode_is_named():
 def test_fit_from_a_point_without_a_derivative_is_refused():
     train = dif.Samples(roots, torch.tensor([0.0, 1.0], dtype=F64), name="roots")
     action = lambda: solve(train.mean(), params={"t": torch.zeros((), dtype=F64)})  # noqa: E731
-    invalid(
-        action, "NaN or infinite for the objective", "gradients at the given parameters", "The point has no derivative"
-    )
+    text = "There is no derivative at this point (sqrt or log at 0, a norm at its kink), so it cannot be judged."
+    invalid(action, "The gradient of the objective at the given parameters is NaN or infinite.", text)
 
 
 @pytest.mark.parametrize(

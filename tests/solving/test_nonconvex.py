@@ -337,7 +337,7 @@ def test_a_network_that_stopped_early_is_refused():
     with pytest.warns(dif.NotConvergedWarning):
         early = dif.fit(problem, small(), max_iter=5, show_progress=False)
     for estimator in (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining):
-        with pytest.raises(dif.NotASolutionError, match="KKT residual of the given point"):
+        with pytest.raises(dif.NotASolutionError, match="The relative KKT residual is"):
             estimator(early)
 
 
@@ -345,5 +345,5 @@ def test_a_saddle_is_refused():
     f = dif.Function(lambda p: ((p["x"][0] ** 2 - 1) ** 2 + p["x"][1] ** 2).sum(), name="double well")
     saddle = dif.Solution(dif.Problem(f), {"x": torch.zeros(2, dtype=F64)})
     assert saddle.converged
-    with pytest.raises(dif.DegenerateError, match="curvature of the Lagrangian along the binding constraints"):
+    with pytest.raises(dif.DegenerateError, match="smallest curvature of the Lagrangian"):
         dif.DirectionalInfluence(saddle)

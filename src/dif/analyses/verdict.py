@@ -58,7 +58,7 @@ def _judge(
     """Return the verdict on smooth targets with an answer for every removal."""
     bad = [finding for finding in certificate["findings"] if finding["verdict"] == BAD]
     if bad:
-        return Verdict(BAD, f"{_REFUSED}. {bad[0]['what']} {bad[0]['meaning']}", bad[0]["cure"])
+        return Verdict(BAD, f"{_REFUSED}. {bad[0]['meaning']}", bad[0]["cure"])
     if retrained is not None:
         return _judge_retraining(retrained, assessment)
     if assessment is None:

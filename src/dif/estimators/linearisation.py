@@ -69,6 +69,7 @@ class Linearisation:
         self.equal = torch.zeros_like(rows).bool() if equal is None else equal
         self.c0, self.lam0 = (x[rows] if from_point else torch.zeros_like(x[rows]) for x in (at.c, at.lam))
         self.strict = strict
+        _ = system.V  # solved now, once for any number of perturbations
         # rows solved as equalities whose multipliers must nevertheless stay ≥ 0
         self.must_push = self.equal & at.program.kinds.one_sided[rows] & (from_point and not lenient)
 

@@ -118,7 +118,9 @@ class Retraining:
             for part in ("residuals", "failed"):
                 influence.diagnostics[part] = join(parts, part)
 
-        return Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown).run(score, 1, finish)
+        scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
+        scoring.check()
+        return scoring.run(score, 1, finish)
 
     def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""

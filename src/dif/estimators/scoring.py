@@ -56,11 +56,17 @@ class Scoring:
         self, work: Callable[[Perturbation], ScoredChunk], most: int, jobs: int, finish: Finish
     ) -> Influence:
         """Score chunks of at most `most` perturbations, each by one call of `work`."""
-        check_perturbation(self.perturbations)
+        self.check()
         size = chunk_size(len(self.perturbations), most, jobs)
         return self.run(
             lambda begin: run_in_order(work, split_perturbation(self.perturbations[begin:], size), jobs), size, finish
         )
+
+    def check(self) -> None:
+        """Refuse malformed perturbations before any work is done."""
+        check_perturbation(self.perturbations)
+        for chunk in split_perturbation(self.perturbations):
+            Direction(self.at.program, chunk)
 
     def run(self, score: Callable[[int], Iterator[ScoredChunk]], size: int, finish: Finish) -> Influence:
         """Collect the scores; rows that a file has already are not computed again.

@@ -54,7 +54,8 @@ def test_the_template_runs_and_is_not_overwritten(model):
 def test_check_prints_the_certificate(model):
     result = RUN.invoke(app, ["check", str(model)])
     assert result.exit_code == 0
-    assert "Is it a solution? The optimality conditions hold." in " ".join(result.output.split())
+    assert "Is it a solution?" in result.output
+    assert "The optimality conditions hold." in " ".join(result.output.replace("│", " ").split())
     assert "binding" in result.output
     assert "\x1b" not in result.output  # no colour in a pipe
     output = json.loads(RUN.invoke(app, ["check", str(model), "--json"]).output)

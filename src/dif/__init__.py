@@ -26,6 +26,8 @@ from dif.estimators.path import PathInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.protocol import Estimator
 from dif.estimators.retraining import Retraining
+from dif.estimators.unrolled import UnrolledInfluence
+from dif.evaluation.optimizers import SGD, Adam, AdamW, Ascent
 from dif.linalg.cholesky import LinearSolver
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.operator import Operator
@@ -42,6 +44,7 @@ from dif.problem.term import Constraint, Function, Term, linear, ridge
 from dif.runtime.distributed import sharded
 from dif.solving.continuation import Path
 from dif.solving.fit import fit
+from dif.solving.training import Run, Training
 
 __version__ = "0.1.0"
 
@@ -49,9 +52,13 @@ GroupInfluence = AdaptiveInfluence  # its first name
 
 __all__ = [
     "KKT",
+    "SGD",
     "ActiveSet",
+    "Adam",
+    "AdamW",
     "AdaptiveInfluence",
     "Agreement",
+    "Ascent",
     "BoundCurve",
     "Certificate",
     "Change",
@@ -83,11 +90,14 @@ __all__ = [
     "Problem",
     "Refinement",
     "Retraining",
+    "Run",
     "SameDataWarning",
     "Samples",
     "Solution",
     "Term",
+    "Training",
     "UnboundedError",
+    "UnrolledInfluence",
     "bound_curve",
     "choose",
     "fit",

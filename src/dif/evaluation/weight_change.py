@@ -93,7 +93,7 @@ class Direction:
                 "Samples are told apart by identity.",
                 "Perturb the Samples object from which the objective or the constraints were built.",
             )
-        C = rows.C * self._changed_rows(piece.terms)[:, None]
+        C = rows.C * self.changed_rows(piece.terms)[:, None]
         views = [t for t in views if bool((C[:, rows.columns(t)] != 0).any())]
         if not views:
             raise InvalidInputError(
@@ -112,7 +112,7 @@ class Direction:
             owner = owner if len(piece) == self.P else None
             self.blocks.append(Block(C[:, columns], columns, scale * alpha, samples, owner, index, scale * s))
 
-    def _changed_rows(self, terms: tuple[Any, ...] | None) -> Tensor:
+    def changed_rows(self, terms: tuple[Any, ...] | None) -> Tensor:
         """Return 1 for the rows of these terms (None: all rows) and 0 for the others, (1 + m,)."""
         changed = self.program.tau.new_zeros(1 + self.program.m)
         if terms is None:

@@ -1,0 +1,153 @@
+"""Influence through training against autograd through an explicit loop, finite differences and rerunning."""
+
+import numpy as np
+import pytest
+import torch
+from trainings import classify, logistic, state_problem, violations
+
+import dif
+from dif.estimators.rerun import rerun
+from dif.optimality.targets import Targets
+
+F64 = torch.float64
+QUIET = {"show_progress": False}
+OPTIMIZERS = {
+    "SGD": dif.SGD(0.1),
+    "momentum": dif.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "Adam": dif.Adam(0.02, eps_root=1e-6),
+    "AdamW": dif.AdamW(0.02, eps_root=1e-6, weight_decay=0.1),
+}
+
+
+def trained(optimizer, epochs=3):
+    X, y, group, params = classify(n=40)
+    train, problem = state_problem(X, y, group)
+    test = dif.Samples(logistic, (X[:7] + 0.1, y[:7]), name="test")
+    run = dif.Training(problem, params, optimizer, dif.Ascent(0.5), 9, epochs, 1, "cosine").run(**QUIET)
+    return train, test, run, (X, y, group, params)
+
+
+def by_autograd(run, data, optimizer):
+    """∂(test losses)/∂w of every sample, through a loop written out with torch operations; also how often λ was 0."""
+    X, y, group, params = data
+    w = torch.ones(len(X), dtype=F64, requires_grad=True)
+    theta = torch.cat([t.reshape(-1) for t in params.values()]).requires_grad_()
+    lam, memory, touched = torch.zeros(3, dtype=F64), optimizer.start(theta), 0
+    for t, (index,) in enumerate(run.loop.indices):
+        p = {"W": theta[:6].reshape(3, 2), "v": theta[6:]}
+        losses, weights = logistic(p, (X[index], y[index])), w[index]
+        mean = (weights * losses).sum() / weights.sum()
+        rows = []
+        for g in range(2):
+            mine = group[index] == g
+            gap = (weights * losses)[mine].sum() / weights[mine].sum() - mean - 0.01
+            rows.append(gap if bool(mine.any()) else torch.zeros_like(mean))
+        violation = torch.stack([*rows, theta[0] - 0.1])
+        lagrangian = mean + 0.005 * theta.square().sum() + lam @ violation
+        (g,) = torch.autograd.grad(lagrangian, theta, create_graph=True)
+        theta, memory = optimizer.update(theta, memory, g, run.loop.factors[t], t)
+        ahead = lam + 0.5 * violation
+        lam = torch.cat([ahead[:2].clamp(min=0), ahead[2:]])
+        touched += int((lam[:2] == 0).sum())
+    values = logistic({"W": theta[:6].reshape(3, 2), "v": theta[6:]}, (X[:7] + 0.1, y[:7]))
+    return torch.stack([torch.autograd.grad(value, w, retain_graph=True)[0] for value in values]), touched
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_scores_are_autograd_through_the_loop(optimizer):
+    train, test, run, data = trained(optimizer)
+    scores = dif.UnrolledInfluence(run).scores(test, train.remove_each(), **QUIET)
+    slopes, touched = by_autograd(run, data, optimizer)
+    assert touched >= 2  # multipliers at zero
+    assert max(run.history.multipliers[-1]) > 0
+    np.testing.assert_allclose(scores.values, -slopes.T, atol=1e-8 * float(slopes.abs().max()))
+
+
+def perturbations(train, problem, X, y):
+    n = len(X)
+    return {
+        "removal": train.remove([3]),
+        "group": train.remove([1, 2, 20]),
+        "the paper's": train.remove([1, 2], renormalise=False),
+        "reweighting": train.reweight(torch.linspace(-0.01, 0.01, n)),
+        "replacement": train.replace([5], (-X[5:6], y[5:6])),
+        "addition": train.add((X[:2] + 0.3, y[:2]), like=[4, 7]),
+        "bound": problem.constraints[0].shift(0.1),
+        "one term": train.remove([3], terms=[problem.constraints[0]]),
+        "sum": problem.constraints[2].shift(0.05) + 0.5 * train.remove([8]),
+    }
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["momentum"], OPTIMIZERS["Adam"]], ids=["momentum", "Adam"])
+def test_every_perturbation_is_the_difference_of_running_again(optimizer):
+    train, test, run, (X, y, *_) = trained(optimizer)
+    targets, estimator = Targets(test, run.end), dif.UnrolledInfluence(run)
+
+    def ends(perturbation):
+        ((theta, _),) = rerun(run, perturbation)
+        return targets.values(theta[0])
+
+    for name, one in perturbations(train, run.problem, X, y).items():
+        h = 1e-5
+        difference = (ends(h * one) - ends(-h * one)) / (2 * h)
+        found = estimator.scores(test, one, **QUIET).values[0]
+        np.testing.assert_allclose(found, difference, atol=1e-6 * float(difference.abs().max()), err_msg=name)
+        forward = estimator.change(one).flat @ targets.gradients(run.theta)
+        np.testing.assert_allclose(forward, found, atol=1e-10 * float(found.abs().max()), err_msg=name)
+        by_term = estimator.by_term(test.mean(), one, **QUIET)
+        np.testing.assert_allclose(by_term.values.sum(), found.mean(), atol=1e-12)
+        assert by_term.targets == ("objective", *run.end.program.names)
+
+
+def test_batches_of_targets_and_ways_to_keep_states_agree(tmp_path):
+    X, y, group, params = classify(n=40)
+    train, problem = state_problem(X, y, group)
+    test = dif.Samples(logistic, (X[:7], y[:7]), name="test")
+    training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 9, 4)
+    whole, disk, some = training.run(**QUIET), training.run(keep=tmp_path / "run", **QUIET), training.run(**QUIET)
+    states = some.states
+    states.every = 4
+    states._kept = {t: s for t, s in states._kept.items() if t % 4 == 0 or t == states.length}
+    removals = train.remove_each()
+    scores = dif.UnrolledInfluence(whole).scores(test, removals, **QUIET).values
+    for run in (disk, some):
+        found = dif.UnrolledInfluence(run).scores(test, removals, **QUIET).values
+        np.testing.assert_allclose(found, scores, atol=1e-12 * float(scores.abs().max()))
+    one_by_one = [
+        dif.UnrolledInfluence(whole).scores(test.weighted(torch.eye(7)[i]), removals, **QUIET).values for i in range(7)
+    ]
+    np.testing.assert_allclose(torch.cat(one_by_one, 1), scores, atol=1e-12 * float(scores.abs().max()))
+
+
+def test_since_leaves_the_steps_before_as_they_were():
+    train, test, run, _ = trained(OPTIMIZERS["momentum"])
+    estimator, removal = dif.UnrolledInfluence(run, since=6), train.remove([3])
+    targets, h = Targets(test, run.end), 1e-5
+    ends = [targets.values(next(iter(rerun(run, sign * h * removal, 6)))[0][0]) for sign in (1, -1)]
+    difference = (ends[0] - ends[1]) / (2 * h)
+    found = estimator.scores(test, removal, **QUIET).values[0]
+    np.testing.assert_allclose(found, difference, atol=1e-6 * float(difference.abs().max()))
+    np.testing.assert_allclose(estimator.change(removal).flat @ targets.gradients(run.theta), found, atol=1e-12)
+    late = dif.UnrolledInfluence(run, since=run.loop.length).scores(test, removal, **QUIET).values
+    assert float(late.abs().max()) == 0
+
+
+def test_removals_carried_out_together_are_those_carried_out_alone():
+    train, _, run, (X, y, group, params) = trained(OPTIMIZERS["AdamW"])
+    ((thetas, lams),) = rerun(run, train.remove_each(range(5)))
+    for i in range(5):
+        left = torch.arange(40) != i
+        theta, lam = torch.cat([t.reshape(-1) for t in params.values()]), torch.zeros(3, dtype=F64)
+        memory = run.training.optimizer.start(theta)
+        for t, (index,) in enumerate(run.loop.indices):
+            index = index[left[index]]
+            theta = theta.requires_grad_()
+            p = {"W": theta[:6].reshape(3, 2), "v": theta[6:]}
+            losses = logistic(p, (X[index], y[index]))
+            violation = violations(losses, group[index], theta[0])
+            (g,) = torch.autograd.grad(losses.mean() + 0.005 * theta.square().sum() + lam @ violation, theta)
+            theta, memory = run.training.optimizer.update(theta.detach(), memory, g, run.loop.factors[t], t)
+            lam = lam + 0.5 * violation.detach()
+            lam[:2] = lam[:2].clamp(min=0)
+        np.testing.assert_allclose(thetas[i], theta, atol=1e-12)
+        np.testing.assert_allclose(lams[i], lam, atol=1e-12)

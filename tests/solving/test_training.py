@@ -1,0 +1,120 @@
+"""Training on mini-batches: equal to torch.optim, deterministic, resumed after an interruption, refused in words."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from refusals import invalid
+from trainings import classify, logistic, state_problem, violations
+
+import dif
+
+F64 = torch.float64
+OPTIMIZERS = {
+    "SGD": (dif.SGD(0.05), torch.optim.SGD, {"lr": 0.05}),
+    "momentum": (dif.SGD(0.05, momentum=0.9), torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
+    "Nesterov": (
+        dif.SGD(0.05, momentum=0.9, nesterov=True, weight_decay=0.01),
+        torch.optim.SGD,
+        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+    ),
+    "Adam": (dif.Adam(0.02, weight_decay=0.01), torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.01}),
+    "AdamW": (dif.AdamW(0.02, weight_decay=0.1), torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+}
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_every_optimiser_is_that_of_torch_step_for_step(case):
+    """Descent and ascent, written out with torch.optim and loss[mask].mean(), 50 steps on the same batches."""
+    ours, kind, options = case
+    X, y, group, params = classify()
+    _, problem = state_problem(X, y, group)
+    training = dif.Training(problem, params, ours, dif.Ascent(0.1), batch_size=12, epochs=10, seed=3, schedule="cosine")
+    run = training.run(show_progress=False)
+    assert run.loop.length == 50
+
+    W, v = (t.clone().requires_grad_() for t in params.values())
+    optimizer, lam = kind([W, v], **options), torch.zeros(3, dtype=F64)
+    for t, (index,) in enumerate(run.loop.indices):
+        optimizer.param_groups[0]["lr"] = options["lr"] * 0.5 * (1 + np.cos(np.pi * t / 50))
+        losses = logistic({"W": W, "v": v}, (X[index], y[index]))
+        norm = 0.005 * (W.square().sum() + v.square().sum())
+        violation = violations(losses, group[index], W[0, 0])
+        optimizer.zero_grad()
+        (losses.mean() + norm + lam @ violation).backward()
+        optimizer.step()
+        lam = lam + 0.1 * violation.detach()
+        lam[:2] = lam[:2].clamp(min=0)
+        np.testing.assert_allclose(run.history.multipliers[t + 1] if t < 49 else run.end.lam, lam, atol=1e-12)
+    np.testing.assert_allclose(run.theta, torch.cat([W.reshape(-1), v]).detach(), atol=1e-12)
+    np.testing.assert_allclose(run.multipliers.flat, lam, atol=1e-12)
+
+
+def test_a_constraint_without_members_in_the_batch_is_left_out():
+    X, y, _, params = classify(n=12)
+    train = dif.Samples(logistic, (X, y), name="train")
+    rare = torch.arange(12) == 5
+    problem = dif.Problem(train.mean(), [train.mean(where=rare) <= 0.0])
+    run = dif.Training(problem, params, dif.SGD(0.1), dif.Ascent(0.5), batch_size=4, epochs=2).run(show_progress=False)
+    there = [bool((index == 5).any()) for (index,) in run.loop.indices]
+    lam = [row[0] for row in run.history.multipliers] + [float(run.end.lam)]
+    assert [b > a for a, b in pairwise(lam)] == there
+    assert sum(there) == 2
+
+
+def test_the_same_seed_gives_the_same_run():
+    X, y, group, params = classify()
+    _, problem = state_problem(X, y, group)
+    runs = [
+        dif.Training(problem, params, dif.Adam(0.01), dif.Ascent(0.1), 16, 2, seed).run(show_progress=False)
+        for seed in (1, 1, 2)
+    ]
+    assert torch.equal(runs[0].theta, runs[1].theta)
+    assert not torch.equal(runs[0].theta, runs[2].theta)
+    every = torch.cat([index for (index,) in runs[0].loop.indices[:4]])
+    assert every.sort().values.tolist() == list(range(60))  # an epoch sees every sample once
+
+
+def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
+    X, y, group, params = classify()
+    _, problem = state_problem(X, y, group)
+    training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 10, 3)
+    whole = training.run(show_progress=False)
+    steps, usual = [], dif.solving.training.TrainingLoop.advance
+
+    def advance(self, t, *args, **options):
+        steps.append(t)
+        if len(steps) == 8:
+            raise KeyboardInterrupt
+        return usual(self, t, *args, **options)
+
+    monkeypatch.setattr("dif.solving.training.TrainingLoop.advance", advance)
+    with pytest.raises(KeyboardInterrupt):
+        training.run(keep=tmp_path / "run", show_progress=False)
+    resumed = training.run(keep=tmp_path / "run", show_progress=False)
+    assert steps == [*range(8), *range(7, 18)]
+    assert torch.equal(resumed.theta, whole.theta)
+    other = dif.Training(problem, params, dif.SGD(0.2), dif.Ascent(0.5), 10, 3)
+    assert not torch.equal(other.run(keep=tmp_path / "run", show_progress=False).theta, whole.theta)
+    assert len(steps) == 19 + 18  # states of another training are not used
+
+
+def test_wrong_input_is_refused():
+    X, y, group, params = classify(n=12)
+    train, problem = state_problem(X, y, group)
+    text = "Rates of an optimiser are numbers from 0 up."
+    invalid(lambda: dif.SGD(-0.1), "`lr` is -0.1", text)
+    invalid(lambda: dif.Ascent(float("nan")), "`lr` is nan", text)
+    invalid(lambda: dif.Adam(betas=(1.0, 0.9)), "`beta1` is 1.0.", "at 1 the average never moves")
+    invalid(lambda: dif.SGD(0.1, nesterov=True), "`momentum` is 0", "It looks ahead along the velocity")
+    invalid(
+        lambda: dif.Training(problem, params, dif.SGD(0.1), batch_size=0), "`batch_size` is 0.", "the batches of the"
+    )
+    half = {name: t.to(torch.bfloat16) for name, t in params.items()}
+    coarse = dif.Samples(logistic, (X.to(torch.bfloat16), y.to(torch.bfloat16)), name="coarse")
+    action = lambda: dif.Training(dif.Problem(coarse.mean()), half, dif.SGD(0.1)).run()  # noqa: E731
+    invalid(action, "bfloat16")
+    steep = dif.Problem(train.view(lambda p, z: torch.exp(50 * logistic(p, z)), name="steep").mean())
+    action = lambda: dif.Training(steep, params, dif.SGD(1e3), epochs=9, batch_size=4).run(show_progress=False)  # noqa: E731
+    invalid(action, "is not finite after step", "The training diverged, or the loss left its domain.")

@@ -21,7 +21,7 @@ from dif.data import mnist
 from dif.estimators.rerun import rerun
 from dif.optimality.targets import Targets
 from dif.runtime.atomic_file import open_atomically
-from dif.studies.network import PAPER, AllConvolutional, assign_groups, cross_entropy
+from dif.studies.network import PAPER, AllConvolutional, RowTransformer, assign_groups, cross_entropy
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # δ in H + δI, tried for DIF and the classical IF
 _BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
@@ -32,7 +32,8 @@ class Setting:
     """All settings on which the results of the study depend."""
 
     n: int = 6_000
-    channels: int = 8
+    model: str = "paper"  # or "transformer"
+    channels: int = 8  # of each convolution; width of the transformer
     side: int = 28  # pixels along each side of an image: 28, or 14 by averaging 2 × 2 pixels
     pretraining: int = 40  # epochs without constraints
     pretraining_lr: float = 0.1  # at their beginning
@@ -40,6 +41,7 @@ class Setting:
     batch_size: int = 250
     lr: float = 0.02
     momentum: float = 0.9
+    eps_root: float = 1e-8  # of AdamW, for the transformer
     dual: float = 0.5  # rate of the multipliers
     tau: float = 0.002  # how much the risk of a group may exceed the mean of the groups
     l2: float = 0.001  # weight of the ridge
@@ -89,10 +91,14 @@ def pretrain(setting: Setting, images: Tensor, labels: Tensor) -> nn.Module:
     """
     state = torch.get_rng_state()
     torch.manual_seed(setting.seed)
-    model = AllConvolutional(PAPER, setting.channels).to(images)
-    optimizer = torch.optim.SGD(
-        model.parameters(), setting.pretraining_lr, momentum=setting.momentum, weight_decay=setting.l2
-    )
+    if setting.model == "transformer":
+        model: nn.Module = RowTransformer(setting.side, setting.channels, 4).to(images)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), setting.pretraining_lr)
+    else:
+        model = AllConvolutional(PAPER, setting.channels).to(images)
+        optimizer = torch.optim.SGD(
+            model.parameters(), setting.pretraining_lr, momentum=setting.momentum, weight_decay=setting.l2
+        )
     steps = setting.pretraining * -(-len(images) // setting.batch_size)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps), eta_min=setting.lr)
     for _ in range(setting.pretraining):
@@ -114,7 +120,9 @@ def _preprocess(images: Tensor, side: int, device: str, dtype: torch.dtype) -> T
 
 def training_of(task: Task, setting: Setting) -> dif.Training:
     """Return the fine-tuning of a task."""
-    optimizer, dual = dif.SGD(setting.lr, momentum=setting.momentum), dif.Ascent(setting.dual)
+    sgd = dif.SGD(setting.lr, momentum=setting.momentum)
+    optimizer = dif.AdamW(setting.lr, eps_root=setting.eps_root) if setting.model == "transformer" else sgd
+    dual = dif.Ascent(setting.dual)
     return dif.Training(
         task.problem, task.model, optimizer, dual, setting.batch_size, setting.epochs, setting.seed, "cosine"
     )
@@ -142,7 +150,7 @@ def run_study(
     setting: Setting, out: Path, data: str | None, device: str, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
     """Run the study and write its results to `out`; parts that are there already are not computed again."""
-    file = out / f"finetune-{setting.n}-{setting.channels}.json"
+    file = out / f"finetune-{setting.model}-{setting.n}-{setting.channels}.json"
     found: dict[str, Any] = {"setting": asdict(setting), "device": device, "r": {}, "seconds": {}}
 
     def save() -> None:

@@ -41,6 +41,46 @@ class AllConvolutional(nn.Module):
         return h.mean((1, 2) if by_matmul else (2, 3))
 
 
+class RowTransformer(nn.Module):
+    """A transformer that reads an image row by row, and the mean over its rows.
+
+    >>> sum(p.numel() for p in RowTransformer(28, 160, 4).parameters())
+    1247850
+    """
+
+    def __init__(self, side: int, width: int, depth: int, heads: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.embed = nn.Linear(side, width)
+        self.position = nn.Parameter(0.02 * torch.randn(side, width))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm": nn.LayerNorm(width),
+                    "attention": nn.Linear(width, 3 * width),
+                    "project": nn.Linear(width, width),
+                    "norm2": nn.LayerNorm(width),
+                    "expand": nn.Linear(width, 4 * width),
+                    "contract": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(depth)
+        )
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return the class scores of the images: (n, side, side) → (n, 10)."""
+        h = self.embed(images) + self.position
+        for block in self.blocks:
+            assert isinstance(block, nn.ModuleDict)
+            parts = block["attention"](block["norm"](h)).unflatten(-1, (3, self.heads, -1)).movedim(-3, 0)
+            q, k, v = (part.transpose(-2, -3) for part in parts)  # (n, heads, rows, width / heads)
+            share = torch.softmax(q @ k.mT / q.shape[-1] ** 0.5, -1)  # plain products: they can be differentiated twice
+            h = h + block["project"]((share @ v).transpose(-2, -3).flatten(-2))
+            h = h + block["contract"](nn.functional.gelu(block["expand"](block["norm2"](h))))
+        return self.head(h.mean(-2))
+
+
 def _convolve_by_matmul(h: Tensor, layer: nn.Module) -> Tensor:
     """Apply a convolution, channels last, as one matrix product of shifted images with the kernel."""
     assert isinstance(layer, nn.Conv2d)

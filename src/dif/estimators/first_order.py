@@ -12,8 +12,7 @@ from torch import Tensor
 from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
 from dif.estimators.influence import Change, Influence
 from dif.estimators.linearisation import Linearisation, Response
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
-from dif.evaluation.program import PerConstraint
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
 from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.solution import Solution, expect_solution
@@ -53,16 +52,12 @@ class FirstOrderEstimator:
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
         direction = Direction.resolve_single(self.solution.program, perturbation)
-        lin, program = self.linearise(perturbation), self.solution.program
+        lin = self.linearise(perturbation)
         omega, response = lin.steps(direction)
         if self.strict and response.unanswered:
             raise no_step_error(*next(iter(response.unanswered.items())))
-        return Change(
-            theta=program.parameters.tensors(omega[0]),
-            multipliers=PerConstraint.of(program, lin.multiplier_change(response.nu)[0]),
-            flat=omega[0],
-            diagnostics={**self._describe(lin), **lin.work, "unanswered": response.unanswered},
-        )
+        diagnostics = {**self._describe(lin), **lin.work, "unanswered": response.unanswered}
+        return Change.of(self.solution.program, omega[0], lin.multiplier_change(response.nu)[0], diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -93,11 +88,10 @@ class FirstOrderEstimator:
                 partial(self._score, lin, columns), split_perturbation(perturbations[begin:], size), jobs
             )
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            unanswered = join(parts, "unanswered")
-            influence.diagnostics.update(lin.work, unanswered=unanswered, switched=join(parts, "switched"))
-            if unanswered:
-                warn_unanswered(unanswered, len(perturbations))
+        def finish(influence: Influence) -> None:
+            influence.diagnostics.update(lin.work)
+            if influence.unanswered is not None:
+                warn_unanswered(influence.diagnostics["unanswered"], len(perturbations))
             if check is not None:
                 ends = lambda rows: self._ends(lin, perturbations.pick(rows))  # noqa: E731
                 influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
@@ -120,13 +114,9 @@ class FirstOrderEstimator:
             omega, response = lin.steps(Direction(lin.at.program, chunk))
             return ScoredChunk(differences(lin.at, targets, omega), {"unanswered": response.unanswered})
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            influence.diagnostics.update(lin.work, unanswered=join(parts, "unanswered"))
-
-        scoring = Scoring(
-            f"{self.title}, re-evaluated", lin.at, targets, perturbations, self._describe(lin), None, show_progress
-        )
-        return scoring.run_chunks(work, size, 1, finish)
+        title = f"{self.title}, re-evaluated"
+        scoring = Scoring(title, lin.at, targets, perturbations, self._describe(lin), None, show_progress)
+        return scoring.run_chunks(work, size, 1, lambda influence: influence.diagnostics.update(lin.work))
 
     def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""

@@ -13,10 +13,9 @@ from dif.errors import DifError, NotConvergedError
 from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.retraining_cache import RetrainingCache
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
-from dif.evaluation.program import PerConstraint
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
 from dif.evaluation.weight_change import Direction, split_perturbation
-from dif.optimality.solution import Solution, check_tolerance, expect_solution
+from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import PLAIN_ATTENTION
@@ -25,7 +24,7 @@ from dif.runtime.user_code import unsupported
 from dif.runtime.workers import check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import FitState
-from dif.solving.fit import Found, check_limits, default_tolerance, solve
+from dif.solving.fit import Found, check_limits, resolve_tolerance, solve
 
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
@@ -62,7 +61,7 @@ class Retraining:
         show_progress: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.tol = default_tolerance(solution.theta) if tol is None else check_tolerance(tol)
+        self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_iter, None)
         self.max_iter = max_iter
         self.jobs = check_jobs(jobs)
@@ -83,17 +82,13 @@ class Retraining:
         nan = float("nan")
         moved = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
         priced = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
-        return Change(
-            theta=at.program.parameters.tensors(moved),
-            multipliers=PerConstraint.of(at.program, priced),
-            flat=moved,
-            diagnostics={
-                **self._diagnostics,
-                "residual": nan if end is None else end.residual,
-                "iterations": None if end is None else end.iterations,
-                "failed": None if failure is None else str(failure),
-            },
-        )
+        diagnostics = {
+            **self._diagnostics,
+            "residual": nan if end is None else end.residual,
+            "iterations": None if end is None else end.iterations,
+            "failed": None if failure is None else str(failure),
+        }
+        return Change.of(at.program, moved, priced, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int | None = None,
@@ -114,13 +109,9 @@ class Retraining:
                 }
                 yield ScoredChunk(differences(at, targets, [move]), about)
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            for part in ("residuals", "failed"):
-                influence.diagnostics[part] = join(parts, part)
-
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
         scoring.check()
-        return scoring.run(score, 1, finish)
+        return scoring.run(score, 1)
 
     def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""

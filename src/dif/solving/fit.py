@@ -146,9 +146,11 @@ def _advise(solution: Solution) -> str:
     )
 
 
-def default_tolerance(theta: Tensor) -> float:
-    """Return the default relative KKT residual: 1e-10 in float64, 1e-5 in float32."""
-    return 1e-10 if theta.dtype == torch.float64 else 1e-5
+def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
+    """Return the relative KKT residual to reach; None: 1e-10 in float64, 1e-5 in float32."""
+    if tol is None:
+        return 1e-10 if theta.dtype == torch.float64 else 1e-5
+    return check_tolerance(tol)
 
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
@@ -211,7 +213,7 @@ def solve(
         report: Called with the iterations used and a text.
         save: Called with θ and λ, and with the penalty and accuracy of the augmented Lagrangian once it is used.
     """
-    goal = default_tolerance(start.theta) if tol is None else check_tolerance(tol)
+    goal = resolve_tolerance(tol, start.theta)
     best, solver = Found(start.theta, start.lam), SolverSeries()
     _polish(program, best, goal, limits, report, solver)
     rounds = None
@@ -282,13 +284,13 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))  # a rough step is enough far from the solution
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            solved = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
+            omega, lam = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
         except DegenerateError:
             return no_step
         except NotConvergedError:
             solver.restart()
             return no_step
-        return torch.cat([solved.omega, solved.lam - at.lam])[None], torch.tensor([True])
+        return torch.cat([omega, lam - at.lam])[None], torch.tensor([True])
 
     def judge(_: Tensor, points: Tensor) -> Tensor:
         nonlocal trial

@@ -113,7 +113,8 @@ class Linearisation:
     def first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return b, (P, d), and r, (P, m), of the perturbations."""
         at, P = self.at, direction.P
-        if P > 1 and P * direction.changed_count <= _SWEEP_OVERHEAD * P:  # few samples: one sweep for all
+        entries = sum(len(block.index) for block in direction.blocks)
+        if P > 1 and entries <= _SWEEP_OVERHEAD:  # few samples: one sweep for all
             b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
             if bool(torch.isfinite(b).all() and torch.isfinite(df).all()):  # else the loop below names the sample
                 return b, df[:, 1:] - direction.dtau
@@ -131,13 +132,8 @@ class Linearisation:
 
     def scores(self, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
         """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
-        response = self.respond(direction, columns)
-        return self._along(response, columns), response
-
-    def _along(self, response: Response, columns: Tensor) -> Tensor:
-        """Return qᵀΔθ for the columns H_ρ⁻¹q that stand behind V."""
-        behind = columns[:, len(self.rows) :]
-        return -response.b[:, len(self.rows) :] - response.force @ (self.system.G @ behind)
+        response, k = self.respond(direction, columns), len(self.rows)
+        return -response.b[:, k:] - response.force @ (self.system.G @ columns[:, k:]), response
 
     def margins(self, rows: Tensor, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
         """Return how each perturbation moves f − τ and λ of some rows, (P, rows) each, NaN where unanswered."""

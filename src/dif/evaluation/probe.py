@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.evaluation.loss_checks import check_derivatives, check_function
-from dif.evaluation.rows import check_type, evaluate_function, evaluate_function_at
+from dif.evaluation.rows import check_type, evaluate_function
 from dif.evaluation.sweeps import sample_losses
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
@@ -65,7 +65,7 @@ def _signs(theta: Tensor) -> Tensor:
 
 def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
     """Refuse a function that is not finite, random, or whose derivatives are wrong."""
-    value = evaluate_function_at(f, parameters, theta)
+    value = evaluate_function(f, parameters, theta)
     if not bool(torch.isfinite(value).all()):
         raise InvalidInputError(
             f"The function {f.name!r} returned {value.reshape(-1)[:4].tolist()}.",
@@ -74,8 +74,8 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
             "Start where the function is finite.",
         )
     for at in (theta, _nearby(theta)):
-        _check_same(f"function {f.name!r}", *(evaluate_function_at(f, parameters, at) for _ in range(2)))
-    check_function(f.name, lambda t: evaluate_function_at(f, parameters, t).reshape(-1), parameters, theta)
+        _check_same(f"function {f.name!r}", *(evaluate_function(f, parameters, at) for _ in range(2)))
+    check_function(f.name, lambda t: evaluate_function(f, parameters, t).reshape(-1), parameters, theta)
 
 
 def _check_same(what: str, first: Tensor, second: Tensor) -> None:
@@ -99,7 +99,7 @@ def check_used(
         _mark_used(used, parameters, theta, lambda params, s=samples, b=batch: s.loss(params, b))
     for f in functions:
         if f.ridge is None:
-            _mark_used(used, parameters, theta, lambda params, f=f: evaluate_function(f, params, theta.dtype))
+            _mark_used(used, parameters, theta, f.fn)
     unused = [name for name, is_used in used.items() if not is_used]
     if unused:
         raise InvalidInputError(

@@ -94,8 +94,8 @@ class Program:
         )
 
     def weights(self, lam: Tensor) -> Tensor:
-        """Return (1, λ), the weights of the rows in the Lagrangian."""
-        return torch.cat([lam.new_ones(1), lam])
+        """Return (1, λ), the weights of the rows in the Lagrangian, (..., 1 + m)."""
+        return torch.cat([lam.new_ones((*lam.shape[:-1], 1)), lam], -1)
 
     def flatten_multipliers(self, multipliers: Any) -> Tensor:
         """Convert multipliers to shape (m,): from a vector, a list per constraint, or a dict by constraint or name."""

@@ -12,16 +12,16 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.evaluation.sweeps import (
     batch_gauss_newton_products,
-    batch_hessian_products,
+    columns_per_chunk,
     evaluate_with_pullback,
     hessian_products,
     pull_back,
-    pull_back_batch,
     sample_losses,
     samples_per_batch,
     stacked_losses,
     structured_hessian,
     sweep_batches,
+    weighted_gradients,
 )
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
@@ -56,7 +56,7 @@ class CompiledFunction:
     def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> CompiledFunction:
         """Compile a function for a parameter layout."""
         if f.matrix is None:
-            return cls(f, parameters, evaluate_function_at(f, parameters, theta).numel(), None)
+            return cls(f, parameters, evaluate_function(f, parameters, theta).numel(), None)
         matrix = torch.atleast_2d(f.matrix).to(theta)
         if f.of is not None:
             padded = theta.new_zeros((len(matrix), parameters.d))
@@ -70,7 +70,7 @@ class CompiledFunction:
         """Return φ(θ), (rows,)."""
         if self.matrix is not None:
             return self.matrix @ theta
-        return evaluate_function_at(self.function, self.parameters, theta).reshape(-1)
+        return evaluate_function(self.function, self.parameters, theta).reshape(-1)
 
     def evaluate_with_pullback(self, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return φ(θ), (rows,), and the map w → Jᵀw."""
@@ -100,8 +100,7 @@ class CompiledFunction:
         """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
         if self.matrix is not None:
             return self.matrix @ theta, self.matrix
-        value, gradient = pull_back(self.value, theta, torch.eye(self.size).to(theta))
-        return value.detach(), gradient.detach()
+        return pull_back(self.value, theta, torch.eye(self.size).to(theta))
 
 
 def output_slices(functions: Sequence[CompiledFunction], start: int = 0) -> Iterator[tuple[CompiledFunction, slice]]:
@@ -137,7 +136,7 @@ class Rows:
             tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
         start, outputs = len(position), {}
         for f in functions:
-            outputs[id(f)] = (start, evaluate_function_at(f, parameters, theta).detach())
+            outputs[id(f)] = (start, evaluate_function(f, parameters, theta).detach())
             start += outputs[id(f)][1].numel()
 
         blocks, shapes = [], []
@@ -220,27 +219,10 @@ class Rows:
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
-        values, gradients = [theta.new_zeros(0)], [theta.new_zeros((0, theta.numel()))]
-        for number, table in enumerate(self.tables):
-            value, gradient = self.pull_back_table(number, theta, table.U)
-            values.append(value)
-            gradients.append(gradient)
-        for f in self.functions:
-            value, gradient = f.gradient(theta)
-            values.append(value)
-            gradients.append(gradient)
-        return torch.cat(values), torch.cat(gradients)
-
-    @retry_with_smaller_batches
-    def pull_back_table(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over a table, for each row w of weights (k, n)."""
-        samples = self.tables[table].samples
-        value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
-        for place, _, loss in sweep_batches(samples, self.parameters, theta):
-            losses, part = pull_back_batch(samples, self.parameters, theta, loss, weights[:, place])
-            value = value + weights[:, place] @ losses
-            gradient = gradient + part
-        return added(value), added(gradient)
+        parts = [(theta.new_zeros(0), theta.new_zeros((0, theta.numel())))]
+        parts += [weighted_gradients(t.samples, self.parameters, theta, t.U) for t in self.tables]
+        parts += [f.gradient(theta) for f in self.functions]
+        return torch.cat([value for value, _ in parts]), torch.cat([gradient for _, gradient in parts])
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ), (R,), and its Jacobian, (R, d)."""
@@ -362,32 +344,27 @@ class Rows:
                 def scalar(t: Tensor, f=loss, w=w[place], more=pending) -> Tensor:
                     return f(t) @ w if more is None else f(t) @ w + more(t)
 
-                count = place.stop - place.start
-                total += batch_hessian_products(table.samples, self.parameters, theta, scalar, count, V)
+                chunk_size = columns_per_chunk(table.samples, self.parameters, theta, place.stop - place.start)
+                total += hessian_products(scalar, theta, V, chunk_size, table.samples.fallbacks)
                 pending, remaining = None, None if is_single_process() else remaining
         total = added(total) + ridge * V
         return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
 
 
-def evaluate_function_at(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
+def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
     """Return φ(θ) after checking its shape and type."""
-    return evaluate_function(f, parameters.bind(parameters.tensors(theta)), theta.dtype)
-
-
-def evaluate_function(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the value of the function at the params after checking its shape and type."""
     with convert_errors(f"function {f.name!r}"):
-        out = f.fn(params)
+        out = f.fn(parameters.bind(parameters.tensors(theta)))
     if not isinstance(out, Tensor) or out.dim() > 1:
-        is_tensor = isinstance(out, Tensor)
-        kind = f"a tensor of shape {tuple(out.shape)}" if is_tensor else f"a value of type {type(out).__name__}"
+        shape = tuple(out.shape) if isinstance(out, Tensor) else None
+        kind = f"a value of type {type(out).__name__}" if shape is None else f"a tensor of shape {shape}"
         raise InvalidInputError(
             f"The function {f.name!r} returned {kind}.",
             "It must return a tensor of shape () or (rows,).",
             "A function of the params gives one number, or one per row.",
             "Return a scalar tensor or a vector.",
         )
-    check_type(out, dtype, f"The function {f.name!r}")
+    check_type(out, theta.dtype, f"The function {f.name!r}")
     return out
 
 

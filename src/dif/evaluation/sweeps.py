@@ -62,7 +62,7 @@ def samples_per_batch(samples: SampleLosses, parameters: Parameters, theta: Tens
     return max(_FEWEST, numbers_at_once(theta) // max(1, numbers))
 
 
-def _columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:
+def columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:
     """Return how many columns may go through a batch of `count` samples at once."""
     return max(1, numbers_at_once(theta) // (count * cost(samples, parameters, theta).elements + 4 * len(theta)))
 
@@ -129,7 +129,7 @@ def sample_slopes(
                 losses.append(loss(theta))
             slopes.append(batch_gradients(samples, parameters, theta, batch) @ V)
         else:
-            chunk_size = _columns_per_chunk(samples, parameters, theta, count)
+            chunk_size = columns_per_chunk(samples, parameters, theta, count)
             value, slope = push_forward(loss, theta, V, chunk_size, samples.fallbacks)
             losses.append(value)
             slopes.append(slope)
@@ -153,17 +153,23 @@ def pull_back(
     """Return fn(θ), and Jᵀw for each row w of weights (k, n), as (k, d); `chunk_size` rows at once (None: all)."""
     value, pull = evaluate_with_pullback(fn, theta)
     if len(weights) == 0:
-        return value, theta.new_zeros((0, theta.numel()))
-    return value, map_columns(pull, weights.T, chunk_size, fallbacks).T
+        return value.detach(), theta.new_zeros((0, theta.numel()))
+    return value.detach(), map_columns(pull, weights.T, chunk_size, fallbacks).T
 
 
-def pull_back_batch(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, loss: Callable[[Tensor], Tensor], weights: Tensor
+@retry_with_smaller_batches
+def weighted_gradients(
+    samples: SampleLosses, parameters: Parameters, theta: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses of a batch, and Σᵢ wᵢ∇ℓᵢ for each row w of weights (k, count)."""
-    chunk_size = _columns_per_chunk(samples, parameters, theta, weights.shape[1])
-    value, pulled = pull_back(loss, theta, weights, chunk_size, samples.fallbacks)
-    return value.detach(), pulled.detach()
+    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over all samples, for each row w of weights (k, n)."""
+    value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
+    for place, _, loss in sweep_batches(samples, parameters, theta):
+        w = weights[:, place]
+        chunk_size = columns_per_chunk(samples, parameters, theta, w.shape[1])
+        losses, part = pull_back(loss, theta, w, chunk_size, samples.fallbacks)
+        value = value + w @ losses
+        gradient = gradient + part
+    return added(value), added(gradient)
 
 
 def push_forward(
@@ -186,7 +192,7 @@ def push_forward(
                 raise
             fallbacks.add(NO_FORWARD)
     value, gradients = pull_back(fn, theta, torch.eye(len(fn(theta))).to(theta), chunk_size, fallbacks)
-    return value.detach(), gradients.detach() @ V
+    return value, gradients @ V
 
 
 class _ConstantFactors(TorchFunctionMode):
@@ -207,18 +213,6 @@ class _ConstantFactors(TorchFunctionMode):
         primal = func(first.primal, second.primal, *(b.primal for b in bias))
         factors = (first.primal, second.tangent) if first.tangent is None else (first.tangent, second.primal)
         return make_dual(primal, func(*factors, *(b.tangent for b in bias)))
-
-
-def batch_hessian_products(
-    samples: SampleLosses,
-    parameters: Parameters,
-    theta: Tensor,
-    scalar: Callable[[Tensor], Tensor],
-    count: int,
-    V: Tensor,
-) -> Tensor:
-    """Return ∇²·v for every column v of V (d, c), of a scalar function that evaluates `count` samples."""
-    return hessian_products(scalar, theta, V, _columns_per_chunk(samples, parameters, theta, count), samples.fallbacks)
 
 
 def hessian_products(
@@ -299,7 +293,7 @@ def batch_gauss_newton_products(
         Jv = jvp(model, (theta,), (v,))[1]
         return pull(jvp(slope, (values,), (Jv,))[1])
 
-    chunk_size = _columns_per_chunk(samples, parameters, theta, len(w))
+    chunk_size = columns_per_chunk(samples, parameters, theta, len(w))
     return map_columns(product, V, chunk_size, samples.fallbacks)
 
 
@@ -401,4 +395,5 @@ def batch_gradients(samples: SampleLosses, parameters: Parameters, theta: Tensor
             samples.fallbacks.add(NO_MAP)
     count = len(leaves(batch)[0])
     loss = batch_loss(samples, parameters, batch, count)
-    return pull_back_batch(samples, parameters, theta, loss, torch.eye(count).to(theta))[1]
+    chunk_size = columns_per_chunk(samples, parameters, theta, count)
+    return pull_back(loss, theta, torch.eye(count).to(theta), chunk_size, samples.fallbacks)[1]

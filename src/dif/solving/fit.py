@@ -19,7 +19,7 @@ from dif.evaluation.program import Program
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
 from dif.optimality.kkt_system import kkt_step
-from dif.optimality.residuals import KKT, Scales, residuals, violations
+from dif.optimality.residuals import KKT, Scales, residuals
 from dif.optimality.solution import Solution, check_gradients, check_tolerance
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
@@ -139,7 +139,7 @@ def _advise(solution: Solution) -> str:
     if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
         return advice
     program = solution.program
-    row = int(violations(solution.scales, solution.c, program.kinds).argmax())
+    row = int(program.kinds.violation(-solution.scales.slack(solution.c)).argmax())
     return (
         f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
         f"constraints, loosen that bound. {advice}"

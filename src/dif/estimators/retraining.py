@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -119,7 +120,8 @@ class Retraining:
         outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
         unfinished = [([p], perturbations[p], end) for p, end in cached.items() if not end.reached]
         if len(outcomes) < len(perturbations) and self._batched is None:
-            self._batched = self._prepare_batched()
+            with suppress(DifError):  # where the curvature at the solution does not allow it
+                self._batched = BatchedNewton(self.solution)
         tasks = [*self._split(perturbations, cached, jobs), *unfinished]
         ready = run_unordered(self._solve_task, [task[1:] for task in tasks], jobs)
         for p in range(len(perturbations)):
@@ -156,13 +158,6 @@ class Retraining:
                 if not is_cached:
                     numbers = list(group)  # consecutive
                     yield numbers, perturbations[numbers[0] : numbers[-1] + 1], None
-
-    def _prepare_batched(self) -> BatchedNewton | None:
-        """Prepare the solver for many problems at once; None where the curvature at the solution does not allow it."""
-        try:
-            return BatchedNewton(self.solution)
-        except DifError:
-            return None
 
     def _solve_task(self, task: tuple[Perturbation, Found | None]) -> list[Outcome]:
         """Solve a chunk of perturbations, or a single one from where an earlier run stopped."""
@@ -207,7 +202,13 @@ class Retraining:
             point = FitState(start.theta, start.lam)
             end = solve(direction.perturbed_program(p), point, Limits(self.max_iter), tol=self.tol)
             if not end.reached:
-                failure = self._not_converged(direction.perturbation[p], end.residual)
+                failure = NotConvergedError(
+                    f"Retraining after {direction.perturbation[p].labels[0]!r} stopped at a KKT residual of "
+                    f"{end.residual:.3g}.",
+                    f"It must be at most {self.tol:.1g}.",
+                    "The changed problem was not solved, so its difference from the old solution means nothing.",
+                    "Raise max_iter, add a ridge, or perturb less.",
+                )
         except DifError as error:
             failure = error
         if end is not None:
@@ -217,12 +218,3 @@ class Retraining:
         if failure is not None and self.strict:
             raise failure
         return end, failure
-
-    def _not_converged(self, perturbation: Perturbation, residual: float) -> NotConvergedError:
-        """Build the error for a retraining that stopped early."""
-        return NotConvergedError(
-            f"Retraining after {perturbation.labels[0]!r} stopped at a KKT residual of {residual:.3g}.",
-            f"It must be at most {self.tol:.1g}.",
-            "The changed problem was not solved, so its difference from the old solution means nothing.",
-            "Raise max_iter, add a ridge, or perturb less.",
-        )

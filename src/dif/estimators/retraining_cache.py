@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ import torch
 
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution
+from dif.evaluation.fingerprint import hash_all
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.runtime.atomic_file import open_atomically
@@ -73,7 +73,7 @@ class RetrainingCache:
         }
         theta, lam = (torch.stack([getattr(end, part) for end in ends]).cpu().numpy() for part in ("theta", "lam"))
         suffix = "" if all(end.reached for end in ends) else "-unfinished"
-        name = hashlib.sha256(" ".join(about["names"]).encode()).hexdigest()[:32]
+        name = hash_all([" ".join(about["names"]).encode()]).hex()[:32]
         with open_atomically(self.folder / f"{name}{suffix}.npz") as file:
             np.savez(file, theta=theta, lam=lam, about=np.array(json.dumps(about)))
 
@@ -94,11 +94,8 @@ class RetrainingCache:
 
     def _key(self, direction: Direction, p: int) -> str:
         """Hash everything that the retraining of perturbation p depends on."""
-        digest = hashlib.sha256(f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}".encode())
-        digest.update(self._solution_hash)
-        for part in hash_direction(direction, p):
-            digest.update(part)
-        return digest.hexdigest()[:32]
+        about = f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}"
+        return hash_all((about.encode(), self._solution_hash, *hash_direction(direction, p))).hex()[:32]
 
     @cached_property
     def _solution_hash(self) -> bytes:

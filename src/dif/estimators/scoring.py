@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution, hash_targets
 from dif.estimators.influence import Influence
+from dif.evaluation.fingerprint import hash_all
 from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -104,13 +105,9 @@ class Scoring:
                 "Leave out= away and save the result in one process, or share the work by jobs=.",
             )
         about = f"{self.name} {self.targets.names} {json.dumps(self.diagnostics, sort_keys=True)}"
-        hashed = hashlib.sha256(about.encode())
-        for chunk in split_perturbation(self.perturbations):
-            for part in hash_direction(Direction(self.at.program, chunk)):
-                hashed.update(part)
-        for part in (hash_solution(self.at), *hash_targets(self.targets)):
-            hashed.update(part)
-        return hashed.hexdigest()
+        directions = (Direction(self.at.program, chunk) for chunk in split_perturbation(self.perturbations))
+        changes = chain.from_iterable(map(hash_direction, directions))
+        return hash_all(chain([about.encode()], changes, [hash_solution(self.at)], hash_targets(self.targets))).hex()
 
 
 def _join(entries: list[Any]) -> Any:

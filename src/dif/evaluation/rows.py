@@ -52,6 +52,11 @@ class CompiledFunction:
     size: int  # rows
     matrix: Tensor | None  # (rows, d)
 
+    @property
+    def is_nonlinear(self) -> bool:
+        """Whether it is neither linear nor a ridge."""
+        return self.matrix is None and self.function.ridge is None
+
     @classmethod
     def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> CompiledFunction:
         """Compile a function for a parameter layout."""

@@ -136,7 +136,6 @@ class Samples(SampleLosses):
         weights of sample i.
         """
         new = self._new_samples(data, "new")
-        self._check_structure(new)
         entries = Entries.of([list(range(len(new)))])
         return self._perturb(Addition(self, entries, renormalise, _terms(terms), new, self._like(like, len(new))))
 
@@ -144,7 +143,6 @@ class Samples(SampleLosses):
         """Return one perturbation that replaces the data of these samples, for example with a corrected label."""
         index = self.check_indices(indices)
         new = self._new_samples(data, "corrected")
-        self._check_structure(new)
         if len(new) != len(index):
             raise InvalidInputError(
                 f"There are {len(new)} new for {len(index)} old samples of {self.name!r}.",
@@ -158,9 +156,18 @@ class Samples(SampleLosses):
         return self._perturb(removal) + self._perturb(addition)
 
     def _new_samples(self, data: Any, kind: str) -> Samples:
-        """Return Samples of new data with the same loss."""
-        new = self.holding(Storage.of(data, f"{kind} {self.population.name}"))
-        new.name = f"{kind} {self.population.name}"
+        """Return Samples of new data with the same loss; refuse data of another structure, shape or dtype."""
+        name = f"{kind} {self.population.name}"
+        new = self.holding(Storage.of(data, name))
+        new.name = name
+        old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
+        if old_structure != new_structure:
+            raise InvalidInputError(
+                f"The new data for {self.name!r} have the structure {new_structure}.",
+                f"They must have the structure {old_structure}.",
+                "New samples go through the same loss as the old ones.",
+                "Use the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
+            )
         return new
 
     def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
@@ -212,17 +219,6 @@ class Samples(SampleLosses):
                 "Pass the index of one old sample, or one index per new sample.",
             )
         return torch.tensor(index).expand(count)
-
-    def _check_structure(self, new: Samples) -> None:
-        """Refuse new samples whose structure, shapes or dtypes differ from those of the data."""
-        old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
-        if old_structure != new_structure:
-            raise InvalidInputError(
-                f"The new data for {self.name!r} have the structure {new_structure}.",
-                f"They must have the structure {old_structure}.",
-                "New samples go through the same loss as the old ones.",
-                "Use the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
-            )
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:

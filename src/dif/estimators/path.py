@@ -42,14 +42,9 @@ class PathInfluence:
     name = "path"
 
     def __init__(
-        self,
-        solution: Solution,
-        *,
-        tol: float | None = None,
-        max_steps: int = 5000,
-        strict: bool = True,
+        self, solution: Solution, *, tol: float | None = None, max_steps: int = 5000, strict: bool = True,
         show_progress: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.solution = expect_solution(solution)
         self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_steps, None)

@@ -41,15 +41,9 @@ class PenaltyInfluence(FirstOrderEstimator):
     name = "penalty IF"
 
     def __init__(
-        self,
-        solution: Solution,
-        rho: float = 100.0,
-        k: float = 100.0,
-        *,
-        at_minimiser: bool = False,
-        damping: float = 0.0,
-        strict: bool = True,
-    ) -> None:
+        self, solution: Solution, rho: float = 100.0, k: float = 100.0, *, at_minimiser: bool = False,
+        damping: float = 0.0, strict: bool = True,
+    ) -> None:  # fmt: skip
         for name, weight in (("rho", rho), ("k", k)):
             check_number(
                 weight,

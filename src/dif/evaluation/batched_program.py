@@ -85,7 +85,7 @@ class BatchedProgram:
         function_sum = self._nonlinear_functions()
         mu = weights @ self.C
         ridges = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
-        total = (mu @ torch.tensor(ridges).to(mu))[:, None, None] * V
+        total = (mu @ torch.tensor(ridges, dtype=torch.float64).to(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
             w = torch.einsum("pj,pjn->pn", weights, W)
             more = function_sum if number == 0 else None  # the functions join the first batch

@@ -106,7 +106,7 @@ def _find(values: Callable[[Tensor, int | None], Tensor], theta: Tensor, describ
             loss = lambda t, i=i, v=v: float(values(theta + t * v, i))  # noqa: E731
             kind = _classify_bend(loss, grid[k], grid[k + 2], line[:, i])
             if kind is not None:
-                return Kink(describe(i), kind == "jump", _piecewise_operators(lambda: values(theta, i)))
+                return Kink(describe(i), kind == "jump", _piecewise_operators(lambda i=i: values(theta, i)))
     return None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.evaluation.probe import check_used, probe
-from dif.evaluation.rows import Rows
+from dif.evaluation.rows import Rows, name_rows
 from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
@@ -61,16 +61,13 @@ class Program:
             )
         tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
         kinds = Kinds.of((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
-        names = []
-        for name, shape in zip(problem.names, shapes, strict=True):
-            names += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
         return cls(
             problem,
             parameters,
             rows,
             torch.cat([torch.zeros(0, dtype=torch.float64), *tau]).to(theta),
             kinds.to(theta.device),
-            tuple(names),
+            name_rows(problem.names, shapes),
             tuple(shapes),
         )
 

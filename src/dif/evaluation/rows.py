@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -58,10 +58,10 @@ class CompiledFunction:
         return self.matrix is None and self.function.ridge is None
 
     @classmethod
-    def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> CompiledFunction:
-        """Compile a function for a parameter layout."""
+    def of(cls, f: Function, parameters: Parameters, theta: Tensor, size: int) -> CompiledFunction:
+        """Compile a function with this many rows for a parameter layout."""
         if f.matrix is None:
-            return cls(f, parameters, evaluate_function(f, parameters, theta).numel(), None)
+            return cls(f, parameters, size, None)
         matrix = torch.atleast_2d(f.matrix).to(theta)
         if f.of is not None:
             padded = theta.new_zeros((len(matrix), parameters.d))
@@ -69,7 +69,7 @@ class CompiledFunction:
             start = sum(parameters.sizes[:number])
             padded[:, start : start + parameters.sizes[number]] = matrix
             matrix = padded
-        return cls(f, parameters, len(matrix), matrix)
+        return cls(f, parameters, size, matrix)
 
     def value(self, theta: Tensor) -> Tensor:
         """Return φ(θ), (rows,)."""
@@ -139,27 +139,23 @@ class Rows:
             for s in own_sums:
                 position[id(s)] = len(position)
             tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
-        start, outputs = len(position), {}
-        for f in functions:
-            outputs[id(f)] = (start, evaluate_function(f, parameters, theta).detach())
-            start += outputs[id(f)][1].numel()
+        outputs = {id(f): evaluate_function(f, parameters, theta).detach() for f in functions}
+        compiled = tuple(CompiledFunction.of(f, parameters, theta, outputs[id(f)].numel()) for f in functions)
+        columns = {id(f.function): place for f, place in output_slices(compiled, len(position))}
+        total = len(position) + sum(f.size for f in compiled)
 
         blocks, shapes = [], []
         for term in terms:
-            shape = _common_shape(term, [outputs[id(f)][1] for _, f in term.functions])
-            block = theta.new_zeros((shape.numel(), start))
+            shape = _common_shape(term, [outputs[id(f)] for _, f in term.functions])
+            block = theta.new_zeros((shape.numel(), total))
             for c, s in term.sums:
                 block[:, position[id(s)]] += c
             for c, f in term.functions:
-                first, value = outputs[id(f)]
-                if value.numel() == 1:
-                    block[:, first] += c
-                else:
-                    block[:, first : first + value.numel()] += c * torch.eye(value.numel()).to(theta)
+                rows = outputs[id(f)].numel()
+                block[:, columns[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
             blocks.append(block)
             shapes.append(shape)
-        C = torch.cat(blocks) if blocks else theta.new_zeros((0, start))
-        compiled = tuple(CompiledFunction.of(f, parameters, theta) for f in functions)
+        C = torch.cat(blocks) if blocks else theta.new_zeros((0, total))
         return cls(parameters, tuple(tables), compiled, C), shapes
 
     def to(self, dtype: torch.dtype) -> Rows:
@@ -382,6 +378,14 @@ def check_type(out: Tensor, dtype: torch.dtype, source: str) -> None:
             "Counts and booleans have no derivative, and other types lose digits silently.",
             "Return a differentiable value, computed in the type of the parameters without casts.",
         )
+
+
+def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, ...]:
+    """Return a name for each row of terms with these names and shapes, () or (rows,)."""
+    rows: list[str] = []
+    for name, shape in zip(names, shapes, strict=True):
+        rows += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
+    return tuple(rows)
 
 
 def _common_shape(term: Term, outputs: list[Tensor]) -> torch.Size:

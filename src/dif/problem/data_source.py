@@ -111,7 +111,13 @@ class Storage:
             device: The device that batches are moved to; None leaves them where they are.
             within: The positions to which the batches are limited; None means all.
         """
-        self._check_length()
+        if not self.is_tensors and len(self.data) != self.total:
+            raise InvalidInputError(
+                f"The Dataset of Samples {self.name!r} has length {len(self.data)}.",
+                f"It must have length {self.total}, as when the Samples were created.",
+                "Weights and indices do not match a Dataset that has changed its length.",
+                "Create new Samples from the Dataset as it is now.",
+            )
         total = len(self) if indices is None else len(indices)
         first, last = (0, total) if within is None else (within.start, within.stop)
         positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
@@ -122,16 +128,6 @@ class Storage:
             batches = (self._take(where) for where in selections)
         for position, batch in zip(positions, batches, strict=True):
             yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
-
-    def _check_length(self) -> None:
-        """Refuse a Dataset whose length has changed since the Samples were created."""
-        if not self.is_tensors and len(self.data) != self.total:
-            raise InvalidInputError(
-                f"The Dataset of Samples {self.name!r} has length {len(self.data)}.",
-                f"It must have length {self.total}, as when the Samples were created.",
-                "Weights and indices do not match a Dataset that has changed its length.",
-                "Create new Samples from the Dataset as it is now.",
-            )
 
     def _in_data(self, where: slice | Tensor) -> slice | Tensor:
         """Translate positions in this storage to positions in the data."""

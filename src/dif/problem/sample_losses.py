@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from typing import Any, Self
 
@@ -63,7 +63,9 @@ class SampleLosses:
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """Evaluate the loss of each sample of a batch and check its shape, (count,)."""
         try:
-            with convert_errors(f"loss of Samples {self.name!r}"), self._kernels():
+            twice = PLAIN_ATTENTION in self.fallbacks  # attention must be differentiated twice
+            kernels = sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
+            with convert_errors(f"loss of Samples {self.name!r}"), kernels:
                 out = self.loss(params, batch)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             # outside the domain of the loss, for example a matrix that has no Cholesky factor
@@ -78,10 +80,6 @@ class SampleLosses:
                 'Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
             )
         return out
-
-    def _kernels(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention can be differentiated twice, where that is needed."""
-        return sdpa_kernel(SDPBackend.MATH) if PLAIN_ATTENTION in self.fallbacks else nullcontext()
 
     def batches(
         self,

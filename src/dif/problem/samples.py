@@ -64,20 +64,16 @@ class Samples(SampleLosses):
 
     def mean(self, where: Any = None) -> Term:
         """Return the mean loss over all samples, or over those where the boolean mask is true."""
-        members = self._mask(where)
-        words = f"mean of {self.name}" if where is None else f"mean of {int(members.sum())} of {self.name}"
-        return self._term(members.double() / members.sum(), normalised=True, everyone=where is None, words=words)
+        return self._over(where, normalised=True)
 
     def sum(self, where: Any = None) -> Term:
         """Return the summed loss over all samples, or over those where the mask is true; it is never renormalised."""
-        members = self._mask(where)
-        words = f"sum of {self.name}" if where is None else f"sum of {int(members.sum())} of {self.name}"
-        return self._term(members.double(), normalised=False, everyone=where is None, words=words)
+        return self._over(where, normalised=False)
 
     def weighted(self, w: Any) -> Term:
         """Return Σᵢ wᵢ ℓᵢ with your own weights; it is never renormalised."""
         weights = self._vector(w, "w")
-        return self._term(weights, normalised=False, everyone=False, words=f"weighted {self.name}")
+        return Term(sums=((1.0, SampleSum(self, weights, False, False, f"weighted {self.name}")),))
 
     # Perturbations of the data
 
@@ -159,7 +155,6 @@ class Samples(SampleLosses):
         """Return Samples of new data with the same loss; refuse data of another structure, shape or dtype."""
         name = f"{kind} {self.population.name}"
         new = self.holding(Storage.of(data, name))
-        new.name = name
         old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
         if old_structure != new_structure:
             raise InvalidInputError(
@@ -168,9 +163,14 @@ class Samples(SampleLosses):
                 "New samples go through the same loss as the old ones.",
                 "Use the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
             )
+        new.name = name
         return new
 
-    def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
+    def _over(self, where: Any, normalised: bool) -> Term:
+        """Return the mean or the sum over the samples of a mask; None means all samples."""
+        members, everyone = self._mask(where), where is None
+        weights = members.double() / members.sum() if normalised else members.double()
+        words = f"{'mean' if normalised else 'sum'} of {'' if everyone else f'{int(members.sum())} of '}{self.name}"
         return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
 
     def _perturb(self, action: Removal | Addition | Reweighting) -> Perturbation:

@@ -85,12 +85,12 @@ class FirstOrderEstimator:
         def score(begin: int) -> Iterator[ScoredChunk]:
             columns = torch.cat([lin.system.V, lin.system.solver.solve(Q)], 1)  # (d, k + T)
             return run_in_order(
-                partial(self._score, lin, columns), split_perturbation(perturbations[begin:], size), jobs
+                partial(self._score, lin, columns), split_perturbation(perturbations, size, begin), jobs
             )
 
         def finish(influence: Influence) -> None:
             influence.diagnostics.update(lin.work)
-            if influence.unanswered is not None:
+            if influence.diagnostics["unanswered"]:
                 warn_unanswered(influence.diagnostics["unanswered"], len(perturbations))
             if check is not None:
                 ends = lambda rows: self._ends(lin, perturbations.pick(rows))  # noqa: E731

@@ -72,7 +72,7 @@ class PenaltyInfluence(FirstOrderEstimator):
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Return the penalties' first derivatives (behind a 1 for f₀), (1 + m,), and their second, (m,)."""
-        _, first, second = self.solution.program.kinds.penalty(c, self.rho, self.k)
+        first, second = self.solution.program.kinds.penalty(c, self.rho, self.k)
         return self.solution.program.weights(first), second
 
     def _minimiser(self) -> Tensor:

@@ -59,7 +59,7 @@ class Scoring:
         """Score chunks of at most `most` perturbations, each by one call of `work`."""
         self.check()
         size = chunk_size(len(self.perturbations), most, jobs)
-        score = lambda begin: run_in_order(work, split_perturbation(self.perturbations[begin:], size), jobs)  # noqa: E731
+        score = lambda begin: run_in_order(work, split_perturbation(self.perturbations, size, begin), jobs)  # noqa: E731
         return self.run(score, size, finish)
 
     def check(self) -> None:

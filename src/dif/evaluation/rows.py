@@ -17,7 +17,6 @@ from dif.evaluation.sweeps import (
     hessian_products,
     pull_back,
     sample_losses,
-    samples_per_batch,
     stacked_losses,
     structured_hessian,
     sweep_batches,
@@ -201,16 +200,12 @@ class Rows:
         )
         return Rows(self.parameters, tables, self.functions, self.C)
 
-    def parts(self, theta: Tensor) -> Tensor:
-        """Return p(θ), (K,)."""
-        with torch.no_grad():
-            values = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
-            values += [f.value(theta) for f in self.functions]
-        return torch.cat(values)
-
     def values(self, theta: Tensor) -> Tensor:
         """Return f(θ), (R,)."""
-        return self.C @ self.parts(theta)
+        with torch.no_grad():
+            parts = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
+            parts += [f.value(theta) for f in self.functions]
+        return self.C @ torch.cat(parts)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return f at several θ (P, d), (P, R)."""
@@ -336,8 +331,8 @@ class Rows:
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
                 continue
-            at_most = samples_per_batch(table.samples, self.parameters, theta, V.shape[1])
-            for place, batch, loss in sweep_batches(table.samples, self.parameters, theta, indices, at_most):
+            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
+            for place, batch, loss in sweep:
                 if gauss_newton:
                     total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
                     continue

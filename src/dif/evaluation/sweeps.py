@@ -40,26 +40,23 @@ NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 
 def sweep_batches(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None,
-    at_most: int | None = None, *, shared: bool = True,
+    at_most: int | None = None, *, columns: int = 0, shared: bool = True,
 ) -> Iterator[tuple[slice, Any, Callable[[Tensor], Tensor]]]:  # fmt: skip
     """Sweep over all samples, or those listed: yield positions, batch, and the map θ → losses of that batch.
 
-    Batches are as large as memory allows, up to `at_most` samples. Where samples are distributed over processes,
-    only this process's part is swept, unless `shared` is False.
+    Batches are as large as memory allows, up to `at_most` samples, and leave room for the `columns` that go through
+    them. Where samples are distributed over processes, only this process's part is swept, unless `shared` is False.
     """
     each = cost(samples, parameters, theta)
     room = numbers_at_once(theta, max(_PASS, _PER_PARAMETER * len(theta)))
-    fits = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
-    step = fits if at_most is None else min(fits, at_most)
+    step = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
+    if columns:
+        step = min(step, max(_FEWEST, numbers_at_once(theta) // (each.elements * min(columns, _SHARED))))
+    if at_most is not None:
+        step = min(step, at_most)
     within = span(len(samples) if indices is None else len(indices)) if shared else None
     for place, batch in samples.batches(indices, step, theta.device, within):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
-
-
-def samples_per_batch(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int) -> int:
-    """Return the number of samples per batch when this many columns go through it, to leave room for the columns."""
-    numbers = cost(samples, parameters, theta).elements * min(columns, _SHARED)
-    return max(_FEWEST, numbers_at_once(theta) // max(1, numbers))
 
 
 def columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:

@@ -365,7 +365,10 @@ def check_perturbation(perturbation: object) -> None:
         )
 
 
-def split_perturbation(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
-    """Split the perturbations into chunks of at most `size`."""
+def split_perturbation(perturbation: Perturbation, size: int = 2**14, begin: int = 0) -> Sequence[Perturbation]:
+    """Split the perturbations from number `begin` on into chunks of at most `size`."""
     check_perturbation(perturbation)
-    return [perturbation[start : min(start + size, len(perturbation))] for start in range(0, len(perturbation), size)]
+    P = len(perturbation)
+    if begin == 0 and size >= P:
+        return [perturbation]
+    return [perturbation[start : min(start + size, P)] for start in range(begin, P, size)]

@@ -76,24 +76,18 @@ class Nystrom:
         return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
 
 
-class Subsampled:
-    """|H_ρ|⁻¹ of a matrix assembled from a part of the samples: absolute eigenvalues, the smallest raised."""
-
-    def __init__(self, curvature: Scaled, sketched: Operator) -> None:
-        metric = Metric(curvature.root)
-        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
-
-    def apply(self, R: Tensor) -> Tensor:
-        """Return P⁻¹r for every column r of R."""
-        return self.metric.apply_inverse(R)
-
-
 def choose_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:
-    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0."""
+    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0.
+
+    The former is |H_ρ|⁻¹ of the matrix of these samples: absolute eigenvalues, the smallest raised.
+    """
     if not rank:
         return None
     sketched = curvature.operator.sketched(_BUDGET)
-    return Nystrom(curvature, rank) if sketched is None else Subsampled(curvature, sketched)
+    if sketched is None:
+        return Nystrom(curvature, rank)
+    metric = Metric(curvature.root)
+    return metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
 
 
 def not_positive(found: float) -> DegenerateError:

@@ -100,17 +100,8 @@ class Storage:
         """Return the tensors of the data; of a Dataset, those of its first sample."""
         return leaves(self.data if self.is_tensors else self.one())
 
-    def batches(
-        self, indices: Tensor | None, step: int, device: torch.device | None = None, within: slice | None = None
-    ) -> Iterator[tuple[slice, Any]]:
-        """Yield batches of at most `step` samples in order, each with its positions.
-
-        Args:
-            indices: The samples; None means all.
-            step: Samples per batch.
-            device: The device that batches are moved to; None leaves them where they are.
-            within: The positions to which the batches are limited; None means all.
-        """
+    def fetch(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
+        """Yield a batch of the samples at each of these positions."""
         if not self.is_tensors and len(self.data) != self.total:
             raise InvalidInputError(
                 f"The Dataset of Samples {self.name!r} has length {len(self.data)}.",
@@ -118,16 +109,10 @@ class Storage:
                 "Weights and indices do not match a Dataset that has changed its length.",
                 "Create new Samples from the Dataset as it is now.",
             )
-        total = len(self) if indices is None else len(indices)
-        first, last = (0, total) if within is None else (within.start, within.stop)
-        positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
-        selections = (position if indices is None else indices[position] for position in positions)
-        if self.workers and not self.is_tensors and len(positions) > 1:
-            batches: Any = self._fetch([self._indices(where) for where in selections])
+        if self.workers and not self.is_tensors and len(selections) > 1:
+            yield from self._fetch_ahead([self._indices(where) for where in selections])
         else:
-            batches = (self._take(where) for where in selections)
-        for position, batch in zip(positions, batches, strict=True):
-            yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
+            yield from map(self._take, selections)
 
     def _in_data(self, where: slice | Tensor) -> slice | Tensor:
         """Translate positions in this storage to positions in the data."""
@@ -150,7 +135,7 @@ class Storage:
         where = self._in_data(where)
         return mapped(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
 
-    def _fetch(self, batches: list[Sequence[int]]) -> Iterator[Any]:
+    def _fetch_ahead(self, batches: list[Sequence[int]]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""
         lists: Any = [list(indices) for indices in batches]
         loader = DataLoader(

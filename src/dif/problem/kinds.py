@@ -66,11 +66,7 @@ class Kinds:
         """Rows that push: those whose constraint could not be dropped, (..., m) bool."""
         return self.equal | (force > tolerance)
 
-    def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the paper's penalty of each row with its first two derivatives: ½ρc² if equal, else k·max(c, 0)³."""
+    def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor]:
+        """Return the first two derivatives of the paper's penalty of each row: ½ρc² if equal, else k·max(c, 0)³."""
         over = c.clamp(min=0)
-        return (
-            torch.where(self.equal, 0.5 * rho * c**2, k * over**3),
-            torch.where(self.equal, rho * c, 3 * k * over**2),
-            torch.where(self.equal, torch.full_like(c, rho), 6 * k * over),
-        )
+        return torch.where(self.equal, rho * c, 3 * k * over**2), torch.where(self.equal, rho, 6 * k * over)

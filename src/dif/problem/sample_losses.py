@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dif.errors import InvalidInputError, few
 from dif.problem.data_source import Storage
+from dif.problem.structure import mapped
 from dif.runtime.inputs import as_index
 from dif.runtime.user_code import convert_errors
 
@@ -98,7 +99,11 @@ class SampleLosses:
         """
         total = len(self) if indices is None else len(indices)
         step = min(size for size in (self.batch_size, at_most, max(total, 1)) if size is not None)
-        return self.storage.batches(indices, step, device, within)
+        first, last = (0, total) if within is None else (within.start, within.stop)
+        positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
+        fetched = self.storage.fetch([position if indices is None else indices[position] for position in positions])
+        for position, batch in zip(positions, fetched, strict=True):
+            yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
 
     def take(self, indices: Tensor | None) -> Self:
         """Return the listed samples as Samples of their own (None: these Samples); nothing is copied."""

@@ -81,6 +81,7 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
     return torch.where(error > 0, torch.nan_to_num(ratio, nan=float("inf")), 0.0)
 
 
+@dataclass
 class Assessor:
     """Estimates the errors of predictions at one solution.
 
@@ -90,8 +91,7 @@ class Assessor:
     if they went on shrinking at the same rate. Where they shrink slowly, a few more steps are taken.
     """
 
-    def __init__(self, solution: Solution) -> None:
-        self.solution = solution
+    solution: Solution
 
     @cached_property
     def newton(self) -> BatchedNewton:

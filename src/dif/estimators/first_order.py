@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import Linearisation, Response
+from dif.estimators.linearisation import Linearisation
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
 from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
 from dif.linalg.multiplier_qp import no_step_error
@@ -33,6 +33,7 @@ class FirstOrderEstimator:
 
     def __init__(self, solution: Solution, damping: float, strict: bool, **settings: Any) -> None:
         self.solution, self.strict = expect_solution(solution), strict
+        self.title = self.name  # with the variant of the estimator, as results show it
         self.damping = check_number(
             damping,
             "damping",
@@ -102,7 +103,8 @@ class FirstOrderEstimator:
 
     def _score(self, lin: Linearisation, columns: Tensor, chunk: Perturbation) -> ScoredChunk:
         values, response = lin.scores(columns, Direction(self.solution.program, chunk))
-        about = {"switched": self._count_switched(lin, response), "unanswered": response.unanswered}
+        switched = self._switched(self.solution.lam + lin.multiplier_change(response.nu))
+        about = {"switched": int(switched.sum()), "unanswered": response.unanswered}
         return ScoredChunk(values.double().cpu(), about)
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
@@ -127,18 +129,13 @@ class FirstOrderEstimator:
         lam = lin.at.lam.expand(len(omega), -1)
         return omega, lam + lin.multiplier_change(response.nu) if lin.priced else lam
 
-    @property
-    def title(self) -> str:
-        """Name of the estimator with its variant, as results show it."""
-        return self.name
-
     def _describe(self, lin: Linearisation) -> dict[str, Any]:
         """Return what results say about the point and the settings."""
         return self._diagnostics
 
-    def _count_switched(self, lin: Linearisation, response: Response) -> int:
-        """Count the perturbations under which a constraint switches within the step."""
-        return 0
+    def _switched(self, lam: Tensor) -> Tensor:
+        """Return under which multipliers after a step, (P, m), a constraint has switched, (P,) bool."""
+        return torch.zeros(len(lam), dtype=torch.bool)
 
 
 def describe_solution(solution: Solution) -> dict[str, Any]:

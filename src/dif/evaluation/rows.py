@@ -63,7 +63,7 @@ class CompiledFunction:
             return cls(f, parameters, size, None)
         matrix = torch.atleast_2d(f.matrix).to(theta)
         if f.of is not None:
-            padded = theta.new_zeros((len(matrix), parameters.d))
+            padded = theta.new_zeros((len(matrix), theta.numel()))
             number = parameters.names.index(f.of)
             start = sum(parameters.sizes[:number])
             padded[:, start : start + parameters.sizes[number]] = matrix

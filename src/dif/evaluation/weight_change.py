@@ -15,7 +15,7 @@ from dif.evaluation.probe import check_tensors
 from dif.evaluation.program import Program
 from dif.evaluation.rows import Rows, Table
 from dif.evaluation.sweeps import sample_losses, sample_slopes, weighted_gradients
-from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
+from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, unused_error
 from dif.problem.sample_losses import SampleLosses
 
 
@@ -82,12 +82,7 @@ class Direction:
         rows, population = self.program.rows, piece.samples.population
         views = [t for t, table in enumerate(rows.tables) if table.samples.population is population]
         if not views:
-            raise InvalidInputError(
-                f"Samples {piece.samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
-                "At least one term must use them.",
-                "Samples are told apart by identity.",
-                "Perturb the Samples object from which the objective or the constraints were built.",
-            )
+            raise unused_error(piece.samples)
         C = rows.C * self._changed_rows(piece.terms)[:, None]
         views = [t for t in views if bool((C[:, rows.columns(t)] != 0).any())]
         if not views:
@@ -309,12 +304,7 @@ def _weigh_added(piece: Addition, table: Table, used: Tensor) -> Tensor:
         return U.T[piece.like.to(U.device)[index]]
     unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
     if unclear:
-        raise InvalidInputError(
-            f"The membership of the samples added to {piece.samples.name!r} is unknown in {', '.join(unclear)}.",
-            "It must be known in every term.",
-            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
-            "Pass like=i, a sample with the same memberships, or terms=[…].",
-        )
+        raise piece.unknown_in(unclear)
     weights = torch.stack([torch.where(row != 0, row, 0.0).max() for row in U]).expand(len(index), len(U))
     return weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
 

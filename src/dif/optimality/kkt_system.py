@@ -7,7 +7,7 @@ batched retraining and the path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -36,6 +36,8 @@ class KKTSystem:
     firm: Tensor  # (m,) bool
     R: Tensor  # (m,) diagonal, zero on rows that are not firm
     solver: LinearSolver  # for H_ρ
+    # the last rows and their V, for exact and for approximate solves
+    _columns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     @classmethod
     def prepare(cls, H: Operator, G: Tensor, firm: Tensor, **options: Any) -> KKTSystem:
@@ -133,11 +135,6 @@ class KKTSystem:
         found = solve(torch.cat([b, self.G[rows].T], 1))
         self._columns[exact] = rows, found[:, len(g) :]
         return -found[:, : len(g)].T, found[:, len(g) :]
-
-    @cached_property
-    def _columns(self) -> dict[bool, tuple[Tensor, Tensor]]:
-        """The last rows and their V, for exact and for approximate solves."""
-        return {}
 
 
 def complete_step(

@@ -27,14 +27,10 @@ class Kinds:
     equal: Tensor  # (m,) bool
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Kind, int]]) -> Kinds:
+    def of(cls, rows: Iterable[tuple[Kind, int]], device: torch.device) -> Kinds:
         """Build from the kind and the number of rows of each constraint."""
-        masks = [torch.full((count,), kind is Kind.EQUAL) for kind, count in rows]
-        return cls(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]))
-
-    def to(self, device: torch.device) -> Kinds:
-        """Move to a device."""
-        return Kinds(self.equal.to(device))
+        equal = [kind is Kind.EQUAL for kind, count in rows for _ in range(count)]
+        return cls(torch.tensor(equal, dtype=torch.bool, device=device))
 
     @property
     def one_sided(self) -> Tensor:

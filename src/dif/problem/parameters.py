@@ -125,11 +125,6 @@ class Parameters:
         """Number of scalars in each tensor."""
         return tuple(shape.numel() for shape in self.shapes)
 
-    @property
-    def d(self) -> int:
-        """Length of flat θ."""
-        return sum(self.sizes)
-
     def tensors(self, theta: Tensor) -> dict[str, Tensor]:
         """Split flat θ into the named tensors."""
         chunks = torch.split(theta, list(self.sizes))

@@ -105,6 +105,15 @@ class Addition(_PerSamples):
         """Describe each perturbation."""
         return [f"add {self.new.name}[{text}]" for text in self.entries.describe()]
 
+    def unknown_in(self, terms: Sequence[str]) -> InvalidInputError:
+        """Build the error for terms in which nobody knows whether the new samples belong to them."""
+        return InvalidInputError(
+            f"The membership of the samples added to {self.samples.name!r} is unknown in {', '.join(terms)}.",
+            "It must be known in every term.",
+            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
+            "Pass like=i, a sample with the same memberships, or terms=[…].",
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Reweighting(_Single):
@@ -130,6 +139,16 @@ class Shift(_Single):
     def labels(self) -> list[str]:
         """Describe the perturbation."""
         return [f"shift {self.constraint.name or 'a constraint'} by {self.written}"]
+
+
+def unused_error(samples: SampleLosses) -> InvalidInputError:
+    """Build the error for a perturbation of samples that the problem does not have."""
+    return InvalidInputError(
+        f"Samples {samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
+        "At least one term must use them.",
+        "Samples are told apart by identity.",
+        "Perturb the Samples object from which the objective or the constraints were built.",
+    )
 
 
 Action = Removal | Addition | Reweighting | Shift

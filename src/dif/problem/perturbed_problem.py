@@ -123,10 +123,5 @@ def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
     if addition.like is not None:
         return part.weights[addition.like]
     if not part.everyone:
-        raise InvalidInputError(
-            f"The weight of the samples added to {addition.samples.name!r} is unknown in {part.words!r}.",
-            "It must be known in every term.",
-            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
-            "Pass like=i, a sample with the same memberships, or terms=[…].",
-        )
+        raise addition.unknown_in([part.words])
     return part.weights.max().expand(len(addition.new))

@@ -15,7 +15,7 @@ from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.retraining_cache import RetrainingCache
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
-from dif.evaluation.weight_change import Direction, split_perturbation
+from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
@@ -116,7 +116,7 @@ class Retraining:
 
     def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""
-        cached = self._load(perturbations)
+        cached = {} if self._cache is None else self._cache.load(perturbations)
         outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
         unfinished = [([p], perturbations[p], end) for p, end in cached.items() if not end.reached]
         if len(outcomes) < len(perturbations) and self._batched is None:
@@ -129,18 +129,6 @@ class Retraining:
                 number, solved = next(ready)
                 outcomes |= dict(zip(tasks[number][0], solved, strict=True))
             yield outcomes.pop(p)
-
-    def _load(self, perturbations: Perturbation) -> dict[int, Found]:
-        """Return the retrainings that are in the cache, finished or not, by the number of the perturbation."""
-        if self._cache is None:
-            return {}
-        cached: dict[int, Found] = {}
-        begin, index = 0, self._cache.build_index()
-        for chunk in split_perturbation(perturbations):
-            direction = Direction(self.solution.program, chunk)
-            cached |= {begin + p: end for p, end in self._cache.load(direction, index).items()}
-            begin += direction.P
-        return cached
 
     def _split(
         self, perturbations: Perturbation, cached: Container[int], jobs: int

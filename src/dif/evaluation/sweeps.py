@@ -117,19 +117,15 @@ def sample_slopes(
     fits = max(1, numbers_at_once(theta, _GRADIENTS) // d) if by_gradients else None
     for place, batch, loss in sweep_batches(samples, parameters, theta, indices, fits):
         count = place.stop - place.start
-        if columns == 0:
+        if columns == 0 or by_gradients:
             with torch.no_grad():
-                losses.append(loss(theta))
-            slopes.append(V.new_zeros((count, 0)))
-        elif by_gradients:
-            with torch.no_grad():
-                losses.append(loss(theta))
-            slopes.append(batch_gradients(samples, parameters, theta, batch) @ V)
+                value = loss(theta)
+            slope = batch_gradients(samples, parameters, theta, batch) @ V if columns else V.new_zeros((count, 0))
         else:
             chunk_size = columns_per_chunk(samples, parameters, theta, count)
             value, slope = push_forward(loss, theta, V, chunk_size, samples.fallbacks)
-            losses.append(value)
-            slopes.append(slope)
+        losses.append(value)
+        slopes.append(slope)
     total = len(samples) if indices is None else len(indices)
     return gathered(torch.cat(losses), total), gathered(torch.cat(slopes), total)
 

@@ -307,12 +307,6 @@ class Solution:
             InfeasibleError,
         )
 
-    def check_feasible(self) -> None:
-        """Raise where the constraints contradict each other."""
-        finding = self.feasibility()
-        if finding is not None:
-            finding.check()
-
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"
         return f"Solution({state}: objective {self.objective:.6g}, {self.kkt})"

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
 from dif.errors import InvalidInputError, few
-from dif.problem.structure import leaves, mapped, to_tensors
+from dif.problem.structure import cast, leaves, mapped, to_tensors
 from dif.runtime.inputs import as_tensor
 
 _CHECKED = 2**22  # numbers that are checked for NaN at once, so that data on disk are never read whole
@@ -89,7 +89,7 @@ class Storage:
     def to(self, dtype: torch.dtype) -> Storage:
         """Return the data in another precision: tensors are converted now, items of a Dataset when they are fetched."""
         if self.is_tensors:
-            return replace(self, data=mapped(self.data, lambda t: t.to(dtype) if t.is_floating_point() else t))
+            return replace(self, data=cast(self.data, dtype))
         return replace(self, dtype=dtype)
 
     def one(self) -> Any:
@@ -146,10 +146,7 @@ class Storage:
 
     def _cast(self, batch: Any) -> Any:
         """Convert the floating-point tensors of a batch to `dtype`."""
-        dtype = self.dtype
-        if dtype is None:
-            return batch
-        return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return batch if self.dtype is None else cast(batch, self.dtype)
 
 
 class _Items(Dataset[Any]):

@@ -91,14 +91,14 @@ def _reweight(
     weights = old
     for scale, action in relevant:
         after = old.clone()
-        if isinstance(action, Removal):
-            after[action.entries.index] = 0.0
-            _renormalise(after, before, part, action)
-        elif isinstance(action, Reweighting):
+        if isinstance(action, Reweighting):
             after[: len(before)] += (before != 0) * action.dw
+        elif isinstance(action, Removal):
+            after[action.entries.index] = 0.0
         else:
             start = starts[id(action)]
             after[start : start + len(action.new)] = _weigh_new(part, action)
+        if not isinstance(action, Reweighting):
             _renormalise(after, before, part, action)
         weights = weights + scale * (after - old)
     return part if not relevant and samples is part.samples else replace(part, samples=samples, weights=weights)

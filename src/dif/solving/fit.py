@@ -108,7 +108,9 @@ def fit(
             save=lambda theta, lam, *phase: save(theta, lam, start.epochs, *phase),
         )
     solution = Solution.of_program(program, result.theta, result.lam)
-    solution.check_feasible()
+    infeasible = solution.feasibility()
+    if infeasible is not None:
+        infeasible.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)

@@ -94,7 +94,7 @@ class FirstOrderEstimator:
             if influence.diagnostics["unanswered"]:
                 warn_unanswered(influence.diagnostics["unanswered"], len(perturbations))
             if check is not None:
-                ends = lambda rows: self._ends(lin, perturbations.pick(rows))  # noqa: E731
+                ends = lambda rows: self.ends(perturbations.pick(rows), lin)  # noqa: E731
                 influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
 
         return Scoring(self.title, lin.at, targets, perturbations, self._describe(lin), out, show_progress).run(
@@ -120,11 +120,9 @@ class FirstOrderEstimator:
         scoring = Scoring(title, lin.at, targets, perturbations, self._describe(lin), None, show_progress)
         return scoring.run_chunks(work, size, 1, lambda influence: influence.diagnostics.update(lin.work))
 
-    def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+    def ends(self, perturbations: Perturbation, lin: Linearisation | None = None) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
-        return self._ends(self.linearise(perturbations), perturbations)
-
-    def _ends(self, lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        lin = self.linearise(perturbations) if lin is None else lin
         omega, response = lin.steps(Direction(lin.at.program, perturbations))
         lam = lin.at.lam.expand(len(omega), -1)
         return omega, lam + lin.multiplier_change(response.nu) if lin.priced else lam

@@ -99,23 +99,18 @@ def _reweight(
             start = starts[id(action)]
             after[start : start + len(action.new)] = _weigh_new(part, action)
         if not isinstance(action, Reweighting):
-            _renormalise(after, before, part, action)
+            count = int((after != 0).sum())
+            if count == 0:
+                raise InvalidInputError(
+                    f"The perturbation leaves 0 samples in {part.words!r}.",
+                    "At least 1 sample must be left.",
+                    "A term without samples is not defined.",
+                    "Remove fewer samples, or state the problem without that term.",
+                )
+            if part.normalised and action.renormalise:  # a mean is taken over the samples that it has now
+                after *= int((before != 0).sum()) / count
         weights = weights + scale * (after - old)
     return part if not relevant and samples is part.samples else replace(part, samples=samples, weights=weights)
-
-
-def _renormalise(after: Tensor, before: Tensor, part: SampleSum, action: Removal | Addition) -> None:
-    """Scale the weights of a mean in place, so that it is taken over the samples that it has now."""
-    old_count, new_count = int((before != 0).sum()), int((after != 0).sum())
-    if new_count == 0:
-        raise InvalidInputError(
-            f"The perturbation leaves 0 samples in {part.words!r}.",
-            "At least 1 sample must be left.",
-            "A term without samples is not defined.",
-            "Remove fewer samples, or state the problem without that term.",
-        )
-    if part.normalised and action.renormalise:
-        after *= old_count / new_count
 
 
 def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -48,14 +49,21 @@ def paper_studies(out: Path) -> None:
     _run_cnn(out / "cnn", None, resume=True, paper_epsilon=False)
 
 
-@reproduce.command("toy")
-def reproduce_toy(out: Out = Path("results")) -> None:
-    """Least squares with ‖θ‖₁ ≤ 1: the two one-sided derivatives at the kink (paper, figure 1).
+def _add_study(name: str, run: Callable[[Path], None], text: str) -> None:
+    """Add the command of a study whose only option is the folder for its figure and its numbers."""
 
-    Example: dif reproduce toy --out results
-    """
-    _run_toy(out)
-    typer.echo(f"\nWrote {out.resolve() / 'toy.png'}, toy.json")
+    @reproduce.command(name, help=text)
+    def command(out: Out = Path("results")) -> None:
+        run(out)
+        typer.echo(f"\nWrote {out.resolve() / name}.png, {name}.json")
+
+
+_add_study(
+    "toy",
+    lambda out: _run_toy(out),
+    "Least squares with ‖θ‖₁ ≤ 1: the two one-sided derivatives at the kink (paper, figure 1).\n\n"
+    "Example: dif reproduce toy --out results",
+)
 
 
 @reproduce.command("regression")
@@ -75,14 +83,12 @@ def reproduce_regression(
     typer.echo(f"\nWrote {out.resolve() / 'regression.png'}, regression.json")
 
 
-@reproduce.command("credit")
-def reproduce_credit(out: Out = Path("results")) -> None:
-    """A fair credit score on real data: compare all estimators with retraining without each of 700 credits.
-
-    Example: dif reproduce credit --out results
-    """
-    _run_credit(out)
-    typer.echo(f"\nWrote {out.resolve() / 'credit.png'}, credit.json")
+_add_study(
+    "credit",
+    lambda out: _run_credit(out),
+    "A fair credit score on real data: compare all estimators with retraining without each of 700 credits.\n\n"
+    "Example: dif reproduce credit --out results",
+)
 
 
 @reproduce.command("cnn")

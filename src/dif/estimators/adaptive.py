@@ -15,7 +15,7 @@ from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, join
+from dif.estimators.scoring import Out, ScoredChunk, Scoring
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
@@ -101,14 +101,13 @@ class AdaptiveInfluence:
         targets, jobs = Targets(target, at), check_jobs(jobs)
         units = self._assessor.measure_units(targets)
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            unanswered, errors = join(parts, "unanswered"), join(parts, "remainders")
-            influence.diagnostics.update({part: join(parts, part) for part in ("by", "crossed")})
-            influence.diagnostics.update(remainders=errors, unanswered=unanswered)
-            error, size = (torch.tensor(join(parts, part), dtype=units.dtype) for part in ("error", "size"))
+        def finish(influence: Influence) -> None:
+            about = influence.diagnostics
+            unanswered, errors = about["unanswered"], about["remainders"]
+            error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
             answered = torch.isfinite(influence.values).all(1)
             estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
-            influence.diagnostics["assessment"] = {
+            about["assessment"] = {
                 "rows": list(range(len(errors))),
                 "errors": errors,
                 "pooled": estimate.pooled if bool(answered.any()) else None,

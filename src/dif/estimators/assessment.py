@@ -81,6 +81,7 @@ def _ratio(error: Tensor, size: Tensor) -> Tensor:
     return torch.where(error > 0, torch.nan_to_num(ratio, nan=float("inf")), 0.0)
 
 
+@dataclass
 class Assessor:
     """Estimates the errors of predictions at one solution.
 
@@ -90,8 +91,7 @@ class Assessor:
     if they went on shrinking at the same rate. Where they shrink slowly, a few more steps are taken.
     """
 
-    def __init__(self, solution: Solution) -> None:
-        self.solution = solution
+    solution: Solution
 
     @cached_property
     def newton(self) -> BatchedNewton:
@@ -188,7 +188,15 @@ class Assessor:
 
     def assess(self, count: object) -> Assess | None:
         """Return a function that assesses the `count` strongest scores and as many random ones; None for 0."""
-        number = _check_count(count)
+        number = as_index(count)
+        if number is None or number < 0:
+            raise InvalidInputError(
+                f"`assess` is {count!r}.",
+                "It must be an integer of at least 0.",
+                "It is the number of the strongest predictions whose error is estimated; as many random ones are "
+                "added.",
+                f"Leave it out for {ASSESSED}, or pass 0 to skip the assessment.",
+            )
         return partial(self._assess, number) if number else None
 
     def _assess(
@@ -237,19 +245,6 @@ def _choose(scores: Values, units: Tensor, count: int) -> list[int]:
     strongest, others = order[:count], order[count:]
     random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:count]]
     return torch.cat([strongest, random]).tolist()
-
-
-def _check_count(assess: object) -> int:
-    """Return the number of strongest predictions to assess; refuse what is no such number."""
-    count = as_index(assess)
-    if count is None or count < 0:
-        raise InvalidInputError(
-            f"`assess` is {assess!r}.",
-            "It must be an integer of at least 0.",
-            "It is the number of the strongest predictions whose error is estimated; as many random ones are added.",
-            f"Leave it out for {ASSESSED}, or pass 0 to skip the assessment.",
-        )
-    return count
 
 
 def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.errors import DegenerateError, InvalidInputError
 from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import Linearisation, Response
+from dif.estimators.linearisation import Linearisation
 from dif.estimators.reach import rows_within_reach
 from dif.evaluation.weight_change import check_perturbation
 from dif.linalg.cholesky import Solver
@@ -66,6 +66,7 @@ class DirectionalInfluence(FirstOrderEstimator):
             )
         super().__init__(solution, damping, strict, gauss_newton=gauss_newton, switching=switching)
         self.switching = switching
+        self.title += {"auto": "", True: " (switching)", False: " (derivative)"}[switching]
         self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
         if rho is not None:
             rho = check_number(rho, "rho", zero=True, meaning="It weighs GᵀG in H_ρ.", cure="Leave it out.")
@@ -178,23 +179,14 @@ class DirectionalInfluence(FirstOrderEstimator):
                     margins[j] = Margin(float(deciding.max()), float(deciding.median()))
         return margins
 
-    @property
-    def title(self) -> str:
-        """Name with the kind of switching, as results show it."""
-        return self.name + {"auto": "", True: " (switching)", False: " (derivative)"}[self.switching]
-
     def _describe(self, lin: Linearisation) -> dict[str, Any]:
         names = self.solution.program.names
         near = next(rows for rows, linearisation in self._linearised.items() if linearisation is lin)
         return {**self._diagnostics, "within_reach": [names[j] for j in near]}
 
-    def _count_switched(self, lin: Linearisation, response: Response) -> int:
-        if not self.switching:
-            return 0
-        return int(self._switched(self.solution.lam + lin.multiplier_change(response.nu)).sum())
-
     def _switched(self, lam: Tensor) -> Tensor:
-        """Return under which multipliers, (P, m), a constraint has become active or inactive, (P,) bool."""
+        if not self.switching:
+            return super()._switched(lam)
         active = self.solution.active
         released = active.mask(active.binding) & self.solution.program.kinds.one_sided & (lam <= 0)
         return (released | (active.mask(active.inactive) & (lam > 0))).any(1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 
 import torch
 
-from dif.evaluation.fingerprint import READ, encode_rows, encode_samples, encode_tensor, fingerprint_program
+from dif.evaluation.fingerprint import READ, encode_rows, encode_samples, encode_tensor, fingerprint_program, hash_all
 from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
@@ -16,10 +15,7 @@ from dif.problem.structure import leaves
 
 def hash_solution(at: Solution) -> bytes:
     """Hash θ̄, λ̄ and the problem."""
-    digest = hashlib.sha256()
-    for part in (encode_tensor(at.theta), encode_tensor(at.lam), fingerprint_program(at.program)):
-        digest.update(part)
-    return digest.digest()
+    return hash_all((encode_tensor(at.theta), encode_tensor(at.lam), fingerprint_program(at.program)))
 
 
 def hash_targets(targets: Targets) -> Iterator[bytes]:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
 from dif.estimators.influence import Change, Influence
-from dif.estimators.linearisation import Linearisation, Response
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
-from dif.evaluation.program import PerConstraint
+from dif.estimators.linearisation import Linearisation
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
 from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.solution import Solution, expect_solution
@@ -34,6 +33,7 @@ class FirstOrderEstimator:
 
     def __init__(self, solution: Solution, damping: float, strict: bool, **settings: Any) -> None:
         self.solution, self.strict = expect_solution(solution), strict
+        self.title = self.name  # with the variant of the estimator, as results show it
         self.damping = check_number(
             damping,
             "damping",
@@ -53,16 +53,12 @@ class FirstOrderEstimator:
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
         direction = Direction.resolve_single(self.solution.program, perturbation)
-        lin, program = self.linearise(perturbation), self.solution.program
+        lin = self.linearise(perturbation)
         omega, response = lin.steps(direction)
         if self.strict and response.unanswered:
             raise no_step_error(*next(iter(response.unanswered.items())))
-        return Change(
-            theta=program.parameters.tensors(omega[0]),
-            multipliers=PerConstraint.of(program, lin.multiplier_change(response.nu)[0]),
-            flat=omega[0],
-            diagnostics={**self._describe(lin), **lin.work, "unanswered": response.unanswered},
-        )
+        diagnostics = {**self._describe(lin), **lin.work, "unanswered": response.unanswered}
+        return Change.of(self.solution.program, omega[0], lin.multiplier_change(response.nu)[0], diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -90,16 +86,15 @@ class FirstOrderEstimator:
         def score(begin: int) -> Iterator[ScoredChunk]:
             columns = torch.cat([lin.system.V, lin.system.solver.solve(Q)], 1)  # (d, k + T)
             return run_in_order(
-                partial(self._score, lin, columns), split_perturbation(perturbations[begin:], size), jobs
+                partial(self._score, lin, columns), split_perturbation(perturbations, size, begin), jobs
             )
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            unanswered = join(parts, "unanswered")
-            influence.diagnostics.update(lin.work, unanswered=unanswered, switched=join(parts, "switched"))
-            if unanswered:
-                warn_unanswered(unanswered, len(perturbations))
+        def finish(influence: Influence) -> None:
+            influence.diagnostics.update(lin.work)
+            if influence.diagnostics["unanswered"]:
+                warn_unanswered(influence.diagnostics["unanswered"], len(perturbations))
             if check is not None:
-                ends = lambda rows: self._ends(lin, perturbations.pick(rows))  # noqa: E731
+                ends = lambda rows: self.ends(perturbations.pick(rows), lin)  # noqa: E731
                 influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
 
         return Scoring(self.title, lin.at, targets, perturbations, self._describe(lin), out, show_progress).run(
@@ -108,7 +103,8 @@ class FirstOrderEstimator:
 
     def _score(self, lin: Linearisation, columns: Tensor, chunk: Perturbation) -> ScoredChunk:
         values, response = lin.scores(columns, Direction(self.solution.program, chunk))
-        about = {"switched": self._count_switched(lin, response), "unanswered": response.unanswered}
+        switched = self._switched(self.solution.lam + lin.multiplier_change(response.nu))
+        about = {"switched": int(switched.sum()), "unanswered": response.unanswered}
         return ScoredChunk(values.double().cpu(), about)
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
@@ -120,35 +116,24 @@ class FirstOrderEstimator:
             omega, response = lin.steps(Direction(lin.at.program, chunk))
             return ScoredChunk(differences(lin.at, targets, omega), {"unanswered": response.unanswered})
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            influence.diagnostics.update(lin.work, unanswered=join(parts, "unanswered"))
+        title = f"{self.title}, re-evaluated"
+        scoring = Scoring(title, lin.at, targets, perturbations, self._describe(lin), None, show_progress)
+        return scoring.run_chunks(work, size, 1, lambda influence: influence.diagnostics.update(lin.work))
 
-        scoring = Scoring(
-            f"{self.title}, re-evaluated", lin.at, targets, perturbations, self._describe(lin), None, show_progress
-        )
-        return scoring.run_chunks(work, size, 1, finish)
-
-    def ends(self, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+    def ends(self, perturbations: Perturbation, lin: Linearisation | None = None) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
-        return self._ends(self.linearise(perturbations), perturbations)
-
-    def _ends(self, lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
+        lin = self.linearise(perturbations) if lin is None else lin
         omega, response = lin.steps(Direction(lin.at.program, perturbations))
         lam = lin.at.lam.expand(len(omega), -1)
         return omega, lam + lin.multiplier_change(response.nu) if lin.priced else lam
-
-    @property
-    def title(self) -> str:
-        """Name of the estimator with its variant, as results show it."""
-        return self.name
 
     def _describe(self, lin: Linearisation) -> dict[str, Any]:
         """Return what results say about the point and the settings."""
         return self._diagnostics
 
-    def _count_switched(self, lin: Linearisation, response: Response) -> int:
-        """Count the perturbations under which a constraint switches within the step."""
-        return 0
+    def _switched(self, lam: Tensor) -> Tensor:
+        """Return under which multipliers after a step, (P, m), a constraint has switched, (P,) bool."""
+        return torch.zeros(len(lam), dtype=torch.bool)
 
 
 def describe_solution(solution: Solution) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.estimators.agreement import Agreement
-from dif.evaluation.program import PerConstraint
+from dif.evaluation.program import PerConstraint, Program
 from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically
 from dif.runtime.inputs import as_index
@@ -34,6 +34,11 @@ class Change:
     multipliers: PerConstraint  # Δλ per constraint
     flat: Tensor  # Δθ as one vector
     diagnostics: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, program: Program, moved: Tensor, priced: Tensor, diagnostics: dict[str, Any]) -> Change:
+        """Build from Δθ, (d,), and Δλ, (m,)."""
+        return cls(program.parameters.tensors(moved), PerConstraint.of(program, priced), moved, diagnostics)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,7 +114,8 @@ class Linearisation:
     def first_order(self, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return b, (P, d), and r, (P, m), of the perturbations."""
         at, P = self.at, direction.P
-        if P > 1 and P * direction.changed_count <= _SWEEP_OVERHEAD * P:  # few samples: one sweep for all
+        entries = sum(len(block.index) for block in direction.blocks)
+        if P > 1 and entries <= _SWEEP_OVERHEAD:  # few samples: one sweep for all
             b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
             if bool(torch.isfinite(b).all() and torch.isfinite(df).all()):  # else the loop below names the sample
                 return b, df[:, 1:] - direction.dtau
@@ -131,32 +133,37 @@ class Linearisation:
 
     def scores(self, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
         """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
-        response = self.respond(direction, columns)
-        return self._along(response, columns), response
-
-    def _along(self, response: Response, columns: Tensor) -> Tensor:
-        """Return qᵀΔθ for the columns H_ρ⁻¹q that stand behind V."""
-        behind = columns[:, len(self.rows) :]
-        return -response.b[:, len(self.rows) :] - response.force @ (self.system.G @ behind)
+        response, k = self.respond(direction, columns), len(self.rows)
+        return -response.b[:, k:] - response.force @ (self.system.G @ columns[:, k:]), response
 
     def margins(self, rows: Tensor, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
         """Return how each perturbation moves f − τ and λ of some rows, (P, rows) each, NaN where unanswered."""
         columns = torch.cat([self.system.V, self.system.solver.solve(self.at.G[rows].T)], 1)
-        moved, priced = [], []
-        for chunk in split_perturbation(perturbations):
-            values, response = self.scores(columns, Direction(self.at.program, chunk))
+
+        def move(direction: Direction) -> tuple[Tensor, Response]:
+            values, response = self.scores(columns, direction)
             change = self.multiplier_change(response.nu)[:, rows]
-            moved.append(response.r[:, rows] + values)
-            priced.append(torch.where(response.answered[:, None], change, float("nan")))
-        return torch.cat(moved), torch.cat(priced)
+            return torch.stack([response.r[:, rows] + values, change], 1), response
+
+        moved, priced = self._by_chunk(move, perturbations).unbind(1)
+        return moved, priced
 
     def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
         """Return Δλ on all m rows, (P, m), NaN where unanswered."""
+
+        def change(direction: Direction) -> tuple[Tensor, Response]:
+            response = self.respond(direction, self.system.V)
+            return self.multiplier_change(response.nu), response
+
+        return self._by_chunk(change, perturbations)
+
+    def _by_chunk(self, work: Callable[[Direction], tuple[Tensor, Response]], perturbations: Perturbation) -> Tensor:
+        """Return what `work` returns for chunks of the perturbations, joined, with NaN where unanswered."""
         parts = []
         for chunk in split_perturbation(perturbations):
-            response = self.respond(Direction(self.at.program, chunk), self.system.V)
-            change = self.multiplier_change(response.nu)
-            parts.append(torch.where(response.answered[:, None], change, float("nan")))
+            values, response = work(Direction(self.at.program, chunk))
+            values[~response.answered] = float("nan")
+            parts.append(values)
         return torch.cat(parts)
 
     def scores_by_row(self, targets: Targets, perturbations: Perturbation) -> Tensor:
@@ -166,15 +173,14 @@ class Linearisation:
         """
         q, at, system = targets.gradients(self.at.theta), self.at, self.system
         x = system.solver.solve(q)[:, 0]  # H_ρ⁻¹q
-        parts = []
-        for chunk in split_perturbation(perturbations):
-            direction = Direction(at.program, chunk)
+
+        def split(direction: Direction) -> tuple[Tensor, Response]:
             response = self.respond(direction, system.V)
             holds = self.equal | (response.nu > 0)  # (P, k)
-            patterns, which = holds[:1], torch.zeros(len(chunk), dtype=torch.long, device=holds.device)
+            patterns, which = holds[:1], torch.zeros(len(holds), dtype=torch.long, device=holds.device)
             if len(self.rows):
                 patterns, which = torch.unique(holds, dim=0, return_inverse=True)
-            values = response.r.new_zeros((len(chunk), 1 + at.program.m))
+            values = response.r.new_zeros((len(holds), 1 + at.program.m))
             for number, pattern in enumerate(patterns):
                 mine = which == number
                 V = system.V[:, pattern]
@@ -191,8 +197,9 @@ class Linearisation:
                 values[:, 1 + self.rows] += mine[:, None] * (self.lam0 * (system.G @ y))
                 moved = (self.c0 + response.r[:, self.rows])[:, pattern]
                 values[:, 1 + self.rows[pattern]] -= mine[:, None] * (moved * pull)
-            parts.append(torch.where(response.answered[:, None], values, float("nan")))
-        return torch.cat(parts)
+            return values, response
+
+        return self._by_chunk(split, perturbations)
 
     @property
     def work(self) -> dict[str, Any]:

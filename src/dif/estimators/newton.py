@@ -12,20 +12,21 @@ from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
-from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
+from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
 from dif.evaluation.hessian import Curvature
-from dif.evaluation.program import PerConstraint
 from dif.evaluation.weight_change import Direction, check_perturbation
 from dif.linalg.cholesky import Solver
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.operator import Matrix, Operator
-from dif.optimality.kkt_system import Step, kkt_step
+from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.workers import check_jobs
 
 _STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed
+
+_Step = tuple[Tensor, Tensor, str]  # ω, (d,); the multipliers after it, (m,); why there is no step, if it is NaN
 
 
 class NewtonInfluence:
@@ -59,14 +60,9 @@ class NewtonInfluence:
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
-        step = self._step(perturbation)
-        program = self.solution.program
-        return Change(
-            theta=program.parameters.tensors(step.omega),
-            multipliers=PerConstraint.of(program, step.lam - self.solution.lam),
-            flat=step.omega,
-            diagnostics={**self._diagnostics, "unanswered": step.unanswered},
-        )
+        omega, lam, reason = self._step(perturbation)
+        diagnostics = {**self._diagnostics, "unanswered": reason}
+        return Change.of(self.solution.program, omega, lam - self.solution.lam, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -80,30 +76,29 @@ class NewtonInfluence:
         at, check, jobs = self.solution, self._assessor.assess(assess), check_jobs(jobs)
         targets, shown = Targets(target, at), self.show_progress if show_progress is None else show_progress
         fits = len(perturbations) * at.theta.numel() <= _STEPS
-        taken: list[Step] | None = [] if check is not None and fits and jobs == 1 and out is None else None
+        taken: list[_Step] | None = [] if check is not None and fits and jobs == 1 and out is None else None
 
         def ends(rows: list[int]) -> tuple[Tensor, Tensor]:
             steps = [self._step(perturbations[p]) if taken is None else taken[p] for p in rows]
-            return torch.stack([step.omega for step in steps]), torch.stack([step.lam for step in steps])
+            return torch.stack([omega for omega, _, _ in steps]), torch.stack([lam for _, lam, _ in steps])
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            influence.diagnostics["unanswered"] = join(parts, "unanswered")
+        def finish(influence: Influence) -> None:
             if check is not None:
                 influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
 
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
         return scoring.run_chunks(partial(self._score, targets, taken), ONE_BY_ONE, jobs, finish)
 
-    def _score(self, targets: Targets, taken: list[Step] | None, chunk: Perturbation) -> ScoredChunk:
+    def _score(self, targets: Targets, taken: list[_Step] | None, chunk: Perturbation) -> ScoredChunk:
         """Score a chunk of perturbations; the steps are added to the list `taken`, where given."""
         steps = [self._step(perturbation) for perturbation in chunk]
         if taken is not None:
             taken.extend(steps)
-        reasons = {p.labels[0]: step.unanswered for p, step in zip(chunk, steps, strict=True) if step.unanswered}
-        values = differences(self.solution, targets, [step.omega for step in steps])
+        reasons = {p.labels[0]: reason for p, (_, _, reason) in zip(chunk, steps, strict=True) if reason}
+        values = differences(self.solution, targets, [omega for omega, _, _ in steps])
         return ScoredChunk(values, {"unanswered": reasons})
 
-    def _step(self, perturbation: Perturbation) -> Step:
+    def _step(self, perturbation: Perturbation) -> _Step:
         """Take the step of one perturbation; NaN where it does not exist (unless strict)."""
         at = self.solution
         direction = Direction.resolve_single(at.program, perturbation)
@@ -112,13 +107,13 @@ class NewtonInfluence:
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         H, solver = self._curvature(direction, weights)
         try:
-            return kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver)
+            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver), ""
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"This is the step of the perturbation {perturbation.labels[0]!r}.")
                 raise
             nan = float("nan")
-            return Step(torch.full_like(at.theta, nan), torch.full_like(at.lam, nan), unanswered=str(error))
+            return torch.full_like(at.theta, nan), torch.full_like(at.lam, nan), str(error)
 
     def _curvature(self, direction: Direction, weights: Tensor) -> tuple[Operator, Solver]:
         """Return ∇²L of the changed problem, assembled where that of the old problem is, and its linear solver."""

@@ -12,16 +12,15 @@ from torch import Tensor
 from dif.errors import DifError, InvalidInputError
 from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
-from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences, join
-from dif.evaluation.program import PerConstraint
+from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
 from dif.optimality.kkt_system import KKTSystem
-from dif.optimality.solution import Solution, check_tolerance, expect_solution
+from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import as_numbers
 from dif.runtime.workers import check_jobs
 from dif.solving.continuation import Path, PathFollower
-from dif.solving.fit import check_limits, default_tolerance
+from dif.solving.fit import check_limits, resolve_tolerance
 
 
 class PathInfluence:
@@ -43,16 +42,11 @@ class PathInfluence:
     name = "path"
 
     def __init__(
-        self,
-        solution: Solution,
-        *,
-        tol: float | None = None,
-        max_steps: int = 5000,
-        strict: bool = True,
+        self, solution: Solution, *, tol: float | None = None, max_steps: int = 5000, strict: bool = True,
         show_progress: bool = True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.solution = expect_solution(solution)
-        self.tol = default_tolerance(solution.theta) if tol is None else check_tolerance(tol)
+        self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_steps, None)
         self.max_steps, self.strict, self.show_progress = max_steps, strict, show_progress
         if strict:
@@ -73,19 +67,14 @@ class PathInfluence:
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ at the end of the path of one perturbation."""
         path, at = self.follow(perturbation), self.solution
-        moved = path.thetas[-1] - at.theta
-        return Change(
-            theta=at.program.parameters.tensors(moved),
-            multipliers=PerConstraint.of(at.program, path.multipliers[-1] - at.lam),
-            flat=moved,
-            diagnostics={
-                **self._diagnostics,
-                "residual": path.residual,
-                "events": [str(event) for event in path.events],
-                "steps": path.steps,
-                "curvatures": path.curvatures,
-            },
-        )
+        diagnostics = {
+            **self._diagnostics,
+            "residual": path.residual,
+            "events": [str(event) for event in path.events],
+            "steps": path.steps,
+            "curvatures": path.curvatures,
+        }
+        return Change.of(at.program, path.thetas[-1] - at.theta, path.multipliers[-1] - at.lam, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -94,13 +83,8 @@ class PathInfluence:
         """Return the difference of each target between start and end of each path. Keywords as in `dif.Estimator`."""
         at, shown = self.solution, self.show_progress if show_progress is None else show_progress
         targets = Targets(target, at)
-
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            for part in ("unanswered", "events"):
-                influence.diagnostics[part] = join(parts, part)
-
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        return scoring.run_chunks(partial(self._score, targets), ONE_BY_ONE, check_jobs(jobs), finish)
+        return scoring.run_chunks(partial(self._score, targets), ONE_BY_ONE, check_jobs(jobs))
 
     def _score(self, targets: Targets, chunk: Perturbation) -> ScoredChunk:
         moves: list[Tensor] = []

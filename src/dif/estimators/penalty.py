@@ -41,15 +41,9 @@ class PenaltyInfluence(FirstOrderEstimator):
     name = "penalty IF"
 
     def __init__(
-        self,
-        solution: Solution,
-        rho: float = 100.0,
-        k: float = 100.0,
-        *,
-        at_minimiser: bool = False,
-        damping: float = 0.0,
-        strict: bool = True,
-    ) -> None:
+        self, solution: Solution, rho: float = 100.0, k: float = 100.0, *, at_minimiser: bool = False,
+        damping: float = 0.0, strict: bool = True,
+    ) -> None:  # fmt: skip
         for name, weight in (("rho", rho), ("k", k)):
             check_number(
                 weight,
@@ -78,7 +72,7 @@ class PenaltyInfluence(FirstOrderEstimator):
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Return the penalties' first derivatives (behind a 1 for f₀), (1 + m,), and their second, (m,)."""
-        _, first, second = self.solution.program.kinds.penalty(c, self.rho, self.k)
+        first, second = self.solution.program.kinds.penalty(c, self.rho, self.k)
         return self.solution.program.weights(first), second
 
     def _minimiser(self) -> Tensor:

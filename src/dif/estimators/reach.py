@@ -32,7 +32,8 @@ def rows_within_reach(lin: Linearisation, perturbations: Perturbation) -> Tensor
     rows = torch.nonzero(fixed).reshape(-1)
     near = torch.zeros_like(fixed)
     if P <= _PERTURBATIONS and P * at.theta.numel() <= _STEPS:
-        moved, priced = _moves(lin, Direction(at.program, perturbations))
+        omega, response = lin.steps(Direction(at.program, perturbations))
+        moved, priced = response.r + omega @ at.G.T, lin.multiplier_change(response.nu)
         near[rows] = _switches(lin, rows, moved[:, rows], priced[:, rows])
         return near
     if bool((~lin.equal).any()) and len(rows) <= _ROWS:
@@ -53,12 +54,6 @@ def _switches(lin: Linearisation, rows: Tensor, moved: Tensor, priced: Tensor) -
     violated = torch.nan_to_num(c + moved, nan=-1.0) > _ROUNDING * (c.abs() + moved.abs())
     released = torch.nan_to_num(lam + priced, nan=1.0) < -_ROUNDING * (lam + priced.abs())
     return (violated | released).any(0)
-
-
-def _moves(lin: Linearisation, direction: Direction) -> tuple[Tensor, Tensor]:
-    """Return how the step of each perturbation moves f − τ of every row and its multiplier, (P, m) each."""
-    omega, response = lin.steps(direction)
-    return response.r + omega @ lin.at.G.T, lin.multiplier_change(response.nu)
 
 
 def _typical_moves(lin: Linearisation, perturbations: Perturbation) -> tuple[Tensor, Tensor]:

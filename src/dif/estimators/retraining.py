@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterator
+from contextlib import suppress
 from itertools import groupby
 from typing import Any
 
@@ -13,10 +14,9 @@ from dif.errors import DifError, NotConvergedError
 from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.retraining_cache import RetrainingCache
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences, join
-from dif.evaluation.program import PerConstraint
-from dif.evaluation.weight_change import Direction, split_perturbation
-from dif.optimality.solution import Solution, check_tolerance, expect_solution
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
+from dif.evaluation.weight_change import Direction
+from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import PLAIN_ATTENTION
@@ -25,7 +25,7 @@ from dif.runtime.user_code import unsupported
 from dif.runtime.workers import check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import FitState
-from dif.solving.fit import Found, check_limits, default_tolerance, solve
+from dif.solving.fit import Found, check_limits, resolve_tolerance, solve
 
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
@@ -62,7 +62,7 @@ class Retraining:
         show_progress: bool = True,
     ) -> None:
         self.solution = expect_solution(solution)
-        self.tol = default_tolerance(solution.theta) if tol is None else check_tolerance(tol)
+        self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_iter, None)
         self.max_iter = max_iter
         self.jobs = check_jobs(jobs)
@@ -83,17 +83,13 @@ class Retraining:
         nan = float("nan")
         moved = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
         priced = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
-        return Change(
-            theta=at.program.parameters.tensors(moved),
-            multipliers=PerConstraint.of(at.program, priced),
-            flat=moved,
-            diagnostics={
-                **self._diagnostics,
-                "residual": nan if end is None else end.residual,
-                "iterations": None if end is None else end.iterations,
-                "failed": None if failure is None else str(failure),
-            },
-        )
+        diagnostics = {
+            **self._diagnostics,
+            "residual": nan if end is None else end.residual,
+            "iterations": None if end is None else end.iterations,
+            "failed": None if failure is None else str(failure),
+        }
+        return Change.of(at.program, moved, priced, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int | None = None,
@@ -114,21 +110,18 @@ class Retraining:
                 }
                 yield ScoredChunk(differences(at, targets, [move]), about)
 
-        def finish(influence: Influence, parts: list[dict[str, Any]]) -> None:
-            for part in ("residuals", "failed"):
-                influence.diagnostics[part] = join(parts, part)
-
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
         scoring.check()
-        return scoring.run(score, 1, finish)
+        return scoring.run(score, 1)
 
     def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""
-        cached = self._load(perturbations)
+        cached = {} if self._cache is None else self._cache.load(perturbations)
         outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
         unfinished = [([p], perturbations[p], end) for p, end in cached.items() if not end.reached]
         if len(outcomes) < len(perturbations) and self._batched is None:
-            self._batched = self._prepare_batched()
+            with suppress(DifError):  # where the curvature at the solution does not allow it
+                self._batched = BatchedNewton(self.solution)
         tasks = [*self._split(perturbations, cached, jobs), *unfinished]
         ready = run_unordered(self._solve_task, [task[1:] for task in tasks], jobs)
         for p in range(len(perturbations)):
@@ -136,18 +129,6 @@ class Retraining:
                 number, solved = next(ready)
                 outcomes |= dict(zip(tasks[number][0], solved, strict=True))
             yield outcomes.pop(p)
-
-    def _load(self, perturbations: Perturbation) -> dict[int, Found]:
-        """Return the retrainings that are in the cache, finished or not, by the number of the perturbation."""
-        if self._cache is None:
-            return {}
-        cached: dict[int, Found] = {}
-        begin, index = 0, self._cache.build_index()
-        for chunk in split_perturbation(perturbations):
-            direction = Direction(self.solution.program, chunk)
-            cached |= {begin + p: end for p, end in self._cache.load(direction, index).items()}
-            begin += direction.P
-        return cached
 
     def _split(
         self, perturbations: Perturbation, cached: Container[int], jobs: int
@@ -165,13 +146,6 @@ class Retraining:
                 if not is_cached:
                     numbers = list(group)  # consecutive
                     yield numbers, perturbations[numbers[0] : numbers[-1] + 1], None
-
-    def _prepare_batched(self) -> BatchedNewton | None:
-        """Prepare the solver for many problems at once; None where the curvature at the solution does not allow it."""
-        try:
-            return BatchedNewton(self.solution)
-        except DifError:
-            return None
 
     def _solve_task(self, task: tuple[Perturbation, Found | None]) -> list[Outcome]:
         """Solve a chunk of perturbations, or a single one from where an earlier run stopped."""
@@ -216,7 +190,13 @@ class Retraining:
             point = FitState(start.theta, start.lam)
             end = solve(direction.perturbed_program(p), point, Limits(self.max_iter), tol=self.tol)
             if not end.reached:
-                failure = self._not_converged(direction.perturbation[p], end.residual)
+                failure = NotConvergedError(
+                    f"Retraining after {direction.perturbation[p].labels[0]!r} stopped at a KKT residual of "
+                    f"{end.residual:.3g}.",
+                    f"It must be at most {self.tol:.1g}.",
+                    "The changed problem was not solved, so its difference from the old solution means nothing.",
+                    "Raise max_iter, add a ridge, or perturb less.",
+                )
         except DifError as error:
             failure = error
         if end is not None:
@@ -226,12 +206,3 @@ class Retraining:
         if failure is not None and self.strict:
             raise failure
         return end, failure
-
-    def _not_converged(self, perturbation: Perturbation, residual: float) -> NotConvergedError:
-        """Build the error for a retraining that stopped early."""
-        return NotConvergedError(
-            f"Retraining after {perturbation.labels[0]!r} stopped at a KKT residual of {residual:.3g}.",
-            f"It must be at most {self.tol:.1g}.",
-            "The changed problem was not solved, so its difference from the old solution means nothing.",
-            "Raise max_iter, add a ridge, or perturb less.",
-        )

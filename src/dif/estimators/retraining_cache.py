@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ import torch
 
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution
-from dif.evaluation.weight_change import Direction
+from dif.evaluation.fingerprint import hash_all
+from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.optimality.solution import Solution
+from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically
 from dif.solving.fit import Found
 
 _FORMAT = "dif retrainings 2"  # name and version of the file format
-Index = dict[str, list[tuple[Path, int]]]  # key of a retraining → files and rows that hold it
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +52,17 @@ class RetrainingCache:
         path.mkdir(parents=True, exist_ok=True)
         return cls(path, solution, tol)
 
-    def load(self, direction: Direction, index: Index) -> dict[int, Found]:
+    def load(self, perturbations: Perturbation) -> dict[int, Found]:
         """Return the cached retrainings of these perturbations by their number, finished or not."""
         cached: dict[int, Found] = {}
-        for p in range(direction.P) if index else ():
-            ends = [self._read(path, row) for path, row in index.get(self._key(direction, p), [])]
-            if ends:
-                cached[p] = min(ends, key=lambda end: end.residual / end.goal)
+        begin, index = 0, self._build_index()
+        for chunk in split_perturbation(perturbations) if index else ():
+            direction = Direction(self.solution.program, chunk)
+            for p in range(direction.P):
+                ends = [self._read(path, row) for path, row in index.get(self._key(direction, p), [])]
+                if ends:
+                    cached[begin + p] = min(ends, key=lambda end: end.residual / end.goal)
+            begin += direction.P
         return cached
 
     def save(self, direction: Direction, numbers: Sequence[int], ends: Sequence[Found]) -> None:
@@ -73,13 +77,13 @@ class RetrainingCache:
         }
         theta, lam = (torch.stack([getattr(end, part) for end in ends]).cpu().numpy() for part in ("theta", "lam"))
         suffix = "" if all(end.reached for end in ends) else "-unfinished"
-        name = hashlib.sha256(" ".join(about["names"]).encode()).hexdigest()[:32]
+        name = hash_all([" ".join(about["names"]).encode()]).hex()[:32]
         with open_atomically(self.folder / f"{name}{suffix}.npz") as file:
             np.savez(file, theta=theta, lam=lam, about=np.array(json.dumps(about)))
 
-    def build_index(self) -> Index:
-        """List the retrainings that are in the folder now."""
-        index: Index = {}
+    def _build_index(self) -> dict[str, list[tuple[Path, int]]]:
+        """List the retrainings that are in the folder now: key → files and rows that hold it."""
+        index: dict[str, list[tuple[Path, int]]] = {}
         for path in sorted(self.folder.glob("*.npz")):
             for row, key in enumerate(_load_file(path)[0]["names"]):
                 index.setdefault(key, []).append((path, row))
@@ -94,11 +98,8 @@ class RetrainingCache:
 
     def _key(self, direction: Direction, p: int) -> str:
         """Hash everything that the retraining of perturbation p depends on."""
-        digest = hashlib.sha256(f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}".encode())
-        digest.update(self._solution_hash)
-        for part in hash_direction(direction, p):
-            digest.update(part)
-        return digest.hexdigest()[:32]
+        about = f"{_FORMAT} {self.tol!r} {direction.perturbation[p].labels}"
+        return hash_all((about.encode(), self._solution_hash, *hash_direction(direction, p))).hex()[:32]
 
     @cached_property
     def _solution_hash(self) -> bytes:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution, hash_targets
 from dif.estimators.influence import Influence
-from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
+from dif.evaluation.fingerprint import hash_all
+from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
@@ -34,10 +35,10 @@ class ScoredChunk:
     """The scores of consecutive perturbations."""
 
     values: Tensor  # (P, T), float64, on the CPU
-    about: dict[str, Any]  # diagnostics of the chunk: numbers, lists and dicts, see `join`
+    about: dict[str, Any]  # diagnostics of the chunk: numbers, lists and dicts, see `_join`
 
 
-Finish = Callable[[Influence, list[dict[str, Any]]], None]
+Finish = Callable[[Influence], None]
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,27 @@ class Scoring:
     show_progress: bool
 
     def run_chunks(
-        self, work: Callable[[Perturbation], ScoredChunk], most: int, jobs: int, finish: Finish
+        self, work: Callable[[Perturbation], ScoredChunk], most: int, jobs: int, finish: Finish | None = None
     ) -> Influence:
         """Score chunks of at most `most` perturbations, each by one call of `work`."""
         self.check()
         size = chunk_size(len(self.perturbations), most, jobs)
-        return self.run(
-            lambda begin: run_in_order(work, split_perturbation(self.perturbations[begin:], size), jobs), size, finish
-        )
+        score = lambda begin: run_in_order(work, split_perturbation(self.perturbations, size, begin), jobs)  # noqa: E731
+        return self.run(score, size, finish)
 
     def check(self) -> None:
         """Refuse malformed perturbations before any work is done."""
-        check_perturbation(self.perturbations)
         for chunk in split_perturbation(self.perturbations):
             Direction(self.at.program, chunk)
 
-    def run(self, score: Callable[[int], Iterator[ScoredChunk]], size: int, finish: Finish) -> Influence:
+    def run(self, score: Callable[[int], Iterator[ScoredChunk]], size: int, finish: Finish | None = None) -> Influence:
         """Collect the scores; rows that a file has already are not computed again.
 
         Args:
             score: Yields the chunks from a given row on.
             size: Perturbations in a chunk, at most.
-            finish: Adds to the diagnostics of the result, given those of all chunks.
+            finish: Adds to the diagnostics of the result, which has those of all chunks by then.
         """
-        check_perturbation(self.perturbations)
         count = len(self.perturbations)
         shape = (count, len(self.targets.names))
         sheet = MemoryScores(shape) if self.out is None else FileScores(self.out, shape, self._fingerprint(), size)
@@ -88,7 +86,10 @@ class Scoring:
                 for chunk in score(sheet.done):
                     sheet.write(chunk.values, **chunk.about)
                     report(sheet.done)
-        finish(influence, sheet.pieces)
+        for key in sheet.pieces[0].keys() - {"end", "checksum"}:
+            influence.diagnostics[key] = _join([piece[key] for piece in sheet.pieces])
+        if finish is not None:
+            finish(influence)
         if isinstance(sheet, FileScores):
             influence.describe(sheet.path, sheet.record)
             sheet.finish()
@@ -104,18 +105,13 @@ class Scoring:
                 "Leave out= away and save the result in one process, or share the work by jobs=.",
             )
         about = f"{self.name} {self.targets.names} {json.dumps(self.diagnostics, sort_keys=True)}"
-        hashed = hashlib.sha256(about.encode())
-        for chunk in split_perturbation(self.perturbations):
-            for part in hash_direction(Direction(self.at.program, chunk)):
-                hashed.update(part)
-        for part in (hash_solution(self.at), *hash_targets(self.targets)):
-            hashed.update(part)
-        return hashed.hexdigest()
+        directions = (Direction(self.at.program, chunk) for chunk in split_perturbation(self.perturbations))
+        changes = chain.from_iterable(map(hash_direction, directions))
+        return hash_all(chain([about.encode()], changes, [hash_solution(self.at)], hash_targets(self.targets))).hex()
 
 
-def join(parts: list[dict[str, Any]], key: str) -> Any:
+def _join(entries: list[Any]) -> Any:
     """Combine one entry of the diagnostics of all chunks: merge dicts, concatenate lists, add numbers."""
-    entries = [part[key] for part in parts]
     if all(isinstance(entry, dict) for entry in entries):
         return {label: value for entry in entries for label, value in entry.items()}
     if all(isinstance(entry, list) for entry in entries):

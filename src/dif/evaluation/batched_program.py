@@ -84,7 +84,8 @@ class BatchedProgram:
         """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
         function_sum = self._nonlinear_functions()
         mu = weights @ self.C
-        total = (mu @ self._ridge_coefficients(mu))[:, None, None] * V
+        ridges = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
+        total = (mu @ torch.tensor(ridges, dtype=torch.float64).to(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
             w = torch.einsum("pj,pjn->pn", weights, W)
             more = function_sum if number == 0 else None  # the functions join the first batch
@@ -98,18 +99,9 @@ class BatchedProgram:
                 more = None
         return total
 
-    def _ridge_coefficients(self, like: Tensor) -> Tensor:
-        """Return the ridge coefficient of each function output, (K,); 0 for other functions."""
-        coefficients = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
-        return torch.tensor(coefficients, dtype=like.dtype, device=like.device)
-
     def _nonlinear_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Return the map (θ, μ) → Σₖ μₖφₖ(θ) over functions neither linear nor a ridge; None if there are none."""
-        terms = [
-            (columns, function.value)
-            for function, columns in output_slices(self.functions)
-            if function.matrix is None and function.function.ridge is None
-        ]
+        terms = [(columns, f.value) for f, columns in output_slices(self.functions) if f.is_nonlinear]
         if not terms:
             return None
 

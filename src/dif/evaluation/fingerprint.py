@@ -12,7 +12,8 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -44,19 +45,18 @@ def encode_tensor(tensor: Tensor) -> bytes:
     return f"{tensor.dtype} {tuple(tensor.shape)}".encode() + plain.numpy().tobytes()
 
 
-def fingerprint_program(program: Program) -> bytes:
-    """Hash everything that defines a problem, except the values of its parameters."""
+def hash_all(parts: Iterable[bytes]) -> bytes:
+    """Hash byte strings, one after the other."""
     digest = hashlib.sha256()
-    for part in (program.tau, program.kinds.equal):
-        digest.update(encode_tensor(part))
-    for part in encode_rows(program.rows):
-        digest.update(part)
-    walk = Look()
-    for part in walk.at_module(program.parameters.module):
-        digest.update(part)
-    for part in walk.at(program.parameters.fixed):
+    for part in parts:
         digest.update(part)
     return digest.digest()
+
+
+def fingerprint_program(program: Program) -> bytes:
+    """Hash everything that defines a problem, except the values of its parameters."""
+    bounds, walk, layout = map(encode_tensor, (program.tau, program.kinds.equal)), Look(), program.parameters
+    return hash_all(chain(bounds, encode_rows(program.rows), walk.at_module(layout.module), walk.at(layout.fixed)))
 
 
 def encode_rows(rows: Rows) -> Iterator[bytes]:

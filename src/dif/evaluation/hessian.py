@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dif.evaluation.cost import cost
 from dif.evaluation.rows import Rows
-from dif.evaluation.sweeps import sample_slopes
+from dif.evaluation.sweeps import sample_slopes, weighted_gradients
 from dif.linalg.operator import Matrix, coordinate_curvature, positive
 from dif.runtime.user_code import UserCodeError
 
@@ -164,10 +164,6 @@ class Curvature:
 
     def scale(self) -> Tensor:
         """Return the positive curvature of each coordinate, (d,): the absolute diagonal, or for large d an estimate."""
-        return self._scale
-
-    @cached_property
-    def _scale(self) -> Tensor:
         return positive(self.own)
 
     @cached_property
@@ -191,7 +187,8 @@ class Curvature:
         for number, table in enumerate(self.rows.tables):
             mu = (weights[self.rows.columns(number)] @ table.U).abs().sqrt()
             signs = _signs(mu, _PROBES).T * mu  # (probes, n)
-            squares += (self.rows.pull_back_table(number, self.theta, signs)[1] ** 2).mean(0)
+            gradients = weighted_gradients(table.samples, self.rows.parameters, self.theta, signs)[1]
+            squares += (gradients**2).mean(0)
         squares = torch.cat([_replace_by_median(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()

@@ -65,8 +65,7 @@ def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
     try:
         rows = rows.to(torch.float64)
         kinks = [_find_in_samples(table.samples, rows.parameters, theta.double()) for table in rows.tables]
-        nonlinear = [f for f in rows.functions if f.matrix is None and f.function.ridge is None]
-        kinks += [_find_in_function(f, theta.double()) for f in nonlinear]
+        kinks += [_find_in_function(f, theta.double()) for f in rows.functions if f.is_nonlinear]
     except (RuntimeError, InvalidInputError):  # a loss that cannot run in double precision
         return ()
     return tuple(kink for kink in kinks if kink is not None)
@@ -76,18 +75,10 @@ def _find_in_samples(samples: SampleLosses, parameters: Parameters, theta: Tenso
     """Search the losses of samples spread over the data."""
     spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
 
-    def operators(i: int) -> tuple[str, ...]:
-        _, batch = next(samples.batches(spread[i : i + 1], device=theta.device))
-        return _piecewise_operators(lambda: samples.losses(parameters.bind(parameters.tensors(theta)), batch, 1))
-
     def losses(at: Tensor, which: int | None) -> Tensor:
         return sample_losses(samples, parameters, at, spread if which is None else spread[which : which + 1])
 
-    result = _search_lines(losses, theta)
-    if result is None:
-        return None
-    i, jumps = result
-    return Kink(f"the loss of {samples.name}[{int(spread[i])}]", jumps, operators(i))
+    return _find(losses, theta, lambda i: f"the loss of {samples.name}[{int(spread[i])}]")
 
 
 def _find_in_function(f: CompiledFunction, theta: Tensor) -> Kink | None:
@@ -97,16 +88,13 @@ def _find_in_function(f: CompiledFunction, theta: Tensor) -> Kink | None:
         value = f.value(at).detach()
         return value if which is None else value[which : which + 1]
 
-    result = _search_lines(values, theta)
-    if result is None:
-        return None
-    return Kink(f"the function {f.function.name}", result[1], _piecewise_operators(lambda: f.value(theta)))
+    return _find(values, theta, lambda _: f"the function {f.function.name}")
 
 
-def _search_lines(values: Callable[[Tensor, int | None], Tensor], theta: Tensor) -> tuple[int, bool] | None:
-    """Return the index of a value with a kink near θ and whether it jumps; None if no kink is found.
+def _find(values: Callable[[Tensor, int | None], Tensor], theta: Tensor, describe: Callable[[int], str]) -> Kink | None:
+    """Return a kink or jump near θ of one of several values; None if there is none.
 
-    `values(θ, i)` evaluates value i at θ, or all values for i = None.
+    `values(θ, i)` evaluates value i at θ, or all values for i = None; `describe(i)` is value i in words.
     """
     generator = torch.Generator().manual_seed(0)
     size = max(0.1, float(theta.square().mean().sqrt()))
@@ -118,7 +106,7 @@ def _search_lines(values: Callable[[Tensor, int | None], Tensor], theta: Tensor)
             loss = lambda t, i=i, v=v: float(values(theta + t * v, i))  # noqa: E731
             kind = _classify_bend(loss, grid[k], grid[k + 2], line[:, i])
             if kind is not None:
-                return i, kind == "jump"
+                return Kink(describe(i), kind == "jump", _piecewise_operators(lambda i=i: values(theta, i)))
     return None
 
 

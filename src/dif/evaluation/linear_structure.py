@@ -18,6 +18,7 @@ from torch.nn.functional import linear
 
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
+from dif.problem.structure import mapped
 
 # Operators on parameters that only rearrange or select entries.
 _VIEWS = (
@@ -77,8 +78,8 @@ class _Traced(Tensor):
                 return result
             name = getattr(func, "__name__", "")
             attribute = getattr(func.__self__, "__name__", "") if name == "__get__" else name
-            unwrap = _unwrap if attribute in _METADATA else _record
-            return func(*unwrap(args), **unwrap(kwargs))
+            unwrap = _value if attribute in _METADATA else _record
+            return func(*mapped(args, unwrap), **mapped(kwargs, unwrap))
 
 
 class _Tape:
@@ -178,23 +179,9 @@ def _value(given: Any) -> Any:
     return given.as_subclass(Tensor) if isinstance(given, _Traced) else given
 
 
-def _unwrap(given: Any) -> Any:
-    """Replace the traced tensors in nested containers by their values."""
-    return _replace(given, _value)
-
-
-def _record(given: Any) -> Any:
-    """Replace the traced tensors in nested containers by their values, and record them on the tape."""
-    return _replace(given, lambda item: item.tape.record(item) if isinstance(item, _Traced) else item)
-
-
-def _replace(given: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply `change` to the items of nested lists, tuples and dicts."""
-    if isinstance(given, tuple | list):
-        return type(given)(_replace(item, change) for item in given)
-    if isinstance(given, dict):
-        return {key: _replace(item, change) for key, item in given.items()}
-    return change(given)
+def _record(given: Tensor) -> Tensor:
+    """Return a traced tensor as a plain one after recording it on the tape, and other tensors unchanged."""
+    return given.tape.record(given) if isinstance(given, _Traced) else given
 
 
 def _run(samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> tuple[Tensor, _Tape]:
@@ -202,7 +189,7 @@ def _run(samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: An
     index = parameters.tensors(torch.arange(len(theta), device=theta.device))
     traced = {name: _Traced.of(t, tape, index[name]) for name, t in parameters.tensors(theta).items()}
     out: Any = samples.loss(parameters.bind(traced), batch)  # type: ignore[arg-type]
-    return _record(out), tape
+    return mapped(out, _record), tape
 
 
 def measure_maps(

@@ -58,8 +58,7 @@ def _check_methods(samples: SampleLosses, parameters: Parameters, theta: Tensor)
     check = _Check(batch_loss(samples, parameters, batch, count), theta, count, samples.fallbacks)
     what = f"loss of Samples {samples.name!r}"
     check.check_gradient(what, parameters)
-    gap = check.sample_gradient_gap(lambda: batch_gradients(samples, parameters, theta, batch))
-    check.replace_if_wrong(NO_MAP, gap)
+    check.replace_if_wrong(NO_MAP, lambda _: check.sample_gap(batch_gradients(samples, parameters, theta, batch)))
     check.check_other_methods(what)
 
 
@@ -184,7 +183,7 @@ class _Check:
 
     def mapped_gap(self, number: int) -> float:
         """Compare gradients by vmap, over several weights and over several θ, with plain ones."""
-        pulled = pull_back(self.losses, self.theta, self.weights, None, self.fallbacks)[1].detach()
+        pulled = pull_back(self.losses, self.theta, self.weights, None, self.fallbacks)[1]
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
         expected = torch.stack([self.plain[0], self.gradient_near(number, 1)])
         W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
@@ -193,30 +192,25 @@ class _Check:
 
     def slope_gap(self, number: int) -> float:
         """Compare slopes by forward mode, for one column and for two, with differences of the losses."""
-        v, other = self._two_directions(number)
         differences, uncertainty = self.differences(number)
-        slopes = [
-            push_forward(self.losses, self.theta, V, None, self.fallbacks)[1][:, 0]
-            for V in (v[:, None], torch.stack([v, other], 1))
-        ]
-        return max(_relative_gap(slope, differences, uncertainty) for slope in slopes)
+        slopes = [push_forward(self.losses, self.theta, V, None, self.fallbacks)[1] for V in self._columns(number)]
+        return max(_relative_gap(slope[:, 0], differences, uncertainty) for slope in slopes)
 
-    def _two_directions(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a direction and the next one, (d,) each."""
-        return self.directions[number], self.directions[(number + 1) % _TRIES]
+    def _columns(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a direction as one column, (d, 1), and the same with the next one beside it, (d, 2)."""
+        both = self.directions[[number, (number + 1) % _TRIES]].T
+        return both[:, :1], both
 
-    def sample_gradient_gap(self, gradients: Callable[[], Tensor]) -> Callable[[int], float]:
-        """Return a function that compares per-sample gradients, (n, d), with a plain gradient."""
-        return lambda number: _relative_gap(self.weights[0] @ gradients(), self.plain[0])
+    def sample_gap(self, gradients: Tensor) -> float:
+        """Compare per-sample gradients, (n, d), with a plain gradient."""
+        return _relative_gap(self.weights[0] @ gradients, self.plain[0])
 
     def curvature_gap(self, number: int) -> float:
         """Compare Hessian-vector products, for one column and for two, with differences of the plain gradient."""
-        v, other = self._two_directions(number)
+        columns = self._columns(number)
+        v, other = columns[1].T
         scalar = lambda t: self.losses(t) @ self.weights[0]  # noqa: E731
-        single, double = (
-            hessian_products(scalar, self.theta, V, None, self.fallbacks)
-            for V in (v[:, None], torch.stack([v, other], 1))
-        )
+        single, double = (hessian_products(scalar, self.theta, V, None, self.fallbacks) for V in columns)
         crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # equal for a symmetric matrix
         size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
         asymmetry = max(float((crossed[0] - crossed[1]).abs()) - self.negligible, 0.0) / size if size > 0 else 0.0

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.evaluation.loss_checks import check_derivatives, check_function
-from dif.evaluation.rows import check_type, evaluate_function, evaluate_function_at
+from dif.evaluation.rows import check_type, evaluate_function
 from dif.evaluation.sweeps import sample_losses
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
@@ -35,9 +35,8 @@ def probe(
         for samples in every_samples:
             check_tensors(samples, parameters)
             with convert_errors(f"loss of Samples {samples.name!r}"):
-                _check_type(samples, parameters, theta)
-                _check_deterministic(samples, parameters, theta)
-                _check_independent(samples, parameters, theta)
+                for at in (theta, _nearby(theta)):
+                    _check_losses(samples, parameters, at)
                 _check_finite(samples, parameters, theta)
                 if theta.numel() not in samples.compared:
                     check_derivatives(samples, parameters, theta)
@@ -65,7 +64,7 @@ def _signs(theta: Tensor) -> Tensor:
 
 def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
     """Refuse a function that is not finite, random, or whose derivatives are wrong."""
-    value = evaluate_function_at(f, parameters, theta)
+    value = evaluate_function(f, parameters, theta)
     if not bool(torch.isfinite(value).all()):
         raise InvalidInputError(
             f"The function {f.name!r} returned {value.reshape(-1)[:4].tolist()}.",
@@ -74,8 +73,8 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
             "Start where the function is finite.",
         )
     for at in (theta, _nearby(theta)):
-        _check_same(f"function {f.name!r}", *(evaluate_function_at(f, parameters, at) for _ in range(2)))
-    check_function(f.name, lambda t: evaluate_function_at(f, parameters, t).reshape(-1), parameters, theta)
+        _check_same(f"function {f.name!r}", *(evaluate_function(f, parameters, at) for _ in range(2)))
+    check_function(f.name, lambda t: evaluate_function(f, parameters, t).reshape(-1), parameters, theta)
 
 
 def _check_same(what: str, first: Tensor, second: Tensor) -> None:
@@ -99,7 +98,7 @@ def check_used(
         _mark_used(used, parameters, theta, lambda params, s=samples, b=batch: s.loss(params, b))
     for f in functions:
         if f.ridge is None:
-            _mark_used(used, parameters, theta, lambda params, f=f: evaluate_function(f, params, theta.dtype))
+            _mark_used(used, parameters, theta, f.fn)
     unused = [name for name, is_used in used.items() if not is_used]
     if unused:
         raise InvalidInputError(
@@ -137,47 +136,29 @@ def check_tensors(samples: SampleLosses, parameters: Parameters) -> None:
             )
 
 
-def _check_type(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
-    """Refuse losses of another type than the parameters."""
-    losses = sample_losses(samples, parameters, theta, _spread(samples))
-    check_type(losses, parameters.dtype, f"The loss of Samples {samples.name!r}")
-
-
-def _spread(samples: SampleLosses) -> Tensor:
-    """Return the indices of a few samples spread evenly over the data."""
-    return torch.linspace(0, len(samples) - 1, min(_PROBE_SAMPLES, len(samples))).round().long()
-
-
-def _check_deterministic(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
-    """Refuse a loss that differs between two calls."""
-    spread = _spread(samples)
-    for at in (theta, _nearby(theta)):
-        twice = (sample_losses(samples, parameters, at, spread) for _ in range(2))
-        _check_same(f"loss of Samples {samples.name!r}", *twice)
-
-
-def _check_independent(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
-    """Refuse a loss of one sample that depends on the other samples of its batch."""
-    spread = _spread(samples)
-    for at in (theta, _nearby(theta)):
-        together = sample_losses(samples, parameters, at, spread)
-        apart = together.clone()
-        for subset in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(1, 2)):
-            if len(spread[subset]):
-                apart[subset] = sample_losses(samples, parameters, at, spread[subset])
-        eps = torch.finfo(together.dtype).eps
-        shifted = sample_losses(samples, parameters, _shift(at, 16 * eps), spread)  # effect of rounding
-        gap = ((together - apart).abs() - 4 * (shifted - together).abs()) / (1.0 + apart.abs())
-        allowed = eps**0.5
-        if bool((gap > allowed).any()):
-            raise InvalidInputError(
-                f"The loss of a sample of {samples.name!r} changes by {float(gap.max()):.3g} of its size "
-                "when its batch has other samples.",
-                f"The relative change must be at most {allowed:.1g}.",
-                "The loss of a sample depends on the other samples of its batch (batch statistics, contrastive "
-                "losses, a mean inside), so removing one is not a change of weights.",
-                "Use a loss that treats each sample by itself.",
-            )
+def _check_losses(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
+    """Refuse losses of another type than the parameters, random ones, and those that depend on other samples."""
+    spread = torch.linspace(0, len(samples) - 1, min(_PROBE_SAMPLES, len(samples))).round().long()
+    together, again = (sample_losses(samples, parameters, theta, spread) for _ in range(2))
+    check_type(together, parameters.dtype, f"The loss of Samples {samples.name!r}")
+    _check_same(f"loss of Samples {samples.name!r}", together, again)
+    apart = together.clone()
+    for subset in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(1, 2)):
+        if len(spread[subset]):
+            apart[subset] = sample_losses(samples, parameters, theta, spread[subset])
+    eps = torch.finfo(together.dtype).eps
+    shifted = sample_losses(samples, parameters, _shift(theta, 16 * eps), spread)  # effect of rounding
+    gap = ((together - apart).abs() - 4 * (shifted - together).abs()) / (1.0 + apart.abs())
+    allowed = eps**0.5
+    if bool((gap > allowed).any()):
+        raise InvalidInputError(
+            f"The loss of a sample of {samples.name!r} changes by {float(gap.max()):.3g} of its size "
+            "when its batch has other samples.",
+            f"The relative change must be at most {allowed:.1g}.",
+            "The loss of a sample depends on the other samples of its batch (batch statistics, contrastive "
+            "losses, a mean inside), so removing one is not a change of weights.",
+            "Use a loss that treats each sample by itself.",
+        )
 
 
 def _check_finite(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:

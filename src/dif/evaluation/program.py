@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.evaluation.probe import check_used, probe
-from dif.evaluation.rows import Rows
+from dif.evaluation.rows import Rows, name_rows
 from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
@@ -60,17 +60,14 @@ class Program:
                 "Add up the rows inside the function, or make them constraints.",
             )
         tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
-        kinds = Kinds.of((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
-        names = []
-        for name, shape in zip(problem.names, shapes, strict=True):
-            names += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
+        kinds = ((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
         return cls(
             problem,
             parameters,
             rows,
             torch.cat([torch.zeros(0, dtype=torch.float64), *tau]).to(theta),
-            kinds.to(theta.device),
-            tuple(names),
+            Kinds.of(kinds, theta.device),
+            name_rows(problem.names, shapes),
             tuple(shapes),
         )
 
@@ -81,21 +78,13 @@ class Program:
 
     def rows_of(self, constraint: Constraint) -> slice:
         """Return the positions of a constraint's rows among the m constraint rows."""
-        start = 0
-        for c, shape in zip(self.problem.constraints, self.shapes, strict=True):
-            if c is constraint:
-                return slice(start, start + shape.numel())
-            start += shape.numel()
-        raise InvalidInputError(
-            f"{constraint!r} is not a constraint of this problem.",
-            "It must be one of the constraint objects that were passed to Problem.",
-            "Constraints are told apart by identity, and .named(...) makes a new one.",
-            "Keep the object that you passed to Problem, or use problem.constraints[j].",
-        )
+        number = self.problem.position(constraint)
+        start = sum(shape.numel() for shape in self.shapes[:number])
+        return slice(start, start + self.shapes[number].numel())
 
     def weights(self, lam: Tensor) -> Tensor:
-        """Return (1, λ), the weights of the rows in the Lagrangian."""
-        return torch.cat([lam.new_ones(1), lam])
+        """Return (1, λ), the weights of the rows in the Lagrangian, (..., 1 + m)."""
+        return torch.cat([lam.new_ones((*lam.shape[:-1], 1)), lam], -1)
 
     def flatten_multipliers(self, multipliers: Any) -> Tensor:
         """Convert multipliers to shape (m,): from a vector, a list per constraint, or a dict by constraint or name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,16 +12,15 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.evaluation.sweeps import (
     batch_gauss_newton_products,
-    batch_hessian_products,
+    columns_per_chunk,
     evaluate_with_pullback,
     hessian_products,
     pull_back,
-    pull_back_batch,
     sample_losses,
-    samples_per_batch,
     stacked_losses,
     structured_hessian,
     sweep_batches,
+    weighted_gradients,
 )
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
@@ -52,25 +51,30 @@ class CompiledFunction:
     size: int  # rows
     matrix: Tensor | None  # (rows, d)
 
+    @property
+    def is_nonlinear(self) -> bool:
+        """Whether it is neither linear nor a ridge."""
+        return self.matrix is None and self.function.ridge is None
+
     @classmethod
-    def of(cls, f: Function, parameters: Parameters, theta: Tensor) -> CompiledFunction:
-        """Compile a function for a parameter layout."""
+    def of(cls, f: Function, parameters: Parameters, theta: Tensor, size: int) -> CompiledFunction:
+        """Compile a function with this many rows for a parameter layout."""
         if f.matrix is None:
-            return cls(f, parameters, evaluate_function_at(f, parameters, theta).numel(), None)
+            return cls(f, parameters, size, None)
         matrix = torch.atleast_2d(f.matrix).to(theta)
         if f.of is not None:
-            padded = theta.new_zeros((len(matrix), parameters.d))
+            padded = theta.new_zeros((len(matrix), theta.numel()))
             number = parameters.names.index(f.of)
             start = sum(parameters.sizes[:number])
             padded[:, start : start + parameters.sizes[number]] = matrix
             matrix = padded
-        return cls(f, parameters, len(matrix), matrix)
+        return cls(f, parameters, size, matrix)
 
     def value(self, theta: Tensor) -> Tensor:
         """Return φ(θ), (rows,)."""
         if self.matrix is not None:
             return self.matrix @ theta
-        return evaluate_function_at(self.function, self.parameters, theta).reshape(-1)
+        return evaluate_function(self.function, self.parameters, theta).reshape(-1)
 
     def evaluate_with_pullback(self, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return φ(θ), (rows,), and the map w → Jᵀw."""
@@ -100,8 +104,7 @@ class CompiledFunction:
         """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
         if self.matrix is not None:
             return self.matrix @ theta, self.matrix
-        value, gradient = pull_back(self.value, theta, torch.eye(self.size).to(theta))
-        return value.detach(), gradient.detach()
+        return pull_back(self.value, theta, torch.eye(self.size).to(theta))
 
 
 def output_slices(functions: Sequence[CompiledFunction], start: int = 0) -> Iterator[tuple[CompiledFunction, slice]]:
@@ -135,27 +138,23 @@ class Rows:
             for s in own_sums:
                 position[id(s)] = len(position)
             tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
-        start, outputs = len(position), {}
-        for f in functions:
-            outputs[id(f)] = (start, evaluate_function_at(f, parameters, theta).detach())
-            start += outputs[id(f)][1].numel()
+        outputs = {id(f): evaluate_function(f, parameters, theta).detach() for f in functions}
+        compiled = tuple(CompiledFunction.of(f, parameters, theta, outputs[id(f)].numel()) for f in functions)
+        columns = {id(f.function): place for f, place in output_slices(compiled, len(position))}
+        total = len(position) + sum(f.size for f in compiled)
 
         blocks, shapes = [], []
         for term in terms:
-            shape = _common_shape(term, [outputs[id(f)][1] for _, f in term.functions])
-            block = theta.new_zeros((shape.numel(), start))
+            shape = _common_shape(term, [outputs[id(f)] for _, f in term.functions])
+            block = theta.new_zeros((shape.numel(), total))
             for c, s in term.sums:
                 block[:, position[id(s)]] += c
             for c, f in term.functions:
-                first, value = outputs[id(f)]
-                if value.numel() == 1:
-                    block[:, first] += c
-                else:
-                    block[:, first : first + value.numel()] += c * torch.eye(value.numel()).to(theta)
+                rows = outputs[id(f)].numel()
+                block[:, columns[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
             blocks.append(block)
             shapes.append(shape)
-        C = torch.cat(blocks) if blocks else theta.new_zeros((0, start))
-        compiled = tuple(CompiledFunction.of(f, parameters, theta) for f in functions)
+        C = torch.cat(blocks) if blocks else theta.new_zeros((0, total))
         return cls(parameters, tuple(tables), compiled, C), shapes
 
     def to(self, dtype: torch.dtype) -> Rows:
@@ -201,16 +200,12 @@ class Rows:
         )
         return Rows(self.parameters, tables, self.functions, self.C)
 
-    def parts(self, theta: Tensor) -> Tensor:
-        """Return p(θ), (K,)."""
-        with torch.no_grad():
-            values = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
-            values += [f.value(theta) for f in self.functions]
-        return torch.cat(values)
-
     def values(self, theta: Tensor) -> Tensor:
         """Return f(θ), (R,)."""
-        return self.C @ self.parts(theta)
+        with torch.no_grad():
+            parts = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
+            parts += [f.value(theta) for f in self.functions]
+        return self.C @ torch.cat(parts)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return f at several θ (P, d), (P, R)."""
@@ -220,27 +215,10 @@ class Rows:
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
-        values, gradients = [theta.new_zeros(0)], [theta.new_zeros((0, theta.numel()))]
-        for number, table in enumerate(self.tables):
-            value, gradient = self.pull_back_table(number, theta, table.U)
-            values.append(value)
-            gradients.append(gradient)
-        for f in self.functions:
-            value, gradient = f.gradient(theta)
-            values.append(value)
-            gradients.append(gradient)
-        return torch.cat(values), torch.cat(gradients)
-
-    @retry_with_smaller_batches
-    def pull_back_table(self, table: int, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over a table, for each row w of weights (k, n)."""
-        samples = self.tables[table].samples
-        value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
-        for place, _, loss in sweep_batches(samples, self.parameters, theta):
-            losses, part = pull_back_batch(samples, self.parameters, theta, loss, weights[:, place])
-            value = value + weights[:, place] @ losses
-            gradient = gradient + part
-        return added(value), added(gradient)
+        parts = [(theta.new_zeros(0), theta.new_zeros((0, theta.numel())))]
+        parts += [weighted_gradients(t.samples, self.parameters, theta, t.U) for t in self.tables]
+        parts += [f.gradient(theta) for f in self.functions]
+        return torch.cat([value for value, _ in parts]), torch.cat([gradient for _, gradient in parts])
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ), (R,), and its Jacobian, (R, d)."""
@@ -353,8 +331,8 @@ class Rows:
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
                 continue
-            at_most = samples_per_batch(table.samples, self.parameters, theta, V.shape[1])
-            for place, batch, loss in sweep_batches(table.samples, self.parameters, theta, indices, at_most):
+            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
+            for place, batch, loss in sweep:
                 if gauss_newton:
                     total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
                     continue
@@ -362,32 +340,27 @@ class Rows:
                 def scalar(t: Tensor, f=loss, w=w[place], more=pending) -> Tensor:
                     return f(t) @ w if more is None else f(t) @ w + more(t)
 
-                count = place.stop - place.start
-                total += batch_hessian_products(table.samples, self.parameters, theta, scalar, count, V)
+                chunk_size = columns_per_chunk(table.samples, self.parameters, theta, place.stop - place.start)
+                total += hessian_products(scalar, theta, V, chunk_size, table.samples.fallbacks)
                 pending, remaining = None, None if is_single_process() else remaining
         total = added(total) + ridge * V
         return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
 
 
-def evaluate_function_at(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
+def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
     """Return φ(θ) after checking its shape and type."""
-    return evaluate_function(f, parameters.bind(parameters.tensors(theta)), theta.dtype)
-
-
-def evaluate_function(f: Function, params: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
-    """Return the value of the function at the params after checking its shape and type."""
     with convert_errors(f"function {f.name!r}"):
-        out = f.fn(params)
+        out = f.fn(parameters.bind(parameters.tensors(theta)))
     if not isinstance(out, Tensor) or out.dim() > 1:
-        is_tensor = isinstance(out, Tensor)
-        kind = f"a tensor of shape {tuple(out.shape)}" if is_tensor else f"a value of type {type(out).__name__}"
+        shape = tuple(out.shape) if isinstance(out, Tensor) else None
+        kind = f"a value of type {type(out).__name__}" if shape is None else f"a tensor of shape {shape}"
         raise InvalidInputError(
             f"The function {f.name!r} returned {kind}.",
             "It must return a tensor of shape () or (rows,).",
             "A function of the params gives one number, or one per row.",
             "Return a scalar tensor or a vector.",
         )
-    check_type(out, dtype, f"The function {f.name!r}")
+    check_type(out, theta.dtype, f"The function {f.name!r}")
     return out
 
 
@@ -400,6 +373,14 @@ def check_type(out: Tensor, dtype: torch.dtype, source: str) -> None:
             "Counts and booleans have no derivative, and other types lose digits silently.",
             "Return a differentiable value, computed in the type of the parameters without casts.",
         )
+
+
+def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, ...]:
+    """Return a name for each row of terms with these names and shapes, () or (rows,)."""
+    rows: list[str] = []
+    for name, shape in zip(names, shapes, strict=True):
+        rows += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
+    return tuple(rows)
 
 
 def _common_shape(term: Term, outputs: list[Tensor]) -> torch.Size:

@@ -40,29 +40,26 @@ NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 
 def sweep_batches(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None,
-    at_most: int | None = None, *, shared: bool = True,
+    at_most: int | None = None, *, columns: int = 0, shared: bool = True,
 ) -> Iterator[tuple[slice, Any, Callable[[Tensor], Tensor]]]:  # fmt: skip
     """Sweep over all samples, or those listed: yield positions, batch, and the map θ → losses of that batch.
 
-    Batches are as large as memory allows, up to `at_most` samples. Where samples are distributed over processes,
-    only this process's part is swept, unless `shared` is False.
+    Batches are as large as memory allows, up to `at_most` samples, and leave room for the `columns` that go through
+    them. Where samples are distributed over processes, only this process's part is swept, unless `shared` is False.
     """
     each = cost(samples, parameters, theta)
     room = numbers_at_once(theta, max(_PASS, _PER_PARAMETER * len(theta)))
-    fits = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
-    step = fits if at_most is None else min(fits, at_most)
+    step = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
+    if columns:
+        step = min(step, max(_FEWEST, numbers_at_once(theta) // (each.elements * min(columns, _SHARED))))
+    if at_most is not None:
+        step = min(step, at_most)
     within = span(len(samples) if indices is None else len(indices)) if shared else None
     for place, batch in samples.batches(indices, step, theta.device, within):
         yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
 
 
-def samples_per_batch(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int) -> int:
-    """Return the number of samples per batch when this many columns go through it, to leave room for the columns."""
-    numbers = cost(samples, parameters, theta).elements * min(columns, _SHARED)
-    return max(_FEWEST, numbers_at_once(theta) // max(1, numbers))
-
-
-def _columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:
+def columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:
     """Return how many columns may go through a batch of `count` samples at once."""
     return max(1, numbers_at_once(theta) // (count * cost(samples, parameters, theta).elements + 4 * len(theta)))
 
@@ -120,19 +117,15 @@ def sample_slopes(
     fits = max(1, numbers_at_once(theta, _GRADIENTS) // d) if by_gradients else None
     for place, batch, loss in sweep_batches(samples, parameters, theta, indices, fits):
         count = place.stop - place.start
-        if columns == 0:
+        if columns == 0 or by_gradients:
             with torch.no_grad():
-                losses.append(loss(theta))
-            slopes.append(V.new_zeros((count, 0)))
-        elif by_gradients:
-            with torch.no_grad():
-                losses.append(loss(theta))
-            slopes.append(batch_gradients(samples, parameters, theta, batch) @ V)
+                value = loss(theta)
+            slope = batch_gradients(samples, parameters, theta, batch) @ V if columns else V.new_zeros((count, 0))
         else:
-            chunk_size = _columns_per_chunk(samples, parameters, theta, count)
+            chunk_size = columns_per_chunk(samples, parameters, theta, count)
             value, slope = push_forward(loss, theta, V, chunk_size, samples.fallbacks)
-            losses.append(value)
-            slopes.append(slope)
+        losses.append(value)
+        slopes.append(slope)
     total = len(samples) if indices is None else len(indices)
     return gathered(torch.cat(losses), total), gathered(torch.cat(slopes), total)
 
@@ -153,17 +146,23 @@ def pull_back(
     """Return fn(θ), and Jᵀw for each row w of weights (k, n), as (k, d); `chunk_size` rows at once (None: all)."""
     value, pull = evaluate_with_pullback(fn, theta)
     if len(weights) == 0:
-        return value, theta.new_zeros((0, theta.numel()))
-    return value, map_columns(pull, weights.T, chunk_size, fallbacks).T
+        return value.detach(), theta.new_zeros((0, theta.numel()))
+    return value.detach(), map_columns(pull, weights.T, chunk_size, fallbacks).T
 
 
-def pull_back_batch(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, loss: Callable[[Tensor], Tensor], weights: Tensor
+@retry_with_smaller_batches
+def weighted_gradients(
+    samples: SampleLosses, parameters: Parameters, theta: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the losses of a batch, and Σᵢ wᵢ∇ℓᵢ for each row w of weights (k, count)."""
-    chunk_size = _columns_per_chunk(samples, parameters, theta, weights.shape[1])
-    value, pulled = pull_back(loss, theta, weights, chunk_size, samples.fallbacks)
-    return value.detach(), pulled.detach()
+    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over all samples, for each row w of weights (k, n)."""
+    value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
+    for place, _, loss in sweep_batches(samples, parameters, theta):
+        w = weights[:, place]
+        chunk_size = columns_per_chunk(samples, parameters, theta, w.shape[1])
+        losses, part = pull_back(loss, theta, w, chunk_size, samples.fallbacks)
+        value = value + w @ losses
+        gradient = gradient + part
+    return added(value), added(gradient)
 
 
 def push_forward(
@@ -186,7 +185,7 @@ def push_forward(
                 raise
             fallbacks.add(NO_FORWARD)
     value, gradients = pull_back(fn, theta, torch.eye(len(fn(theta))).to(theta), chunk_size, fallbacks)
-    return value.detach(), gradients.detach() @ V
+    return value, gradients @ V
 
 
 class _ConstantFactors(TorchFunctionMode):
@@ -207,18 +206,6 @@ class _ConstantFactors(TorchFunctionMode):
         primal = func(first.primal, second.primal, *(b.primal for b in bias))
         factors = (first.primal, second.tangent) if first.tangent is None else (first.tangent, second.primal)
         return make_dual(primal, func(*factors, *(b.tangent for b in bias)))
-
-
-def batch_hessian_products(
-    samples: SampleLosses,
-    parameters: Parameters,
-    theta: Tensor,
-    scalar: Callable[[Tensor], Tensor],
-    count: int,
-    V: Tensor,
-) -> Tensor:
-    """Return ∇²·v for every column v of V (d, c), of a scalar function that evaluates `count` samples."""
-    return hessian_products(scalar, theta, V, _columns_per_chunk(samples, parameters, theta, count), samples.fallbacks)
 
 
 def hessian_products(
@@ -299,7 +286,7 @@ def batch_gauss_newton_products(
         Jv = jvp(model, (theta,), (v,))[1]
         return pull(jvp(slope, (values,), (Jv,))[1])
 
-    chunk_size = _columns_per_chunk(samples, parameters, theta, len(w))
+    chunk_size = columns_per_chunk(samples, parameters, theta, len(w))
     return map_columns(product, V, chunk_size, samples.fallbacks)
 
 
@@ -401,4 +388,5 @@ def batch_gradients(samples: SampleLosses, parameters: Parameters, theta: Tensor
             samples.fallbacks.add(NO_MAP)
     count = len(leaves(batch)[0])
     loss = batch_loss(samples, parameters, batch, count)
-    return pull_back_batch(samples, parameters, theta, loss, torch.eye(count).to(theta))[1]
+    chunk_size = columns_per_chunk(samples, parameters, theta, count)
+    return pull_back(loss, theta, torch.eye(count).to(theta), chunk_size, samples.fallbacks)[1]

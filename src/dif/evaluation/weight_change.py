@@ -14,8 +14,8 @@ from dif.evaluation.batched_program import BatchedProgram
 from dif.evaluation.probe import check_tensors
 from dif.evaluation.program import Program
 from dif.evaluation.rows import Rows, Table
-from dif.evaluation.sweeps import sample_losses, sample_slopes
-from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
+from dif.evaluation.sweeps import sample_losses, sample_slopes, weighted_gradients
+from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, unused_error
 from dif.problem.sample_losses import SampleLosses
 
 
@@ -62,11 +62,6 @@ class Direction:
             )
         return direction
 
-    @property
-    def changed_count(self) -> int:
-        """Upper bound on the number of samples whose weights change."""
-        return sum(len(block.index) for block in self.blocks)
-
     # Resolution of perturbations
 
     def _resolve_shift(self, scale: float, piece: Shift) -> None:
@@ -87,12 +82,7 @@ class Direction:
         rows, population = self.program.rows, piece.samples.population
         views = [t for t, table in enumerate(rows.tables) if table.samples.population is population]
         if not views:
-            raise InvalidInputError(
-                f"Samples {piece.samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
-                "At least one term must use them.",
-                "Samples are told apart by identity.",
-                "Perturb the Samples object from which the objective or the constraints were built.",
-            )
+            raise unused_error(piece.samples)
         C = rows.C * self.changed_rows(piece.terms)[:, None]
         views = [t for t in views if bool((C[:, rows.columns(t)] != 0).any())]
         if not views:
@@ -104,11 +94,14 @@ class Direction:
             )
         if isinstance(piece, Addition):
             check_tensors(piece.new, self.program.parameters)
-        resolvers = {Removal: _resolve_removal, Addition: _resolve_addition, Reweighting: _resolve_reweighting}
         for t in views:
             table, columns = rows.tables[t], rows.columns(t)
             used = (C[:, columns] != 0).any(0)  # (k,) the sums that the changed rows use
-            alpha, s, samples, index, owner = resolvers[type(piece)](piece, table, used)  # type: ignore[operator]
+            if isinstance(piece, Reweighting):
+                alpha, s, index, owner = _resolve_reweighting(piece, table)
+            else:
+                alpha, s, index, owner = _resolve_entries(piece, table, used)
+            samples = piece.new.under(table.samples) if isinstance(piece, Addition) else table.samples
             owner = owner if len(piece) == self.P else None
             self.blocks.append(Block(C[:, columns], columns, scale * alpha, samples, owner, index, scale * s))
 
@@ -158,7 +151,9 @@ class Direction:
             distinct, place = _distinct(block.index, len(block.samples))
             losses, slopes = sample_slopes(block.samples, self.program.parameters, theta, V, distinct)
             losses, slopes = losses[place], slopes[place]
-            _check_finite(losses, slopes, block.samples)
+            bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
+            if bool(bad.any()):
+                raise _not_finite(block.samples.name, f"{int(bad.sum())} of {len(bad)}")
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
             _accumulate(df, block.owner, losses[:, None] * row_weights)
             _accumulate(bV, block.owner, (row_weights @ weights)[:, None] * slopes)
@@ -184,8 +179,7 @@ class Direction:
             w = entries * (row_weights @ weights)
             if isinstance(place, Tensor):
                 w = w.new_zeros((len(mix), len(samples))).index_add(1, place, w)
-            rows = Rows(self.program.parameters, (Table(samples, (), w),), (), self.program.rows.C[:, :0])
-            b += rows.pull_back_table(0, theta, w)[1]
+            b += weighted_gradients(samples, self.program.parameters, theta, w)[1]
         return b, df
 
     def first_order_effects_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
@@ -280,15 +274,17 @@ def find_indispensable(program: Program, samples: SampleLosses) -> dict[int, str
     return terms
 
 
-def _resolve_removal(piece: Removal, table: Table, used: Tensor):
-    """Return alpha, s, samples, index and owner of the Block of a removal."""
-    U, entries = table.U, piece.entries
+def _resolve_entries(piece: Removal | Addition, table: Table, used: Tensor):
+    """Return alpha, s, index and owner of the Block of a removal or addition."""
+    U, entries, sign = table.U, piece.entries, 1 if isinstance(piece, Addition) else -1
     owner, index = entries.owner.to(U.device), entries.index.to(U.device)
-    members = U != 0  # (k, n)
-    sizes = members.sum(1)  # (k,)
-    removed = _count_by_owner(members.T[index], owner, len(entries))
-    empty = (removed == sizes) & used
-    if bool(empty.any()):
+    weights = _weigh_added(piece, table, used) if isinstance(piece, Addition) else U.T[index]  # (E, k)
+    sizes = (U != 0).sum(1)  # (k,)
+    changed = torch.zeros((len(entries), len(U)), dtype=torch.long, device=U.device)
+    changed.index_add_(0, owner, (weights != 0).long())  # entries of each perturbation in each sum
+    left = sizes + sign * changed
+    empty = (left == 0) & used
+    if sign < 0 and bool(empty.any()):
         p, k = (int(i) for i in torch.nonzero(empty)[0])
         raise InvalidInputError(
             f"Perturbation {p} ({piece.labels()[p]}) leaves no samples in {table.sums[k].words!r}.",
@@ -297,47 +293,28 @@ def _resolve_removal(piece: Removal, table: Table, used: Tensor):
             "Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
         )
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    alpha = torch.where(renormalised, removed.to(U) / (sizes - removed).clamp(min=1), 0.0)
-    s = -(1.0 + alpha[owner]) * U.T[index]
-    return alpha, s, table.samples, index, owner
+    alpha = torch.where(renormalised, -sign * changed.to(U) / left.clamp(min=1), 0.0)
+    return alpha, sign * (1.0 + alpha[owner]) * weights, index, owner
 
 
-def _resolve_addition(piece: Addition, table: Table, used: Tensor):
-    """Return alpha, s, samples, index and owner of the Block of an addition."""
-    U, entries = table.U, piece.entries
-    owner, index = entries.owner.to(U.device), entries.index.to(U.device)
-    if piece.like is None:
-        unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
-        if unclear:
-            raise InvalidInputError(
-                f"The membership of the samples added to {piece.samples.name!r} is unknown in {', '.join(unclear)}.",
-                "It must be known in every term.",
-                "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
-                "Pass like=i, a sample with the same memberships, or terms=[…].",
-            )
-        weights = torch.stack([torch.where(row != 0, row, 0.0).max() for row in U]).expand(len(index), len(U))
-        weights = weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
-    else:
-        weights = U.T[piece.like.to(U.device)[index]]  # (E, k)
-    sizes = (U != 0).sum(1)
-    new_members = _count_by_owner(weights != 0, owner, len(entries))
-    renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    alpha = torch.where(renormalised, -new_members.to(U) / (sizes + new_members), 0.0)
-    return alpha, (1.0 + alpha[owner]) * weights, piece.new.under(table.samples), index, owner
+def _weigh_added(piece: Addition, table: Table, used: Tensor) -> Tensor:
+    """Return the weights of added samples in the sums of a table, (E, k), before renormalisation."""
+    U, index = table.U, piece.entries.index.to(table.U.device)
+    if piece.like is not None:
+        return U.T[piece.like.to(U.device)[index]]
+    unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
+    if unclear:
+        raise piece.unknown_in(unclear)
+    weights = torch.stack([torch.where(row != 0, row, 0.0).max() for row in U]).expand(len(index), len(U))
+    return weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
 
 
-def _resolve_reweighting(piece: Reweighting, table: Table, used: Tensor):
-    """Return alpha, s, samples, index and owner of the Block of a reweighting."""
+def _resolve_reweighting(piece: Reweighting, table: Table):
+    """Return alpha, s, index and owner of the Block of a reweighting."""
     U = table.U
     index = torch.nonzero(piece.dw).reshape(-1).to(U.device)
     s = (U.T[index] != 0) * piece.dw.to(U)[index][:, None]
-    return U.new_zeros((1, len(U))), s, table.samples, index, torch.zeros_like(index)
-
-
-def _count_by_owner(members: Tensor, owner: Tensor, count: int) -> Tensor:
-    """Count the entries of each owner that belong to each sum, (count, k), from their memberships (E, k)."""
-    counts = torch.zeros((count, members.shape[1]), dtype=torch.long, device=members.device)
-    return counts.index_add_(0, owner, members.long())
+    return U.new_zeros((1, len(U))), s, index, torch.zeros_like(index)
 
 
 def _distinct(index: Tensor, n: int) -> tuple[Tensor | None, Tensor | slice]:
@@ -355,13 +332,6 @@ def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
         total += entries
     else:
         total.index_add_(0, owner, entries)
-
-
-def _check_finite(losses: Tensor, slopes: Tensor, samples: SampleLosses) -> None:
-    """Refuse losses and slopes that are not finite."""
-    bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
-    if bool(bad.any()):
-        raise _not_finite(samples.name, f"{int(bad.sum())} of {len(bad)}")
 
 
 def _not_finite(name: str, count: str) -> InvalidInputError:
@@ -385,7 +355,10 @@ def check_perturbation(perturbation: object) -> None:
         )
 
 
-def split_perturbation(perturbation: Perturbation, size: int = 2**14) -> Sequence[Perturbation]:
-    """Split the perturbations into chunks of at most `size`."""
+def split_perturbation(perturbation: Perturbation, size: int = 2**14, begin: int = 0) -> Sequence[Perturbation]:
+    """Split the perturbations from number `begin` on into chunks of at most `size`."""
     check_perturbation(perturbation)
-    return [perturbation[start : min(start + size, len(perturbation))] for start in range(0, len(perturbation), size)]
+    P = len(perturbation)
+    if begin == 0 and size >= P:
+        return [perturbation]
+    return [perturbation[start : min(start + size, P)] for start in range(begin, P, size)]

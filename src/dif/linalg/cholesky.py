@@ -103,7 +103,7 @@ def prepare(
     positive definite. On {Gω = −r} the added term is constant, so the answer does not depend on R. With solver=None,
     H_ρ is factorised where it can be assembled; otherwise conjugate gradients are used.
     """
-    make_solver = solver or (_factorise if H.assembled else ConjugateGradients)
+    make_solver = solver or ((lambda H: DenseCholesky(H.dense())) if H.assembled else ConjugateGradients)
     if rho is not None or len(G) == 0:
         R = torch.full_like(G[:, 0], rho or 0.0)
         return make_solver(H.with_rows(G, R, damping)), R
@@ -112,20 +112,13 @@ def prepare(
     for power in range(7):
         R = unit * 10.0**power
         H_rho = H.with_rows(G, R, damping)
-        if power < 6 and H_rho.assembled and _diagonal_cancels(H_rho, H.scale() + R @ G**2):
-            continue
+        if power < 6 and H_rho.assembled:
+            rounding = torch.finfo(G.dtype).eps ** 0.5 * (H.scale() + R @ G**2)
+            if bool((H_rho.dense().diagonal().abs() < rounding).any()):  # the two parts of an entry cancel
+                continue
         try:
             return make_solver(H_rho), R
         except DegenerateError as error:
             failure = error
     assert failure is not None
     raise failure
-
-
-def _diagonal_cancels(H: Operator, parts: Tensor) -> bool:
-    """Tell whether a diagonal entry is a rounding error beside the parts (d,) that it is the sum of."""
-    return bool((H.dense().diagonal().abs() < torch.finfo(parts.dtype).eps ** 0.5 * parts).any())
-
-
-def _factorise(H: Operator) -> DenseCholesky:
-    return DenseCholesky(H.dense())

@@ -26,11 +26,6 @@ class Solved:
     negative: Tensor  # (c,) curvature along the direction that stopped a column; +inf if none did
     iterations: int
 
-    @property
-    def definite(self) -> Tensor:
-        """Columns that met positive curvature only, (c,) bool."""
-        return self.negative == float("inf")
-
 
 def conjugate_gradients(
     product: Callable[[Tensor, Tensor], Tensor],
@@ -119,7 +114,7 @@ class ConjugateGradients:
         rank: int = 64,
         preconditioner: Preconditioner | None = None,
     ) -> None:
-        self.curvature = Scaled.of(curvature)
+        self.curvature = Scaled(curvature, curvature.scale().sqrt())
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
         self.residual = 0.0  # largest relative residual of all solves
@@ -169,8 +164,9 @@ class ConjugateGradients:
         product = lambda D, _: self.curvature.product(D)  # noqa: E731
         solved = conjugate_gradients(product, B, tolerance, limit, self._precondition)
         self.steps += solved.iterations
-        if not bool(solved.definite.all()):
-            raise not_positive(float(solved.negative[~solved.definite].min()))
+        negative = solved.negative[solved.negative != float("inf")]
+        if len(negative):
+            raise not_positive(float(negative.min()))
         return solved
 
     def _precondition(self, R: Tensor) -> Tensor:

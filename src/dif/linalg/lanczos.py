@@ -30,16 +30,17 @@ def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, floa
     return lanczos(H, G, torch.ones_like(root))[0], lanczos(H, G, root)[0]
 
 
-def _normalise_rows(G: Tensor) -> Tensor:
+def _normal_space(G: Tensor) -> Tensor:
+    """Return an orthonormal basis of the space that the rows of G span, (d, k)."""
     lengths = torch.linalg.vector_norm(G, dim=1, keepdim=True)
-    return G / lengths.clamp(min=torch.finfo(G.dtype).tiny)
+    U, sizes, _ = torch.linalg.svd((G / lengths.clamp(min=torch.finfo(G.dtype).tiny)).T, full_matrices=False)
+    return U[:, sizes > 1e-10]
 
 
 def _smallest_eigenvalue(H: Tensor, G: Tensor, tolerance: float = _TOLERANCE) -> float:
     """Return the smallest eigenvalue of a dense H on {ω : Gω = 0}."""
     if len(G):
-        U, sizes, _ = torch.linalg.svd(_normalise_rows(G).T, full_matrices=False)
-        N = U[:, sizes > 1e-10]  # (d, k) orthonormal basis of the normal space
+        N = _normal_space(G)
         if N.shape[1] >= len(H):
             return float("inf")
         HN, norm = H @ N, float(torch.linalg.matrix_norm(H)) or 1.0
@@ -71,8 +72,7 @@ def lanczos(
     H: Operator | _NegativeInverse, G: Tensor, root: Tensor, tolerance: float = _TOLERANCE
 ) -> tuple[float, Tensor]:
     """Return the smallest Ritz value of H on {ω : Gω = 0} and its vector, both in the coordinates root·θ."""
-    U, sizes, _ = torch.linalg.svd(_normalise_rows(G.double() / root.double()).T, full_matrices=False)
-    normal = U[:, sizes > 1e-10].to(G)
+    normal = _normal_space(G.double() / root.double()).to(G)
     if normal.shape[1] >= H.d:
         return float("inf"), torch.zeros_like(root)
 

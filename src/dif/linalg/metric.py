@@ -46,7 +46,7 @@ class Metric:
         """Return D^−½ H D^−½."""
         return H / self.root / self.root[:, None]
 
-    def apply_inverse(self, R: Tensor) -> Tensor:
+    def apply(self, R: Tensor) -> Tensor:
         """Return Q |Λ|⁻¹ Qᵀ r for every column r of R (d, c), in the coordinates √D·θ."""
         if self.eigenvalues is None or self.vectors is None:
             return R

@@ -40,31 +40,20 @@ def solve_reduced_qp(S: Array, a: Array, equal: NDArray[np.bool_]) -> tuple[Arra
     S, a = S * scale * scale[:, None], a * scale
     e, w = np.flatnonzero(equal), np.flatnonzero(~equal)
     factor = _cholesky(S[np.ix_(e, e)])
-    nu, failed = np.zeros((P, m)), {}
-    if factor is None:
-        _solve_one_by_one(S, a, equal, scale, np.arange(P), nu, failed)
-        return nu * scale, failed
-    if len(w) == 0:
-        nu[:, e] = _cholesky_solve(factor, a[:, e].T).T
-        return nu * scale, failed
-    S_ew = S[np.ix_(e, w)]
-    M = S[np.ix_(w, w)] - S_ew.T @ _cholesky_solve(factor, S_ew)
-    c = a[:, w] - _cholesky_solve(factor, a[:, e].T).T @ S_ew
-    nu[:, w], converged = _block_pivoting(M, c)
-    nu[:, e] = _cholesky_solve(factor, (a[:, e] - nu[:, w] @ S_ew.T).T).T
-    _solve_one_by_one(S, a, equal, scale, np.flatnonzero(~converged), nu, failed)
-    return nu * scale, failed
-
-
-def _solve_one_by_one(
-    S: Array, a: Array, equal: NDArray[np.bool_], scale: Array, indices: Array, nu: Array, failed: dict[int, str]
-) -> None:
-    """Solve the right-hand sides `indices` by DAQP; write the solutions into nu and the reasons into failed."""
-    for p in indices.tolist():
+    nu, converged, failed = np.zeros((P, m)), np.full(P, factor is not None), {}
+    if factor is not None:
+        S_ew = S[np.ix_(e, w)]
+        if len(w):
+            M = S[np.ix_(w, w)] - S_ew.T @ _cholesky_solve(factor, S_ew)
+            c = a[:, w] - _cholesky_solve(factor, a[:, e].T).T @ S_ew
+            nu[:, w], converged = _block_pivoting(M, c)
+        nu[:, e] = _cholesky_solve(factor, (a[:, e] - nu[:, w] @ S_ew.T).T).T
+    for p in np.flatnonzero(~converged).tolist():
         try:
             nu[p] = _solve_daqp(S, a[p], equal, scale)
         except _InconsistentRows as reason:
             nu[p], failed[p] = np.nan, str(reason)
+    return nu * scale, failed
 
 
 def _block_pivoting(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:

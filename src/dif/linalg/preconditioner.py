@@ -30,16 +30,6 @@ class Scaled:
     operator: Operator
     root: Tensor  # √D
 
-    @classmethod
-    def of(cls, operator: Operator) -> Scaled:
-        """Scale an operator by its own diagonal."""
-        return cls(operator, operator.scale().sqrt())
-
-    @property
-    def d(self) -> int:
-        """Size of the matrix."""
-        return self.operator.d
-
     def product(self, V: Tensor) -> Tensor:
         """Return D^−½ H D^−½ v for every column v of V."""
         return self.operator.product(V / self.root[:, None]) / self.root[:, None]
@@ -47,7 +37,7 @@ class Scaled:
     def draw(self, columns: int, seed: int) -> Tensor:
         """Draw standard normal columns, (d, columns), of the operator's type and device."""
         generator = torch.Generator().manual_seed(seed)
-        return torch.randn(self.d, columns, generator=generator, dtype=torch.float64).to(self.root)
+        return torch.randn(len(self.root), columns, generator=generator, dtype=torch.float64).to(self.root)
 
 
 class Nystrom:
@@ -57,7 +47,7 @@ class Nystrom:
     """
 
     def __init__(self, curvature: Scaled, rank: int = 64, seed: int = 0) -> None:
-        omega = torch.linalg.qr(curvature.draw(min(rank, curvature.d), seed)).Q
+        omega = torch.linalg.qr(curvature.draw(min(rank, len(curvature.root)), seed)).Q
         Y = curvature.product(omega)
         shift = torch.finfo(Y.dtype).eps * float(Y.norm())
         Y = Y + shift * omega
@@ -76,24 +66,18 @@ class Nystrom:
         return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
 
 
-class Subsampled:
-    """|H_ρ|⁻¹ of a matrix assembled from a part of the samples: absolute eigenvalues, the smallest raised."""
-
-    def __init__(self, curvature: Scaled, sketched: Operator) -> None:
-        metric = Metric(curvature.root)
-        self.metric = metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
-
-    def apply(self, R: Tensor) -> Tensor:
-        """Return P⁻¹r for every column r of R."""
-        return self.metric.apply_inverse(R)
-
-
 def choose_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:
-    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0."""
+    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0.
+
+    The former is |H_ρ|⁻¹ of the matrix of these samples: absolute eigenvalues, the smallest raised.
+    """
     if not rank:
         return None
     sketched = curvature.operator.sketched(_BUDGET)
-    return Nystrom(curvature, rank) if sketched is None else Subsampled(curvature, sketched)
+    if sketched is None:
+        return Nystrom(curvature, rank)
+    metric = Metric(curvature.root)
+    return metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
 
 
 def not_positive(found: float) -> DegenerateError:

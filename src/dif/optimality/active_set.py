@@ -90,16 +90,11 @@ class ActiveSet:
     @property
     def uncertain(self) -> tuple[int, ...]:
         """Rows whose deciding number lies within a factor of 100 of the tolerance."""
-        low, high = 0.01 * self.tolerance, 100 * self.tolerance
-        found = []
-        for j in range(len(self.names)):
-            if not torch.isfinite(self.margins[j]):
-                continue
-            deciding = self.slack[j] if j in self.inactive else self.force[j] if j in self.binding else None
-            number = max(abs(self.slack[j]), abs(self.force[j])) if deciding is None else abs(deciding)
-            if low < number < high:
-                found.append(j)
-        return tuple(found)
+        slack, force = self.slack.abs(), self.force.abs()
+        weak = torch.where(self.mask(self.weak), torch.maximum(slack, force), force)
+        deciding = torch.where(self.mask(self.inactive), slack, weak)
+        near = (deciding > 0.01 * self.tolerance) & (deciding < 100 * self.tolerance)
+        return _rows(near & torch.isfinite(self.margins))
 
     @property
     def regular(self) -> bool:
@@ -117,10 +112,8 @@ class ActiveSet:
         if self.licq > self.licq_floor:
             return Finding(what, GOOD, found, "The multipliers are unique.", allowed=allowed)
         meaning = "One active gradient depends on the others (LICQ fails), so the multipliers are not unique."
-        cure, otherwise = (
-            "Drop a redundant constraint, or state equal ones once.",
-            "strict=False goes on with one choice.",
-        )
+        cure = "Drop a redundant constraint, or state equal ones once."
+        otherwise = "strict=False goes on with one choice."
         return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError, otherwise)
 
     def strict_minimum(self) -> Finding:

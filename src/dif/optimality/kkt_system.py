@@ -7,8 +7,9 @@ batched retraining and the path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,50 +36,31 @@ class KKTSystem:
     firm: Tensor  # (m,) bool
     R: Tensor  # (m,) diagonal, zero on rows that are not firm
     solver: LinearSolver  # for H_ρ
+    # the last rows and their V, for exact and for approximate solves
+    _columns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     @classmethod
-    def prepare(
-        cls,
-        H: Operator,
-        G: Tensor,
-        firm: Tensor,
-        *,
-        solver: Solver = None,
-        rho: float | None = None,
-        damping: float = 0.0,
-    ) -> KKTSystem:
+    def prepare(cls, H: Operator, G: Tensor, firm: Tensor, **options: Any) -> KKTSystem:
         """Factorise H_ρ, or build its preconditioner.
 
         Args:
             H: ∇²L.
             G: (m, d) gradients of the rows.
             firm: (m,) bool, rows that hold as equalities.
-            solver: Builds a solver for H_ρ; chosen by the size if left out.
-            rho: The entries of R; chosen if left out.
-            damping: δ in H + δI.
+            options: `solver`, `rho` and `damping`, as in `dif.linalg.cholesky.prepare`.
         """
-        prepared, R_firm = prepare(H, G[firm], rho=rho, damping=damping, solver=solver)
+        prepared, R_firm = prepare(H, G[firm], **options)
         R = G.new_zeros(len(G))
         R[firm] = R_firm
         return cls(H, G, firm, R, prepared)
 
     @classmethod
-    def prepare_convex(
-        cls,
-        H: Operator,
-        G: Tensor,
-        kinds: Kinds,
-        binding: Tensor,
-        *,
-        solver: Solver = None,
-        rho: float | None = None,
-        damping: float = 0.0,
-    ) -> KKTSystem:
+    def prepare_convex(cls, H: Operator, G: Tensor, kinds: Kinds, binding: Tensor, **options: Any) -> KKTSystem:
         """Prepare with the equal rows firm; where H is not convex on these alone, with the binding rows firm too."""
         try:
-            return cls.prepare(H, G, kinds.equal, solver=solver, rho=rho, damping=damping)
+            return cls.prepare(H, G, kinds.equal, **options)
         except DegenerateError:
-            return cls.prepare(H, G, kinds.equal | binding, solver=solver, rho=rho, damping=damping)
+            return cls.prepare(H, G, kinds.equal | binding, **options)
 
     @cached_property
     def V(self) -> Tensor:
@@ -154,11 +136,6 @@ class KKTSystem:
         self._columns[exact] = rows, found[:, len(g) :]
         return -found[:, : len(g)].T, found[:, len(g) :]
 
-    @cached_property
-    def _columns(self) -> dict[bool, tuple[Tensor, Tensor]]:
-        """The last rows and their V, for exact and for approximate solves."""
-        return {}
-
 
 def complete_step(
     free: Tensor, V: Tensor, G: Tensor, c: Tensor, lam: Tensor, equal: Tensor
@@ -199,26 +176,10 @@ def solve_multipliers(S: Tensor, moved: Tensor, lam: Tensor, equal: Tensor) -> t
     return nu, reasons
 
 
-@dataclass(frozen=True, eq=False)
-class Step:
-    """ω and the multipliers after it."""
-
-    omega: Tensor  # (d,)
-    lam: Tensor  # (m,) λ̄ + Δλ
-    unanswered: str = ""  # why there is no step, where it is NaN
-
-
 def kkt_step(
-    g: Tensor,
-    H: Operator,
-    c: Tensor,
-    G: Tensor,
-    lam: Tensor,
-    kinds: Kinds,
-    binding: Tensor,
-    solver: Solver = None,
-) -> Step:
-    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equal rows, ≤ 0 on the others; its multipliers are the new λ.
+    g: Tensor, H: Operator, c: Tensor, G: Tensor, lam: Tensor, kinds: Kinds, binding: Tensor, solver: Solver = None
+) -> tuple[Tensor, Tensor]:
+    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equal rows, ≤ 0 on the others; return ω and its multipliers.
 
     g is ∇L at the multipliers λ. Near a solution it is small, so that inexact solves do no harm.
 
@@ -226,28 +187,22 @@ def kkt_step(
     are checked afterwards: rows with a negative multiplier are released, as long as convexity allows it.
     """
     every = torch.arange(len(c), device=c.device)
-    system = _attempt(lambda: KKTSystem.prepare_convex(H, G, kinds, binding, solver=solver))
-    while system is not None:
+    build = partial(KKTSystem.prepare_convex, H, G, kinds, binding, solver=solver)
+    while True:
+        try:
+            system = build()
+        except DegenerateError as error:
+            raise DegenerateError(
+                "The quadratic problem of this step is not convex on the constraints that hold.",
+                "Its curvature must be positive definite there.",
+                "It has no minimum: a constraint that kept it convex becomes inactive, or the Lagrangian curves "
+                "downwards along the constraints.",
+                "Add a ridge, or use DirectionalInfluence, which needs convexity on the binding constraints only.",
+            ) from error
         omega, nu, failed = system.step(g[None], c[None], lam[None], every, system.firm)
         if failed:
             raise no_step_error("this step", failed[0])
         wrong = system.firm & kinds.inadmissible(nu[0])
         if not bool(wrong.any()):
-            return Step(omega[0], nu[0])
-        firm = system.firm & ~wrong
-        system = _attempt(lambda firm=firm: KKTSystem.prepare(H, G, firm, solver=solver))
-    raise DegenerateError(
-        "The quadratic problem of this step is not convex on the constraints that hold.",
-        "Its curvature must be positive definite there.",
-        "It has no minimum: a constraint that kept it convex becomes inactive, or the Lagrangian curves downwards "
-        "along the constraints.",
-        "Add a ridge, or use DirectionalInfluence, which needs convexity on the binding constraints only.",
-    )
-
-
-def _attempt(build: Callable[[], KKTSystem]) -> KKTSystem | None:
-    """Prepare a system; None where its matrix is not positive definite."""
-    try:
-        return build()
-    except DegenerateError:
-        return None
+            return omega[0], nu[0]
+        build = partial(KKTSystem.prepare, H, G, system.firm & ~wrong, solver=solver)

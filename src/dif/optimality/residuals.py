@@ -91,22 +91,13 @@ class Scales:
         return float((g / self.root).norm()) / self.size
 
 
-def violations(scales: Scales, c: Tensor, kinds: Kinds) -> Tensor:
-    """Measure how far each row is from being met, scaled, (m,)."""
-    return kinds.violation(-scales.slack(c))
-
-
-def complementarity(scales: Scales, c: Tensor, lam: Tensor, kinds: Kinds) -> Tensor:
-    """Measure how far each row is from complementarity, scaled, (m,)."""
-    return kinds.complementarity(scales.slack(c), scales.multiplier(lam))
-
-
 def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, kinds: Kinds) -> KKT:
     """Measure the residuals at a point with ∇L = gradient, c = f − τ and multipliers λ."""
+    slack = scales.slack(c)
     return KKT(
         stationarity=scales.gradient(gradient),
-        feasibility=float(violations(scales, c, kinds).max()) if len(c) else 0.0,
-        complementarity=float(complementarity(scales, c, lam, kinds).max()) if len(c) else 0.0,
+        feasibility=float(kinds.violation(-slack).max()) if len(c) else 0.0,
+        complementarity=float(kinds.complementarity(slack, scales.multiplier(lam)).max()) if len(c) else 0.0,
         gradient_norm=float(gradient.norm()),
         rounding=scales.rounding,
     )

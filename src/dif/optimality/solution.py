@@ -17,7 +17,7 @@ from dif.evaluation.loss_checks import check_slopes
 from dif.evaluation.program import PerConstraint, Program
 from dif.optimality.active_set import ActiveSet
 from dif.optimality.finding import BAD, GOOD, Finding
-from dif.optimality.residuals import KKT, Scales, complementarity, residuals, violations
+from dif.optimality.residuals import KKT, Scales, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.inputs import check_number
@@ -184,10 +184,11 @@ class Solution:
         allowed = f"It must be at most {max(self.tol, 16 * kkt.rounding):.1g}."
         if self.converged:
             return Finding(what, GOOD, f"{found}.", "The optimality conditions hold.", allowed=allowed)
+        kinds, slack = self.program.kinds, self.scales.slack(self.c)
         parts = {
             "stationarity": None,
-            "feasibility": violations(self.scales, self.c, self.program.kinds),
-            "complementarity": complementarity(self.scales, self.c, self.lam, self.program.kinds),
+            "feasibility": kinds.violation(-slack),
+            "complementarity": kinds.complementarity(slack, self.scales.multiplier(self.lam)),
         }
         worst = max(parts, key=lambda part: getattr(kkt, part))
         by_row = parts[worst]
@@ -291,7 +292,7 @@ class Solution:
         forces = self.lam.abs() * torch.linalg.vector_norm(self.G, dim=1)
         if not bool((forces > _CANCELLING * self.J[0].norm()).any()):
             return None
-        found = violations(self._objective_scales(), self.c, self.program.kinds)
+        found = self.program.kinds.violation(-self._objective_scales().slack(self.c))
         worst = int(found.argmax())
         if float(found[worst]) <= self.tol:
             return None
@@ -305,12 +306,6 @@ class Solution:
             "A solution violates no constraint.",
             InfeasibleError,
         )
-
-    def check_feasible(self) -> None:
-        """Raise where the constraints contradict each other."""
-        finding = self.feasibility()
-        if finding is not None:
-            finding.check()
 
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"

@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError, few
 from dif.evaluation.kinks import Kink, find_kinks
 from dif.evaluation.probe import probe
-from dif.evaluation.rows import Rows
+from dif.evaluation.rows import Rows, name_rows
 from dif.evaluation.sweeps import sample_gradients, sample_losses, stacked_losses
 from dif.optimality.solution import Solution
 from dif.problem.parameters import Parameters
@@ -59,11 +59,7 @@ class Targets:
         self.constant = torch.cat(
             [term.constant.to(theta).expand(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)]
         )
-        names: list[str] = []
-        for term, shape in zip(terms, shapes, strict=True):
-            formula = repr(term)[5:-1]
-            names += [f"{formula}[{i}]" for i in range(shape[0])] if shape else [formula]
-        self.names = tuple(names)
+        self.names = name_rows((repr(term)[5:-1] for term in terms), shapes)
 
     def kinks(self, theta: Tensor) -> tuple[Kink, ...]:
         """Find kinks of the targets near θ by probing."""

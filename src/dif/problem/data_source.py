@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
 from dif.errors import InvalidInputError, few
-from dif.problem.structure import leaves, mapped, to_tensors
+from dif.problem.structure import cast, leaves, mapped, to_tensors
 from dif.runtime.inputs import as_tensor
 
 _CHECKED = 2**22  # numbers that are checked for NaN at once, so that data on disk are never read whole
@@ -89,7 +89,7 @@ class Storage:
     def to(self, dtype: torch.dtype) -> Storage:
         """Return the data in another precision: tensors are converted now, items of a Dataset when they are fetched."""
         if self.is_tensors:
-            return replace(self, data=mapped(self.data, lambda t: t.to(dtype) if t.is_floating_point() else t))
+            return replace(self, data=cast(self.data, dtype))
         return replace(self, dtype=dtype)
 
     def one(self) -> Any:
@@ -100,31 +100,8 @@ class Storage:
         """Return the tensors of the data; of a Dataset, those of its first sample."""
         return leaves(self.data if self.is_tensors else self.one())
 
-    def batches(
-        self, indices: Tensor | None, step: int, device: torch.device | None = None, within: slice | None = None
-    ) -> Iterator[tuple[slice, Any]]:
-        """Yield batches of at most `step` samples in order, each with its positions.
-
-        Args:
-            indices: The samples; None means all.
-            step: Samples per batch.
-            device: The device that batches are moved to; None leaves them where they are.
-            within: The positions to which the batches are limited; None means all.
-        """
-        self._check_length()
-        total = len(self) if indices is None else len(indices)
-        first, last = (0, total) if within is None else (within.start, within.stop)
-        positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
-        selections = (position if indices is None else indices[position] for position in positions)
-        if self.workers and not self.is_tensors and len(positions) > 1:
-            batches: Any = self._fetch([self._indices(where) for where in selections])
-        else:
-            batches = (self._take(where) for where in selections)
-        for position, batch in zip(positions, batches, strict=True):
-            yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
-
-    def _check_length(self) -> None:
-        """Refuse a Dataset whose length has changed since the Samples were created."""
+    def fetch(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
+        """Yield a batch of the samples at each of these positions."""
         if not self.is_tensors and len(self.data) != self.total:
             raise InvalidInputError(
                 f"The Dataset of Samples {self.name!r} has length {len(self.data)}.",
@@ -132,6 +109,10 @@ class Storage:
                 "Weights and indices do not match a Dataset that has changed its length.",
                 "Create new Samples from the Dataset as it is now.",
             )
+        if self.workers and not self.is_tensors and len(selections) > 1:
+            yield from self._fetch_ahead([self._indices(where) for where in selections])
+        else:
+            yield from map(self._take, selections)
 
     def _in_data(self, where: slice | Tensor) -> slice | Tensor:
         """Translate positions in this storage to positions in the data."""
@@ -154,7 +135,7 @@ class Storage:
         where = self._in_data(where)
         return mapped(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
 
-    def _fetch(self, batches: list[Sequence[int]]) -> Iterator[Any]:
+    def _fetch_ahead(self, batches: list[Sequence[int]]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""
         lists: Any = [list(indices) for indices in batches]
         loader = DataLoader(
@@ -165,10 +146,7 @@ class Storage:
 
     def _cast(self, batch: Any) -> Any:
         """Convert the floating-point tensors of a batch to `dtype`."""
-        dtype = self.dtype
-        if dtype is None:
-            return batch
-        return mapped(batch, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        return batch if self.dtype is None else cast(batch, self.dtype)
 
 
 class _Items(Dataset[Any]):

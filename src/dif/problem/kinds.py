@@ -27,14 +27,10 @@ class Kinds:
     equal: Tensor  # (m,) bool
 
     @classmethod
-    def of(cls, rows: Iterable[tuple[Kind, int]]) -> Kinds:
+    def of(cls, rows: Iterable[tuple[Kind, int]], device: torch.device) -> Kinds:
         """Build from the kind and the number of rows of each constraint."""
-        masks = [torch.full((count,), kind is Kind.EQUAL) for kind, count in rows]
-        return cls(torch.cat([torch.zeros(0, dtype=torch.bool), *masks]))
-
-    def to(self, device: torch.device) -> Kinds:
-        """Move to a device."""
-        return Kinds(self.equal.to(device))
+        equal = [kind is Kind.EQUAL for kind, count in rows for _ in range(count)]
+        return cls(torch.tensor(equal, dtype=torch.bool, device=device))
 
     @property
     def one_sided(self) -> Tensor:
@@ -66,11 +62,7 @@ class Kinds:
         """Rows that push: those whose constraint could not be dropped, (..., m) bool."""
         return self.equal | (force > tolerance)
 
-    def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the paper's penalty of each row with its first two derivatives: ½ρc² if equal, else k·max(c, 0)³."""
+    def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor]:
+        """Return the first two derivatives of the paper's penalty of each row: ½ρc² if equal, else k·max(c, 0)³."""
         over = c.clamp(min=0)
-        return (
-            torch.where(self.equal, 0.5 * rho * c**2, k * over**3),
-            torch.where(self.equal, rho * c, 3 * k * over**2),
-            torch.where(self.equal, torch.full_like(c, rho), 6 * k * over),
-        )
+        return torch.where(self.equal, rho * c, 3 * k * over**2), torch.where(self.equal, rho, 6 * k * over)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dif.errors import InvalidInputError, few
+from dif.problem.structure import cast
 
 
 class BoundModule(dict[str, Tensor]):
@@ -125,11 +126,6 @@ class Parameters:
         """Number of scalars in each tensor."""
         return tuple(shape.numel() for shape in self.shapes)
 
-    @property
-    def d(self) -> int:
-        """Length of flat θ."""
-        return sum(self.sizes)
-
     def tensors(self, theta: Tensor) -> dict[str, Tensor]:
         """Split flat θ into the named tensors."""
         chunks = torch.split(theta, list(self.sizes))
@@ -143,8 +139,7 @@ class Parameters:
 
     def to(self, dtype: torch.dtype) -> Parameters:
         """Return the same layout in another precision."""
-        fixed = {k: t.to(dtype) if t.is_floating_point() else t for k, t in self.fixed.items()}
-        return replace(self, dtype=dtype, fixed=fixed, padding={k: t.to(dtype) for k, t in self.padding.items()})
+        return replace(self, dtype=dtype, fixed=cast(self.fixed, dtype), padding=cast(self.padding, dtype))
 
     def check_mode(self) -> None:
         """Refuse a module that was put into training mode after this layout was read."""

@@ -41,14 +41,12 @@ class Entries:
         """The perturbation that each entry belongs to, (E,)."""
         return torch.repeat_interleave(torch.arange(len(self)), self.start.diff())
 
-    def slice(self, begin: int, end: int) -> Entries:
-        """Return the perturbations begin … end − 1."""
-        start = self.start[begin : end + 1]
-        return Entries(start - start[0], self.index[int(start[0]) : int(start[-1])])
-
-    def pick(self, rows: Sequence[int]) -> Entries:
+    def pick(self, rows: Tensor) -> Entries:
         """Return the listed perturbations, in that order."""
-        return Entries.of([self.index[self.start[p] : self.start[p + 1]].tolist() for p in rows])
+        first, sizes = self.start[rows], self.start[rows + 1] - self.start[rows]
+        start = torch.cat([torch.zeros_like(first[:1]), torch.cumsum(sizes, 0)])
+        place = torch.arange(int(start[-1])) + torch.repeat_interleave(first - start[:-1], sizes)
+        return Entries(start, self.index[place])
 
     def describe(self) -> list[str]:
         """List the first few samples of each perturbation as text."""
@@ -68,11 +66,7 @@ class _PerSamples:
     def __len__(self) -> int:
         return len(self.entries)
 
-    def slice(self, begin: int, end: int) -> Self:
-        """Return the perturbations begin … end − 1."""
-        return replace(self, entries=self.entries.slice(begin, end))
-
-    def pick(self, rows: Sequence[int]) -> Self:
+    def pick(self, rows: Tensor) -> Self:
         """Return the listed perturbations, in that order."""
         return replace(self, entries=self.entries.pick(rows))
 
@@ -83,11 +77,7 @@ class _Single:
     def __len__(self) -> int:
         return 1
 
-    def slice(self, begin: int, end: int) -> Self:
-        """Return itself."""
-        return self
-
-    def pick(self, rows: Sequence[int]) -> Self:
+    def pick(self, rows: Tensor) -> Self:
         """Return itself."""
         return self
 
@@ -115,6 +105,15 @@ class Addition(_PerSamples):
         """Describe each perturbation."""
         return [f"add {self.new.name}[{text}]" for text in self.entries.describe()]
 
+    def unknown_in(self, terms: Sequence[str]) -> InvalidInputError:
+        """Build the error for terms in which nobody knows whether the new samples belong to them."""
+        return InvalidInputError(
+            f"The membership of the samples added to {self.samples.name!r} is unknown in {', '.join(terms)}.",
+            "It must be known in every term.",
+            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
+            "Pass like=i, a sample with the same memberships, or terms=[…].",
+        )
+
 
 @dataclass(frozen=True, eq=False)
 class Reweighting(_Single):
@@ -140,6 +139,16 @@ class Shift(_Single):
     def labels(self) -> list[str]:
         """Describe the perturbation."""
         return [f"shift {self.constraint.name or 'a constraint'} by {self.written}"]
+
+
+def unused_error(samples: SampleLosses) -> InvalidInputError:
+    """Build the error for a perturbation of samples that the problem does not have."""
+    return InvalidInputError(
+        f"Samples {samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
+        "At least one term must use them.",
+        "Samples are told apart by identity.",
+        "Perturb the Samples object from which the objective or the constraints were built.",
+    )
 
 
 Action = Removal | Addition | Reweighting | Shift
@@ -180,8 +189,7 @@ class Perturbation:
             if not -P <= number < P:
                 raise IndexError(f"There are {P} perturbations, but index {number} was given.")
             begin, end = number % P, number % P + 1
-        actions = [(c, action.slice(begin, end) if len(action) == P else action) for c, action in self.pieces]
-        return Perturbation(tuple(actions))
+        return self._pick(torch.arange(begin, end))
 
     def pick(self, rows: Sequence[int]) -> Perturbation:
         """Return the listed perturbations, in that order."""
@@ -193,8 +201,11 @@ class Perturbation:
                 "There is no such perturbation.",
                 "Count from 0 in the order in which they were created.",
             )
-        actions = [(c, action.pick(rows) if len(action) == P else action) for c, action in self.pieces]
-        return Perturbation(tuple(actions))
+        return self._pick(torch.tensor(numbers))
+
+    def _pick(self, rows: Tensor) -> Perturbation:
+        P = len(self)
+        return Perturbation(tuple((c, action.pick(rows) if len(action) == P else action) for c, action in self.pieces))
 
     def __iter__(self):
         """Yield the perturbations one at a time."""

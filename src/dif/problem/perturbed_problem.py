@@ -91,31 +91,26 @@ def _reweight(
     weights = old
     for scale, action in relevant:
         after = old.clone()
-        if isinstance(action, Removal):
-            after[action.entries.index] = 0.0
-            _renormalise(after, before, part, action)
-        elif isinstance(action, Reweighting):
+        if isinstance(action, Reweighting):
             after[: len(before)] += (before != 0) * action.dw
+        elif isinstance(action, Removal):
+            after[action.entries.index] = 0.0
         else:
             start = starts[id(action)]
             after[start : start + len(action.new)] = _weigh_new(part, action)
-            _renormalise(after, before, part, action)
+        if not isinstance(action, Reweighting):
+            count = int((after != 0).sum())
+            if count == 0:
+                raise InvalidInputError(
+                    f"The perturbation leaves 0 samples in {part.words!r}.",
+                    "At least 1 sample must be left.",
+                    "A term without samples is not defined.",
+                    "Remove fewer samples, or state the problem without that term.",
+                )
+            if part.normalised and action.renormalise:  # a mean is taken over the samples that it has now
+                after *= int((before != 0).sum()) / count
         weights = weights + scale * (after - old)
     return part if not relevant and samples is part.samples else replace(part, samples=samples, weights=weights)
-
-
-def _renormalise(after: Tensor, before: Tensor, part: SampleSum, action: Removal | Addition) -> None:
-    """Scale the weights of a mean in place, so that it is taken over the samples that it has now."""
-    old_count, new_count = int((before != 0).sum()), int((after != 0).sum())
-    if new_count == 0:
-        raise InvalidInputError(
-            f"The perturbation leaves 0 samples in {part.words!r}.",
-            "At least 1 sample must be left.",
-            "A term without samples is not defined.",
-            "Remove fewer samples, or state the problem without that term.",
-        )
-    if part.normalised and action.renormalise:
-        after *= old_count / new_count
 
 
 def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
@@ -123,10 +118,5 @@ def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
     if addition.like is not None:
         return part.weights[addition.like]
     if not part.everyone:
-        raise InvalidInputError(
-            f"The weight of the samples added to {addition.samples.name!r} is unknown in {part.words!r}.",
-            "It must be known in every term.",
-            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
-            "Pass like=i, a sample with the same memberships, or terms=[…].",
-        )
+        raise addition.unknown_in([part.words])
     return part.weights.max().expand(len(addition.new))

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import cast
 
 from dif.errors import InvalidInputError, SameDataWarning, warn
-from dif.problem.perturbation import Perturbation, Shift
+from dif.problem.perturbation import Perturbation, Shift, unused_error
 from dif.problem.perturbed_problem import apply_perturbation
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, Expression, Term
@@ -98,24 +98,25 @@ class Problem:
             )
         for _, action in perturbation.pieces:
             if isinstance(action, Shift):
-                if all(action.constraint is not c for c in self.constraints):
-                    raise InvalidInputError(
-                        f"{action.constraint!r} is not a constraint of the problem.",
-                        "It must be one of the problem's constraints, the same object.",
-                        "Constraints are told apart by identity.",
-                        "Shift one of problem.constraints.",
-                    )
+                self.position(action.constraint)
             elif all(people is not action.samples.population for people in self.people):
-                raise InvalidInputError(
-                    f"No term of the problem uses the samples {action.samples.name!r}.",
-                    "At least one term must use them.",
-                    "Samples are told apart by identity.",
-                    "Perturb the Samples object from which the objective or the constraints were built.",
-                )
+                raise unused_error(action.samples)
         objective, constraints = apply_perturbation(perturbation, self.objective, self.constraints)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SameDataWarning)  # already given when the problem was stated
             return Problem(objective, constraints)
+
+    def position(self, constraint: Constraint) -> int:
+        """Return the number of a constraint of this problem."""
+        for number, own in enumerate(self.constraints):
+            if own is constraint:
+                return number
+        raise InvalidInputError(
+            f"{constraint!r} is not a constraint of this problem.",
+            "It must be one of the constraint objects that were passed to Problem.",
+            "Constraints are told apart by identity, and .named(...) makes a new one.",
+            "Keep the object that you passed to Problem, or use problem.constraints[j].",
+        )
 
     def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
         """Return the problem without some samples: `after(samples.remove(indices))`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from copy import copy
 from typing import Any, Self
 
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dif.errors import InvalidInputError, few
 from dif.problem.data_source import Storage
+from dif.problem.structure import mapped
 from dif.runtime.inputs import as_index
 from dif.runtime.user_code import convert_errors
 
@@ -63,7 +64,9 @@ class SampleLosses:
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """Evaluate the loss of each sample of a batch and check its shape, (count,)."""
         try:
-            with convert_errors(f"loss of Samples {self.name!r}"), self._kernels():
+            twice = PLAIN_ATTENTION in self.fallbacks  # attention must be differentiated twice
+            kernels = sdpa_kernel(SDPBackend.MATH) if twice else nullcontext()
+            with convert_errors(f"loss of Samples {self.name!r}"), kernels:
                 out = self.loss(params, batch)
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             # outside the domain of the loss, for example a matrix that has no Cholesky factor
@@ -78,10 +81,6 @@ class SampleLosses:
                 'Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
             )
         return out
-
-    def _kernels(self) -> AbstractContextManager[Any]:
-        """Return a context in which attention can be differentiated twice, where that is needed."""
-        return sdpa_kernel(SDPBackend.MATH) if PLAIN_ATTENTION in self.fallbacks else nullcontext()
 
     def batches(
         self,
@@ -100,7 +99,11 @@ class SampleLosses:
         """
         total = len(self) if indices is None else len(indices)
         step = min(size for size in (self.batch_size, at_most, max(total, 1)) if size is not None)
-        return self.storage.batches(indices, step, device, within)
+        first, last = (0, total) if within is None else (within.start, within.stop)
+        positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
+        fetched = self.storage.fetch([position if indices is None else indices[position] for position in positions])
+        for position, batch in zip(positions, fetched, strict=True):
+            yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
 
     def take(self, indices: Tensor | None) -> Self:
         """Return the listed samples as Samples of their own (None: these Samples); nothing is copied."""

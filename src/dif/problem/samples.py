@@ -64,20 +64,16 @@ class Samples(SampleLosses):
 
     def mean(self, where: Any = None) -> Term:
         """Return the mean loss over all samples, or over those where the boolean mask is true."""
-        members = self._mask(where)
-        words = f"mean of {self.name}" if where is None else f"mean of {int(members.sum())} of {self.name}"
-        return self._term(members.double() / members.sum(), normalised=True, everyone=where is None, words=words)
+        return self._over(where, normalised=True)
 
     def sum(self, where: Any = None) -> Term:
         """Return the summed loss over all samples, or over those where the mask is true; it is never renormalised."""
-        members = self._mask(where)
-        words = f"sum of {self.name}" if where is None else f"sum of {int(members.sum())} of {self.name}"
-        return self._term(members.double(), normalised=False, everyone=where is None, words=words)
+        return self._over(where, normalised=False)
 
     def weighted(self, w: Any) -> Term:
         """Return Σᵢ wᵢ ℓᵢ with your own weights; it is never renormalised."""
         weights = self._vector(w, "w")
-        return self._term(weights, normalised=False, everyone=False, words=f"weighted {self.name}")
+        return Term(sums=((1.0, SampleSum(self, weights, False, False, f"weighted {self.name}")),))
 
     # Perturbations of the data
 
@@ -136,7 +132,6 @@ class Samples(SampleLosses):
         weights of sample i.
         """
         new = self._new_samples(data, "new")
-        self._check_structure(new)
         entries = Entries.of([list(range(len(new)))])
         return self._perturb(Addition(self, entries, renormalise, _terms(terms), new, self._like(like, len(new))))
 
@@ -144,7 +139,6 @@ class Samples(SampleLosses):
         """Return one perturbation that replaces the data of these samples, for example with a corrected label."""
         index = self.check_indices(indices)
         new = self._new_samples(data, "corrected")
-        self._check_structure(new)
         if len(new) != len(index):
             raise InvalidInputError(
                 f"There are {len(new)} new for {len(index)} old samples of {self.name!r}.",
@@ -158,12 +152,25 @@ class Samples(SampleLosses):
         return self._perturb(removal) + self._perturb(addition)
 
     def _new_samples(self, data: Any, kind: str) -> Samples:
-        """Return Samples of new data with the same loss."""
-        new = self.holding(Storage.of(data, f"{kind} {self.population.name}"))
-        new.name = f"{kind} {self.population.name}"
+        """Return Samples of new data with the same loss; refuse data of another structure, shape or dtype."""
+        name = f"{kind} {self.population.name}"
+        new = self.holding(Storage.of(data, name))
+        old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
+        if old_structure != new_structure:
+            raise InvalidInputError(
+                f"The new data for {self.name!r} have the structure {new_structure}.",
+                f"They must have the structure {old_structure}.",
+                "New samples go through the same loss as the old ones.",
+                "Use the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
+            )
+        new.name = name
         return new
 
-    def _term(self, weights: Tensor, *, normalised: bool, everyone: bool, words: str) -> Term:
+    def _over(self, where: Any, normalised: bool) -> Term:
+        """Return the mean or the sum over the samples of a mask; None means all samples."""
+        members, everyone = self._mask(where), where is None
+        weights = members.double() / members.sum() if normalised else members.double()
+        words = f"{'mean' if normalised else 'sum'} of {'' if everyone else f'{int(members.sum())} of '}{self.name}"
         return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
 
     def _perturb(self, action: Removal | Addition | Reweighting) -> Perturbation:
@@ -212,17 +219,6 @@ class Samples(SampleLosses):
                 "Pass the index of one old sample, or one index per new sample.",
             )
         return torch.tensor(index).expand(count)
-
-    def _check_structure(self, new: Samples) -> None:
-        """Refuse new samples whose structure, shapes or dtypes differ from those of the data."""
-        old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
-        if old_structure != new_structure:
-            raise InvalidInputError(
-                f"The new data for {self.name!r} have the structure {new_structure}.",
-                f"They must have the structure {old_structure}.",
-                "New samples go through the same loss as the old ones.",
-                "Use the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
-            )
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from dif.runtime.inputs import as_tensor
@@ -20,6 +21,11 @@ def mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
         parts = [mapped(v, fn) for v in item]
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item
+
+
+def cast(data: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a structure to a dtype."""
+    return mapped(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def leaves(data: Any) -> list[Tensor]:

@@ -81,7 +81,12 @@ class AugmentedLagrangian:
         self.rounds += 1
         if not self._minimise():  # diverged: a larger penalty may prevent that
             if len(self.lam) == 0 or self.raised > PATIENCE:
-                raise self._unbounded_error()
+                raise UnboundedError(
+                    f"The objective still falls {self.divergence} (penalty raised {self.raised} times).",
+                    "It must have a minimum at finite θ.",
+                    "The objective is unbounded below on the feasible set, or on the way to it.",
+                    "Add a ridge, or constraints on the directions in which it falls; check the sign of the objective.",
+                )
             self.penalty *= 10.0
             self.raised += 1
             return False
@@ -257,14 +262,6 @@ class AugmentedLagrangian:
         """Return H·v in scaled coordinates u."""
         self.limits.used += 1
         return self.metric.map_gradient(H.product(self.metric.to_theta(v)[:, None])[:, 0])
-
-    def _unbounded_error(self) -> UnboundedError:
-        return UnboundedError(
-            f"The objective still falls {self.divergence} (penalty raised {self.raised} times).",
-            "It must have a minimum at finite θ.",
-            "The objective is unbounded below on the feasible set, or on the way to it.",
-            "Add a ridge, or constraints on the directions in which it falls; check the sign of the objective.",
-        )
 
     def check_feasible(self, tol: float) -> None:
         """Raise an InfeasibleError where no further progress is possible because no point is feasible."""

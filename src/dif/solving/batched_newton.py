@@ -83,7 +83,7 @@ class BatchedNewton:
 
     def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""
-        f, g = stack.pullback(theta, _weights(lam))
+        f, g = stack.pullback(theta, self.at.program.weights(lam))
         solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, but unchecked
         return self._chord_step(f[:, 1:] - stack.tau, g, lam, solve)
 
@@ -141,7 +141,7 @@ class BatchedNewton:
         theta, lam = ends.theta.clone(), ends.lam.clone()
         for _ in range(max_iter):
             programs = stack.take(live)
-            f, g = programs.pullback(theta[live], _weights(lam[live]))
+            f, g = programs.pullback(theta[live], self.at.program.weights(lam[live]))
             c = f[:, 1:] - programs.tau
             residual = self._judge(c, g, lam[live])
             better = residual < ends.residual[live]
@@ -215,7 +215,7 @@ class BatchedNewton:
             ends.steps[every[which]] += 1
             programs, lam = stack.take(every[which]), points[:, d:]
             trial["f"], trial["J"] = programs.gradients(points[:, :d])
-            gradient = torch.einsum("pj,pjd->pd", _weights(lam), trial["J"])
+            gradient = torch.einsum("pj,pjd->pd", self.at.program.weights(lam), trial["J"])
             return self._judge(trial["f"][:, 1:] - programs.tau, gradient, lam)
 
         def proceed(which: Tensor, moved: Tensor, length: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class BatchedNewton:
     ) -> tuple[Tensor, Tensor]:
         """Solve for ω, (P, d), and the multipliers, (P, m), of the given programs, with H and G of their own."""
         theta, lam = ends.theta[which], ends.lam[which]
-        weights, c, G = _weights(lam), f[:, 1:] - stack.tau, J[:, 1:]
+        weights, c, G = self.at.program.weights(lam), f[:, 1:] - stack.tau, J[:, 1:]
         eps = torch.finfo(theta.dtype).eps
         accuracy = (1e-2 * ends.residual[which]).clamp(min=eps**0.672, max=1e-3).to(theta)
         b = torch.einsum("pj,pjd->pd", weights, J) + torch.einsum("pj,pjd->pd", self.system.R * c, G)
@@ -278,8 +278,3 @@ def programs_at_once(at: Solution) -> int:
     vectors = 2 * (2 + at.program.m)  # of the length of θ, or of the data, per program
     longest = at.theta.numel() + sum(len(table.samples) for table in at.program.rows.tables)
     return max(1, numbers_at_once(at.theta, _IN_MEMORY) // (vectors * longest))
-
-
-def _weights(lam: Tensor) -> Tensor:
-    """Return (1, λ) of each program, (P, 1 + m)."""
-    return torch.cat([lam.new_ones((len(lam), 1)), lam], 1)

@@ -285,9 +285,9 @@ class PathFollower:
         b, r = self._derivative(at)
         rows = torch.nonzero(active | weak).reshape(-1)
         lam, firm = torch.zeros_like(r[rows]), torch.ones_like(active[rows])
-        step = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, Kinds(active[rows]), firm)
+        _, nu = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, Kinds(active[rows]), firm)
         ahead = active.clone()
-        ahead[rows] = active[rows] | (step.lam > 0)
+        ahead[rows] = active[rows] | (nu > 0)
         return ahead
 
     def _activate(self, at: PathPoint, active: Tensor, row: int) -> Tensor:

@@ -19,7 +19,7 @@ from dif.evaluation.program import Program
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
 from dif.optimality.kkt_system import kkt_step
-from dif.optimality.residuals import KKT, Scales, residuals, violations
+from dif.optimality.residuals import KKT, Scales, residuals
 from dif.optimality.solution import Solution, check_gradients, check_tolerance
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
@@ -108,7 +108,9 @@ def fit(
             save=lambda theta, lam, *phase: save(theta, lam, start.epochs, *phase),
         )
     solution = Solution.of_program(program, result.theta, result.lam)
-    solution.check_feasible()
+    infeasible = solution.feasibility()
+    if infeasible is not None:
+        infeasible.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
@@ -139,16 +141,18 @@ def _advise(solution: Solution) -> str:
     if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
         return advice
     program = solution.program
-    row = int(violations(solution.scales, solution.c, program.kinds).argmax())
+    row = int(program.kinds.violation(-solution.scales.slack(solution.c)).argmax())
     return (
         f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
         f"constraints, loosen that bound. {advice}"
     )
 
 
-def default_tolerance(theta: Tensor) -> float:
-    """Return the default relative KKT residual: 1e-10 in float64, 1e-5 in float32."""
-    return 1e-10 if theta.dtype == torch.float64 else 1e-5
+def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
+    """Return the relative KKT residual to reach; None: 1e-10 in float64, 1e-5 in float32."""
+    if tol is None:
+        return 1e-10 if theta.dtype == torch.float64 else 1e-5
+    return check_tolerance(tol)
 
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
@@ -211,7 +215,7 @@ def solve(
         report: Called with the iterations used and a text.
         save: Called with θ and λ, and with the penalty and accuracy of the augmented Lagrangian once it is used.
     """
-    goal = default_tolerance(start.theta) if tol is None else check_tolerance(tol)
+    goal = resolve_tolerance(tol, start.theta)
     best, solver = Found(start.theta, start.lam), SolverSeries()
     _polish(program, best, goal, limits, report, solver)
     rounds = None
@@ -282,13 +286,13 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))  # a rough step is enough far from the solution
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            solved = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
+            omega, lam = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
         except DegenerateError:
             return no_step
         except NotConvergedError:
             solver.restart()
             return no_step
-        return torch.cat([solved.omega, solved.lam - at.lam])[None], torch.tensor([True])
+        return torch.cat([omega, lam - at.lam])[None], torch.tensor([True])
 
     def judge(_: Tensor, points: Tensor) -> Tensor:
         nonlocal trial

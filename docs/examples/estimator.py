@@ -4,6 +4,7 @@ import dif
 from dif.estimators.scoring import ScoredChunk, Scoring, differences
 from dif.evaluation.weight_change import Direction
 from dif.linalg.cholesky import prepare
+from dif.optimality.solution import expect_solution
 from dif.optimality.targets import Targets
 
 
@@ -13,8 +14,8 @@ class Unconstrained:
     name = "unconstrained"
 
     def __init__(self, solution):
+        self.solution = expect_solution(solution)
         solution.check()
-        self.solution = solution
         self.solver, _ = prepare(solution.curvature, solution.G[:0])
 
     def _move(self, perturbation):
@@ -34,7 +35,7 @@ class Unconstrained:
             return ScoredChunk(differences(at, targets, map(self._move, some)), {})
 
         scoring = Scoring(self.name, at, targets, perturbations, {}, out, show_progress)
-        return scoring.run_chunks(work, 16, jobs, lambda influence, parts: None)
+        return scoring.run_chunks(work, 16, jobs)
 
 
 X, y = torch.randn(50, 2).double(), torch.randn(50).double()

@@ -65,7 +65,7 @@ def test_fit_warns_when_a_limit_is_reached_first(case):
     limit, text = case
     with untouched(), pytest.warns(dif.NotConvergedWarning) as caught:
         solution = solve(samples(logistic).mean() + dif.ridge(0.1), **limit)
-    message = str(caught[0].message)
+    (message,) = (str(w.message) for w in caught if w.category is dif.NotConvergedWarning)
     assert f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most 1e-10." in message
     assert text in message
     assert "The point is not a solution. Raise max_iter or max_seconds" in message

@@ -58,7 +58,8 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         first = next(iter(_tensors(params).values()))
         for name, constraint in zip(problem.names, problem.constraints, strict=True):
             rows = _count_rows(constraint, params)
-            kind = cooper.ConstraintType.EQUALITY if constraint.kind.value == "==" else cooper.ConstraintType.INEQUALITY
+            types = {"==": cooper.ConstraintType.EQUALITY, "<=": cooper.ConstraintType.INEQUALITY}
+            kind = types[constraint.kind.value]
             multiplier = cooper.multipliers.DenseMultiplier(
                 num_constraints=rows, device=first.device, dtype=first.dtype
             )

@@ -183,7 +183,11 @@ class Assessor:
     def _name_switched(self, nu: Tensor) -> list[list[str]]:
         """Name the constraints that are active at θ̄ but not under multipliers ν, (P, m), or the reverse."""
         active, program = self.solution.active, self.solution.program
-        switched = ((nu > 0) != active.mask(active.binding)) & ~active.mask(active.weak) & program.kinds.one_sided
+        switched = (
+            (program.kinds.pushing(nu) != active.mask(active.binding))
+            & ~active.mask(active.weak)
+            & program.kinds.one_sided
+        )
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
     def assess(self, count: object) -> Assess | None:

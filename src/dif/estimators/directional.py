@@ -188,5 +188,5 @@ class DirectionalInfluence(FirstOrderEstimator):
         if not self.switching:
             return super()._switched(lam)
         active = self.solution.active
-        released = active.mask(active.binding) & self.solution.program.kinds.one_sided & (lam <= 0)
-        return (released | (active.mask(active.inactive) & (lam > 0))).any(1)
+        pushing = self.solution.program.kinds.pushing(lam)
+        return (active.mask(active.binding) & ~pushing | active.mask(active.inactive) & pushing).any(1)

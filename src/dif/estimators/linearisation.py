@@ -176,7 +176,7 @@ class Linearisation:
 
         def split(direction: Direction) -> tuple[Tensor, Response]:
             response = self.respond(direction, system.V)
-            holds = self.equal | (response.nu > 0)  # (P, k)
+            holds = self.equal | at.program.kinds.take(self.rows).pushing(response.nu)  # (P, k)
             patterns, which = holds[:1], torch.zeros(len(holds), dtype=torch.long, device=holds.device)
             if len(self.rows):
                 patterns, which = torch.unique(holds, dim=0, return_inverse=True)

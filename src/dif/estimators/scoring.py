@@ -23,7 +23,7 @@ from dif.problem.perturbation import Perturbation
 from dif.runtime.distributed import is_single_process
 from dif.runtime.progress import progress
 from dif.runtime.score_file import FileScores, MemoryScores
-from dif.runtime.workers import run_in_order
+from dif.runtime.workers import check_jobs, run_in_order
 
 Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy or .zarr
 ONE_BY_ONE = 16  # perturbations in a chunk, of an estimator that takes them one by one
@@ -57,6 +57,7 @@ class Scoring:
         self, work: Callable[[Perturbation], ScoredChunk], most: int, jobs: int, finish: Finish | None = None
     ) -> Influence:
         """Score chunks of at most `most` perturbations, each by one call of `work`."""
+        jobs = check_jobs(jobs)
         self.check()
         size = chunk_size(len(self.perturbations), most, jobs)
         score = lambda begin: run_in_order(work, split_perturbation(self.perturbations, size, begin), jobs)  # noqa: E731

@@ -10,7 +10,6 @@ from torch import Tensor
 from dif.estimators.influence import Change, Influence
 from dif.estimators.scoring import Out, ScoredChunk, Scoring
 from dif.estimators.training_weights import Record, RunPerturbation, single
-from dif.evaluation.program import PerConstraint
 from dif.evaluation.training_step import Weights
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
@@ -49,13 +48,7 @@ class UnrolledInfluence:
                 weights.dtau[0],
             )
             tangent = loop.step.push_forward(self.run.states[t], batch, loop.factors[t], t, tangent, dweights)
-        program = loop.step.program
-        return Change(
-            theta=program.parameters.tensors(tangent["theta"]),
-            multipliers=PerConstraint.of(program, tangent["lam"]),
-            flat=tangent["theta"],
-            diagnostics={"since": self.since},
-        )
+        return Change.of(loop.step.program, tangent["theta"], tangent["lam"], {"since": self.since})
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True
@@ -67,7 +60,7 @@ class UnrolledInfluence:
         values = record.by_row().sum(2).double().cpu()
         scoring = Scoring(self.name, self.run.end, targets, perturbations, {"since": self.since}, out, False)
 
-        def finish(influence: Influence, _: list[dict[str, Any]]) -> None:
+        def finish(influence: Influence) -> None:
             influence.diagnostics["adjoint_growth"] = growth
 
         return scoring.run(lambda begin: iter([ScoredChunk(values[begin:], {})]), len(values), finish)

@@ -125,6 +125,8 @@ class Curvature:
 
     def product(self, V: Tensor) -> Tensor:
         """Return H_ρ·v for every column v of V (d, c)."""
+        if V.shape[1] == 0:
+            return V
         HV = self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V, self.gauss_newton)
         if self.G is not None and self.R is not None and len(self.G):
             HV = HV + self.G.T @ (self.R[:, None] * (self.G @ V))

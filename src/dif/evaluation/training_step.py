@@ -174,7 +174,7 @@ class TrainingStep:
         pull = vjp(lambda t, m, g: self.optimizer.update(t, m, g, factor, step), theta, memory, g)[1]
         d_theta, d_memory, u = vmap(pull)((adjoint["theta"], adjoint["memory"]))  # (T, d)
         present = self._present(batch)
-        passed = self.program.kinds.equal | (after["lam"] > 0) | ~present  # rows whose λ was not projected
+        passed = self.program.kinds.pushing(after["lam"]) | ~present  # rows whose λ was not projected
         d_lam = torch.where(passed, adjoint["lam"], 0.0)  # (T, m)
         nu = self.dual.lr * present * d_lam
 

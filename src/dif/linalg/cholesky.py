@@ -14,7 +14,11 @@ from dif.linalg.operator import Operator
 
 
 class LinearSolver(Protocol):
-    """Interface of a solver for H_ρ X = B."""
+    """Interface of a solver for H_ρ X = B.
+
+    It raises rather than return what did not converge: a DegenerateError in the constructor where H_ρ is not positive
+    definite (the weight R of the rows is then raised and a new solver prepared), a NotConvergedError in `solve`.
+    """
 
     residual: float  # largest relative residual of all solves so far
 
@@ -24,7 +28,7 @@ class LinearSolver(Protocol):
         ...
 
     def solve(self, B: Tensor) -> Tensor:
-        """Solve H_ρ X = B for B (d, c)."""
+        """Solve H_ρ X = B for B (d, c); c may be 0."""
         ...
 
     def approximate(self, B: Tensor) -> Tensor:

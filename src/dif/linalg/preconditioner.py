@@ -16,7 +16,7 @@ _BUDGET = 24_000  # evaluations of all losses that building a preconditioner may
 
 
 class Preconditioner(Protocol):
-    """An approximate inverse of H_ρ, positive definite."""
+    """An approximate inverse of D^−½ H_ρ D^−½, positive definite, where D is `Operator.scale()`."""
 
     def apply(self, R: Tensor) -> Tensor:
         """Return P⁻¹r for every column r of R (d, c)."""

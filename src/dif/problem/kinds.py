@@ -1,4 +1,4 @@
-"""What each kind of constraint demands of its value and of its multiplier: the only place that knows the kinds."""
+"""What each kind of constraint demands of its value and of its multiplier; other rooms ask here."""
 
 from __future__ import annotations
 
@@ -29,8 +29,13 @@ class Kinds:
     @classmethod
     def of(cls, rows: Iterable[tuple[Kind, int]], device: torch.device) -> Kinds:
         """Build from the kind and the number of rows of each constraint."""
-        equal = [kind is Kind.EQUAL for kind, count in rows for _ in range(count)]
+        is_equal = {Kind.EQUAL: True, Kind.AT_MOST: False}  # a kind that is not listed here is refused
+        equal = [is_equal[kind] for kind, count in rows for _ in range(count)]
         return cls(torch.tensor(equal, dtype=torch.bool, device=device))
+
+    def take(self, rows: Tensor) -> Kinds:
+        """Return the kinds of some rows."""
+        return Kinds(self.equal[rows])
 
     @property
     def one_sided(self) -> Tensor:

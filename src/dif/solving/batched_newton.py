@@ -160,7 +160,7 @@ class BatchedNewton:
             live, omega, nu = live[exists.to(live.device)], omega[exists], nu[exists]
             if len(live) == 0:
                 return
-            pushes = nu > 0
+            pushes = self.at.program.kinds.pushing(nu)
             past.forget(live[(pushes != pushed[live]).any(1).to(live.device)])
             pushed[live] = pushes
             here = torch.cat([theta[live], lam[live]], 1)

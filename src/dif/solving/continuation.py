@@ -284,10 +284,10 @@ class PathFollower:
         """Return the rows that are active beyond the point of the prepared curvature; weak rows may go either way."""
         b, r = self._derivative(at)
         rows = torch.nonzero(active | weak).reshape(-1)
-        lam, firm = torch.zeros_like(r[rows]), torch.ones_like(active[rows])
-        _, nu = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, Kinds(active[rows]), firm)
+        lam, firm, kinds = torch.zeros_like(r[rows]), torch.ones_like(active[rows]), Kinds(active[rows])
+        _, nu = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, kinds, firm)
         ahead = active.clone()
-        ahead[rows] = active[rows] | (nu > 0)
+        ahead[rows] = kinds.pushing(nu)
         return ahead
 
     def _activate(self, at: PathPoint, active: Tensor, row: int) -> Tensor:

@@ -286,7 +286,9 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))  # a rough step is enough far from the solution
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            omega, lam = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, at.lam > 0, chosen)
+            omega, lam = kkt_step(
+                gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, program.kinds.pushing(at.lam), chosen
+            )
         except DegenerateError:
             return no_step
         except NotConvergedError:

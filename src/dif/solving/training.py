@@ -23,7 +23,7 @@ from dif.optimality.solution import Solution
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import leaves
+from dif.problem.structure import leaves, mapped
 from dif.runtime.inputs import as_index
 from dif.runtime.progress import progress
 from dif.solving.states import States, open_folder
@@ -255,4 +255,4 @@ def draw_batches(
 
 def fetch(samples: SampleLosses, index: Tensor, device: torch.device) -> Any:
     """Return the data of some samples as one batch."""
-    return next(iter(samples.storage.batches(index, len(index), device)))[1]
+    return mapped(next(samples.storage.fetch([index])), lambda t: t.to(device))

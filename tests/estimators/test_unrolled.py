@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from refusals import invalid, refused
 from trainings import classify, logistic, state_problem, violations
 
 import dif
@@ -11,6 +12,7 @@ from dif.optimality.targets import Targets
 
 F64 = torch.float64
 QUIET = {"show_progress": False}
+PLAIN = {**QUIET, "probe": 0}
 OPTIMIZERS = {
     "SGD": dif.SGD(0.1),
     "momentum": dif.SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -56,7 +58,7 @@ def by_autograd(run, data, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_scores_are_autograd_through_the_loop(optimizer):
     train, test, run, data = trained(optimizer)
-    scores = dif.UnrolledInfluence(run).scores(test, train.remove_each(), **QUIET)
+    scores = dif.UnrolledInfluence(run).scores(test, train.remove_each(), **PLAIN)
     slopes, touched = by_autograd(run, data, optimizer)
     assert touched >= 2  # multipliers at zero
     assert max(run.history.multipliers[-1]) > 0
@@ -90,7 +92,7 @@ def test_every_perturbation_is_the_difference_of_running_again(optimizer):
     for name, one in perturbations(train, run.problem, X, y).items():
         h = 1e-5
         difference = (ends(h * one) - ends(-h * one)) / (2 * h)
-        found = estimator.scores(test, one, **QUIET).values[0]
+        found = estimator.scores(test, one, **PLAIN).values[0]
         np.testing.assert_allclose(found, difference, atol=1e-6 * float(difference.abs().max()), err_msg=name)
         forward = estimator.change(one).flat @ targets.gradients(run.theta)
         np.testing.assert_allclose(forward, found, atol=1e-10 * float(found.abs().max()), err_msg=name)
@@ -109,12 +111,12 @@ def test_batches_of_targets_and_ways_to_keep_states_agree(tmp_path):
     states.every = 4
     states._kept = {t: s for t, s in states._kept.items() if t % 4 == 0 or t == states.length}
     removals = train.remove_each()
-    scores = dif.UnrolledInfluence(whole).scores(test, removals, **QUIET).values
+    scores = dif.UnrolledInfluence(whole).scores(test, removals, **PLAIN).values
     for run in (disk, some):
-        found = dif.UnrolledInfluence(run).scores(test, removals, **QUIET).values
+        found = dif.UnrolledInfluence(run).scores(test, removals, **PLAIN).values
         np.testing.assert_allclose(found, scores, atol=1e-12 * float(scores.abs().max()))
     one_by_one = [
-        dif.UnrolledInfluence(whole).scores(test.weighted(torch.eye(7)[i]), removals, **QUIET).values for i in range(7)
+        dif.UnrolledInfluence(whole).scores(test.weighted(torch.eye(7)[i]), removals, **PLAIN).values for i in range(7)
     ]
     np.testing.assert_allclose(torch.cat(one_by_one, 1), scores, atol=1e-12 * float(scores.abs().max()))
 
@@ -125,10 +127,10 @@ def test_since_leaves_the_steps_before_as_they_were():
     targets, h = Targets(test, run.end), 1e-5
     ends = [targets.values(next(iter(rerun(run, sign * h * removal, 6)))[0][0]) for sign in (1, -1)]
     difference = (ends[0] - ends[1]) / (2 * h)
-    found = estimator.scores(test, removal, **QUIET).values[0]
+    found = estimator.scores(test, removal, **PLAIN).values[0]
     np.testing.assert_allclose(found, difference, atol=1e-6 * float(difference.abs().max()))
     np.testing.assert_allclose(estimator.change(removal).flat @ targets.gradients(run.theta), found, atol=1e-12)
-    late = dif.UnrolledInfluence(run, since=run.loop.length).scores(test, removal, **QUIET).values
+    late = dif.UnrolledInfluence(run, since=run.loop.length).scores(test, removal, **PLAIN).values
     assert float(late.abs().max()) == 0
 
 
@@ -151,3 +153,45 @@ def test_removals_carried_out_together_are_those_carried_out_alone():
             lam[:2] = lam[:2].clamp(min=0)
         np.testing.assert_allclose(thetas[i], theta, atol=1e-12)
         np.testing.assert_allclose(lams[i], lam, atol=1e-12)
+
+
+def test_retraining_of_a_run_is_kept_and_compared(tmp_path, monkeypatch):
+    train, test, run, _ = trained(OPTIMIZERS["momentum"])
+    removals = train.remove_each(range(20))
+    actual = dif.Retraining(run, keep=tmp_path / "kept", show_progress=False).scores(test, removals)
+    ((thetas, _),) = rerun(run, removals)
+    targets = Targets(test, run.end)
+    expected = torch.stack([targets.values(theta) - targets.values(run.theta) for theta in thetas])
+    np.testing.assert_allclose(actual.values, expected, atol=1e-12)
+    predicted = dif.UnrolledInfluence(run).scores(test, removals, **QUIET)
+    assert predicted.compare(actual).pearson > 0.95
+    probed = predicted.diagnostics["probe"]
+    assert len(probed["actual"]) == 4
+    assert probed["agreement"] > 0.9
+    change = dif.Retraining(run, show_progress=False).change(train.remove([3]))
+    np.testing.assert_allclose(change.flat, thetas[3] - run.theta, atol=1e-12)
+
+    monkeypatch.setattr("dif.estimators.retraining.rerun", lambda *_: pytest.fail("trained again"))
+    again = dif.Retraining(run, keep=tmp_path / "kept", show_progress=False).scores(test, removals)
+    assert torch.equal(again.values, actual.values)
+
+
+def test_a_chaotic_run_is_refused_with_its_probes():
+    X, y, group, params = classify(n=40)
+    train, problem = state_problem(X, y, group)
+    wild = dif.Training(problem, params, dif.SGD(3.0, momentum=0.9), dif.Ascent(3.0), 9, 12, 1).run(**QUIET)
+    error = refused(
+        dif.DegenerateError,
+        lambda: dif.UnrolledInfluence(wild).scores(train.mean(), train.remove_each(), **QUIET),
+        "its derivative predicts nothing",
+    )
+    assert "predicted (actual)" in error.found
+    recorded = dif.UnrolledInfluence(wild, strict=False).scores(train.mean(), train.remove_each(), **QUIET)
+    assert not recorded.diagnostics["probe"]["agreement"] > 0.5
+    assert recorded.diagnostics["adjoint_growth"] > 100
+
+
+def test_wrong_input_is_refused():
+    _, _, run, _ = trained(OPTIMIZERS["SGD"], epochs=1)
+    invalid(lambda: dif.UnrolledInfluence(run.end), "type Solution", "It differentiates through the steps")
+    invalid(lambda: dif.UnrolledInfluence(run, since=99), "`since` is 99.", "Perturbations take effect at that step.")

@@ -13,6 +13,7 @@ import torch
 from dif.errors import DifError, NotConvergedError
 from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
+from dif.estimators.rerun import rerun, runs_at_once
 from dif.estimators.retraining_cache import RetrainingCache
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
 from dif.evaluation.weight_change import Direction
@@ -26,6 +27,7 @@ from dif.runtime.workers import check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import FitState
 from dif.solving.fit import Found, check_limits, resolve_tolerance, solve
+from dif.solving.training import Run
 
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
@@ -35,11 +37,14 @@ Outcome = tuple[Found | None, DifError | None]  # where a solve ended, and why i
 class Retraining:
     """Solves each changed problem from θ̄, λ̄ to the same tolerance as `fit`, and reports the residual.
 
+    Of a training run it makes the same training again on the changed data: same start, same batches, many at once.
+
     Where the model can be mapped over parameters, many are solved at once by Newton steps that use the curvature at θ̄
     as preconditioner. Those that do not converge are solved one by one as in `fit`, from where they stopped.
 
     Args:
-        solution: Warm start; it should be a solution, so that the perturbation alone explains the difference.
+        solution: Warm start; it should be a solution, so that the perturbation alone explains the difference. Or a
+            `dif.Run`; then `tol` and `max_iter` do not matter.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
         max_iter: Limit on the iterations per perturbation.
         strict: Raise where the point is not a solution, or a retraining fails; False records it and gives NaN.
@@ -52,7 +57,7 @@ class Retraining:
 
     def __init__(
         self,
-        solution: Solution,
+        solution: Solution | Run,
         *,
         tol: float | None = None,
         max_iter: int = 20_000,
@@ -61,14 +66,16 @@ class Retraining:
         jobs: int = 1,
         show_progress: bool = True,
     ) -> None:
-        self.solution = expect_solution(solution)
+        self._run = solution if isinstance(solution, Run) else None
+        solution = solution.end if isinstance(solution, Run) else expect_solution(solution)
+        self.solution = solution
         self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_iter, None)
         self.max_iter = max_iter
         self.jobs = check_jobs(jobs)
         self.strict = strict
         self.show_progress = show_progress
-        if strict:
+        if strict and self._run is None:
             solution.check()
             solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
         self._cache = None if keep is None else RetrainingCache.open(keep, solution, self.tol)
@@ -117,6 +124,9 @@ class Retraining:
     def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""
         cached = {} if self._cache is None else self._cache.load(perturbations)
+        if self._run is not None:
+            yield from self._train_again(self._run, perturbations, cached)
+            return
         outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
         unfinished = [([p], perturbations[p], end) for p, end in cached.items() if not end.reached]
         if len(outcomes) < len(perturbations) and self._batched is None:
@@ -146,6 +156,24 @@ class Retraining:
                 if not is_cached:
                     numbers = list(group)  # consecutive
                     yield numbers, perturbations[numbers[0] : numbers[-1] + 1], None
+
+    def _train_again(self, run: Run, perturbations: Perturbation, cached: dict[int, Found]) -> Iterator[Outcome]:
+        """Train on the changed data and yield where each training ended, in order; finished chunks are cached."""
+        size = runs_at_once(run) if self._cache is None else min(runs_at_once(run), _CACHED_CHUNK)
+        for begin in range(0, len(perturbations), size):
+            numbers = range(begin, min(begin + size, len(perturbations)))
+            if not all(p in cached for p in numbers):
+                chunk = perturbations[begin : numbers.stop]
+                ((thetas, lams),) = rerun(run, chunk)
+                ends = [Found(theta, lam, residual=0.0, goal=1.0) for theta, lam in zip(thetas, lams, strict=True)]
+                cached |= dict(zip(numbers, ends, strict=True))
+                if self._cache is not None:
+                    self._cache.save(Direction(self.solution.program, chunk), range(len(chunk)), ends)
+            for p in numbers:
+                failure = None if bool(torch.isfinite(cached[p].theta).all()) else _diverged(perturbations[p])
+                if failure is not None and self.strict:
+                    raise failure
+                yield cached[p], failure
 
     def _solve_task(self, task: tuple[Perturbation, Found | None]) -> list[Outcome]:
         """Solve a chunk of perturbations, or a single one from where an earlier run stopped."""
@@ -206,3 +234,12 @@ class Retraining:
         if failure is not None and self.strict:
             raise failure
         return end, failure
+
+
+def _diverged(perturbation: Perturbation) -> NotConvergedError:
+    return NotConvergedError(
+        f"The training became NaN or infinite after {perturbation.labels[0]!r}.",
+        "It must stay finite.",
+        "The same training on the changed data diverges, so there is no difference to report.",
+        "Use a smaller learning rate, or strict=False to record NaN.",
+    )

@@ -7,15 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.errors import DegenerateError, InvalidInputError
 from dif.estimators.influence import Change, Influence
-from dif.estimators.scoring import Out, ScoredChunk, Scoring
+from dif.estimators.rerun import rerun
+from dif.estimators.scoring import Out, ScoredChunk, Scoring, differences
 from dif.estimators.training_weights import Record, RunPerturbation, single
 from dif.evaluation.training_step import Weights
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.runtime.inputs import as_index
 from dif.runtime.progress import progress
 from dif.runtime.workers import check_jobs
 from dif.solving.training import Run
+
+_UNRELATED = 0.5  # cosine of predicted and actual changes at or below which they have nothing to do with each other
 
 
 class UnrolledInfluence:
@@ -28,12 +33,29 @@ class UnrolledInfluence:
     Args:
         run: A finished run, `dif.Training(...).run()`.
         since: The step at which perturbations take effect; those before it stay as they were.
+        strict: Raise where the predictions have nothing to do with the perturbations that are carried out to check
+            them; False records it.
     """
 
     name = "unrolled"
 
-    def __init__(self, run: Run, *, since: int = 0) -> None:
-        self.run, self.since = run, since
+    def __init__(self, run: Run, *, since: int = 0, strict: bool = True) -> None:
+        if not isinstance(run, Run):
+            raise InvalidInputError(
+                f"UnrolledInfluence was given an object of type {type(run).__name__}.",
+                "It must be given a dif.Run.",
+                "It differentiates through the steps of a training run.",
+                "Train with dif.Training(...).run(); for a solution of `fit` use DirectionalInfluence.",
+            )
+        number = as_index(since)
+        if number is None or not 0 <= number <= run.loop.length:
+            raise InvalidInputError(
+                f"`since` is {since!r}.",
+                f"It must be an integer from 0 to {run.loop.length}, the number of steps.",
+                "Perturbations take effect at that step.",
+                "Leave it out for the first step.",
+            )
+        self.run, self.since, self.strict = run, number, strict
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ at the end of the run, by one sweep forwards."""
@@ -51,9 +73,14 @@ class UnrolledInfluence:
         return Change.of(loop.step.program, tangent["theta"], tangent["lam"], {"since": self.since})
 
     def scores(
-        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True
-    ) -> Influence:
-        """Predict the change of each target under each perturbation. Keywords as in `dif.Estimator`."""
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True,
+        probe: int = 4,
+    ) -> Influence:  # fmt: skip
+        """Predict the change of each target under each perturbation. Keywords as in `dif.Estimator`.
+
+        The derivative through a chaotic run means nothing, so `probe` of the perturbations, half of them the strongest
+        and half random, are carried out and compared with their predictions: `diagnostics["probe"]`. 0 skips this.
+        """
         check_jobs(jobs)
         targets = Targets(target, self.run.end)
         record, growth = self._sweep(targets, perturbations, show_progress)
@@ -61,7 +88,9 @@ class UnrolledInfluence:
         scoring = Scoring(self.name, self.run.end, targets, perturbations, {"since": self.since}, out, False)
 
         def finish(influence: Influence) -> None:
-            influence.diagnostics["adjoint_growth"] = growth
+            influence.diagnostics.update(adjoint_growth=growth, multipliers_at_zero=self._count_zeros())
+            if probe:
+                influence.diagnostics["probe"] = self._probe(probe, targets, perturbations, values)
 
         return scoring.run(lambda begin: iter([ScoredChunk(values[begin:], {})]), len(values), finish)
 
@@ -72,6 +101,43 @@ class UnrolledInfluence:
         names = ("objective", *self.run.end.program.names)
         title = f"{self.name}, by term, on {targets.names[0]}"
         return Influence(record.by_row()[:, 0].double().cpu(), perturbations, names, title, {"since": self.since})
+
+    def _count_zeros(self) -> int:
+        """Count the steps at which a multiplier of an inequality fell to zero."""
+        lam = torch.stack([self.run.states[t]["lam"] for t in range(self.run.loop.length + 1)])
+        return int(((lam[1:] == 0) & (lam[:-1] > 0)).sum())
+
+    def _probe(self, count: int, targets: Targets, perturbations: Perturbation, values: Tensor) -> dict[str, Any]:
+        """Carry out some of the perturbations and compare them with their predictions."""
+        strength = (values.abs() / values.abs().max(0).values.clamp(min=torch.finfo(values.dtype).tiny)).sum(1)
+        order = strength.nan_to_num(posinf=0.0).argsort(descending=True)
+        strongest, others = order[: -(-count // 2)], order[-(-count // 2) :]
+        random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: count // 2]]
+        rows = torch.cat([strongest, random]).tolist()
+        ends = torch.cat([theta for theta, _ in rerun(self.run, perturbations.pick(rows), self.since)])
+        actual, predicted = differences(self.run.end, targets, ends - self.run.theta), values[rows]
+        scale = torch.maximum(actual.abs(), predicted.abs()).max(0).values.clamp(min=torch.finfo(values.dtype).tiny)
+        a, p = (actual / scale).reshape(-1), (predicted / scale).reshape(-1)
+        agreement = float(a @ p / (a.norm() * p.norm()).clamp(min=torch.finfo(a.dtype).tiny))
+        error = float((a - p).norm() / a.norm().clamp(min=torch.finfo(a.dtype).tiny))
+        found = {
+            "perturbations": [perturbations[row].labels[0] for row in rows],
+            "predicted": predicted.tolist(),
+            "actual": actual.tolist(),
+            "relative_error": error,
+            "agreement": agreement,
+        }
+        if self.strict and not agreement > _UNRELATED:
+            pairs = ", ".join(f"{x:.3g} ({y:.3g})" for x, y in zip(predicted[:, 0], actual[:, 0], strict=True))
+            raise DegenerateError(
+                f"Carried out, {len(rows)} of the perturbations agree with their predictions by {agreement:.2g}: "
+                f"predicted (actual) for {targets.names[0]} {pairs}.",
+                f"The cosine of predictions and actual changes must be above {_UNRELATED:g}.",
+                "The training is chaotic or not smooth at this scale, so its derivative predicts nothing.",
+                "Use smaller steps, larger batches, a warm start (pretrained by SGD with steps as large as these), "
+                "eps_root for Adam, smooth activations, or since= for the last part; strict=False records it.",
+            )
+        return found
 
     def _sweep(self, targets: Targets, perturbations: Perturbation, show_progress: bool) -> tuple[Record, float]:
         """Go back over the run; return the derivatives in all weights, and the growth of the adjoint."""

@@ -164,10 +164,10 @@ def run_study(
     estimator = dif.UnrolledInfluence(run)
     every = task.train.remove_each()
     _, found["seconds"]["sweep, one target"] = _timed(
-        device, lambda: estimator.scores(task.targets[4], every, show_progress=False)
+        device, lambda: estimator.scores(task.targets[4], every, show_progress=False, probe=0)
     )
     scores, found["seconds"]["sweep, six targets"] = _timed(
-        device, lambda: estimator.scores(task.targets, every, show_progress=False)
+        device, lambda: estimator.scores(task.targets, every, show_progress=False, probe=0)
     )
     end = run.end
     found["parameters"], found["steps"] = end.theta.numel(), run.loop.length
@@ -185,7 +185,7 @@ def run_study(
         ends = [theta for thetas, _ in rerun(run, removals) for theta in thetas]
         actual[kind] = torch.stack([targets.values(theta) - before for theta in ends]).double().cpu()
         found["seconds"][f"retraining {kind}"] = time.perf_counter() - began
-        predicted = estimator.scores(task.targets, removals, show_progress=False).values
+        predicted = estimator.scores(task.targets, removals, show_progress=False, probe=0).values
         found["r"][kind] = {"unrolled": correlations(predicted, actual[kind])}
         say(f"{kind}: r {min(found['r'][kind]['unrolled']):.4f} … {max(found['r'][kind]['unrolled']):.4f}")
         save()

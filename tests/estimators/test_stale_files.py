@@ -262,7 +262,7 @@ def test_a_checkpoint_of_another_problem_is_not_resumed(tmp_path):
 
     assert solved(0.05, 1.2) > 0
     assert solved(0.05, -1.2) > 0  # the same problem resumes
-    with pytest.warns(UserWarning, match="is of another problem"):
+    with pytest.warns(UserWarning, match="belongs to another problem"):
         assert solved(0.06, -1.2) < 0
 
 

@@ -193,5 +193,18 @@ def test_a_chaotic_run_is_refused_with_its_probes():
 
 def test_wrong_input_is_refused():
     _, _, run, _ = trained(OPTIMIZERS["SGD"], epochs=1)
+    invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "type Solution", "It differentiates through the steps")
     invalid(lambda: dif.UnrolledInfluence(run, since=99), "`since` is 99.", "Perturbations take effect at that step.")
+
+
+def test_a_training_that_diverges_without_a_sample_is_refused_or_recorded(monkeypatch):
+    train, test, run, _ = trained(OPTIMIZERS["SGD"], epochs=1)
+    lost = [(torch.full((1, len(run.theta)), float("nan"), dtype=F64), run.end.lam[None])]
+    monkeypatch.setattr("dif.estimators.retraining.rerun", lambda *_: iter(lost))
+    action = lambda: dif.Retraining(run, show_progress=False).scores(test, train.remove([1]))  # noqa: E731
+    text = "The same training on the changed data diverges, so there is no difference to report."
+    refused(dif.NotConvergedError, action, "'remove train[1]'", text)
+    recorded = dif.Retraining(run, strict=False, show_progress=False).scores(test, train.remove([1]))
+    assert bool(torch.isnan(recorded.values).all())
+    assert list(recorded.diagnostics["failed"]) == ["remove train[1]"]

@@ -125,3 +125,40 @@ def test_what_cannot_be_carried_out_is_refused():
         with pytest.raises(dif.InvalidInputError) as caught:
             problem.after(wrong)
         assert caught.value.meaning == meaning
+
+
+def test_what_estimators_refuse_is_refused_here():
+    X, y = torch.randn(12, 2, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(12.0, dtype=F64)
+    train = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
+    other = dif.Samples(lambda p, z: (z @ p["w"]) ** 2, X, name="other")
+    cap, bound = train.mean() <= 5.0, other.mean() <= 9.0
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [cap, bound])
+    for terms, text in (([42], "`terms` contains 42."), ([bound], "restricted to terms that do not use these samples")):
+        with pytest.raises(dif.InvalidInputError, match=text):
+            problem.after(train.remove([1], terms=terms))
+    with pytest.raises(dif.InvalidInputError, match="has 2 values"):
+        problem.after(cap.shift(torch.tensor([1.0, 2.0])))
+
+
+def test_means_stay_means_after_a_change_of_weights():
+    X, y = torch.randn(12, 2, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(12.0, dtype=F64)
+    train = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
+    rare, none = train.mean(where=torch.arange(12) == 0), train.mean(where=torch.arange(12) == 5)
+    problem = dif.Problem(train.mean() + none - none + dif.ridge(0.1), [rare <= 50.0])
+    half = problem.after(0.5 * train.remove([3]))
+    gone, straight = half.after(train.remove([3])), problem.after(train.remove([3]))
+    start = {"w": torch.zeros(2, dtype=F64)}
+    solutions = [dif.fit(p, start, show_progress=False) for p in (gone, straight)]
+    np.testing.assert_allclose(solutions[0].theta, solutions[1].theta, atol=1e-9)
+    at_half = dif.fit(half, start, show_progress=False)
+    newton = dif.NewtonInfluence(at_half).change(train.remove([3]))
+    np.testing.assert_allclose(at_half.theta + newton.flat, solutions[1].theta, atol=1e-8)
+
+    solution = dif.fit(problem, start, show_progress=False)
+    new = (X[:1] + 0.1, y[:1])
+    swapped = dif.PathInfluence(solution).follow(train.replace([0], new)).end  # the only member of a term
+    changed = dif.fit(problem.after(train.replace([0], new)), start, show_progress=False)
+    np.testing.assert_allclose(swapped.theta, changed.theta, atol=1e-8)
+    path = dif.PathInfluence(solution).follow(train.remove([5]))  # the only member of a term that cancels
+    alone = dif.fit(path.end.problem, start, show_progress=False)
+    np.testing.assert_allclose(path.end.theta, alone.theta, atol=1e-8)

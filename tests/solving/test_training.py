@@ -111,6 +111,10 @@ def test_wrong_input_is_refused():
     invalid(
         lambda: dif.Training(problem, params, dif.SGD(0.1), batch_size=0), "`batch_size` is 0.", "the batches of the"
     )
+    for options in ({"optimizer": "sgd"}, {"dual": 3}, {"schedule": "linear"}):
+        ((name, value),) = options.items()
+        build = lambda options=options: dif.Training(problem, params, **{"optimizer": dif.SGD(0.1), **options})  # noqa: E731
+        invalid(build, f"`{name}` is {value!r}.", "Every step of the training uses it.")
     half = {name: t.to(torch.bfloat16) for name, t in params.items()}
     coarse = dif.Samples(logistic, (X.to(torch.bfloat16), y.to(torch.bfloat16)), name="coarse")
     action = lambda: dif.Training(dif.Problem(coarse.mean()), half, dif.SGD(0.1)).run()  # noqa: E731

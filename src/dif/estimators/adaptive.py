@@ -23,7 +23,7 @@ from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
 from dif.runtime.workers import check_jobs
 
-SAID = 0.03  # estimated relative error above which a warning is given if no accuracy is asked for
+WARN_ABOVE = 0.03  # estimated relative error above which a warning is given if no accuracy is asked for
 _CHUNK = 32  # perturbations in a chunk
 
 
@@ -192,14 +192,14 @@ class AdaptiveInfluence:
 
 
 def _warn_inaccurate(perturbations: Perturbation, errors: list[float]) -> None:
-    """Warn where estimated relative errors of DIF are above SAID."""
-    inaccurate = [p for p, error in enumerate(errors) if not error <= SAID]
+    """Warn where estimated relative errors of DIF are above WARN_ABOVE."""
+    inaccurate = [p for p, error in enumerate(errors) if not error <= WARN_ABOVE]
     if inaccurate:
         worst = max(inaccurate, key=lambda p: errors[p])
         warn(
-            f"The estimated relative error of the first-order prediction is above {SAID:g} for {len(inaccurate)} of "
-            f"{len(errors)} perturbations ({few(inaccurate)}). It is largest, {errors[worst]:.2g}, for "
-            f"{perturbations[worst].labels[0]!r}. Pass accuracy=0.01 to continue with a Newton step or the whole path "
-            "where needed.",
+            f"The estimated relative error of the first-order prediction is above {WARN_ABOVE:g} for "
+            f"{len(inaccurate)} of {len(errors)} perturbations ({few(inaccurate)}). It is largest, "
+            f"{errors[worst]:.2g}, for {perturbations[worst].labels[0]!r}. Pass accuracy=0.01 to continue "
+            "with a Newton step or the whole path where needed.",
             FirstOrderWarning,
         )

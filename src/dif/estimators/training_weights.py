@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.evaluation.training_step import Batch, Part, WeightGradients, Weights
-from dif.evaluation.weight_change import Direction
+from dif.evaluation.weight_change import Direction, check_perturbation
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
 from dif.solving.training import TrainingLoop, fetch
 
@@ -204,6 +204,7 @@ class Record:
 
 def single(loop: TrainingLoop, perturbation: Perturbation, since: int = 0) -> RunPerturbation:
     """Resolve one perturbation; refuse several."""
+    check_perturbation(perturbation)
     if len(perturbation) != 1:
         raise InvalidInputError(
             f"`change` was given {len(perturbation)} perturbations.",

@@ -179,7 +179,7 @@ def _check_rates(**rates: float) -> None:
             name,
             zero=True,
             meaning="Rates of an optimiser are numbers from 0 up.",
-            cure="Leave it out for the default of torch.optim.",
+            cure="Use the value that you would pass to torch.optim.",
         )
         if name in ("momentum", "beta1", "beta2") and not rate < 1:
             raise InvalidInputError(

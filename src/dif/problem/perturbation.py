@@ -141,6 +141,17 @@ class Shift(_Single):
         return [f"shift {self.constraint.name or 'a constraint'} by {self.written}"]
 
 
+def check_shift(shift: Shift, rows: int) -> None:
+    """Refuse a shift that has neither one value nor one for each row of its constraint."""
+    if shift.dtau.dim() and shift.dtau.numel() != rows:
+        raise InvalidInputError(
+            f"The shift of {shift.constraint.name or 'a constraint'} has {shift.dtau.numel()} values.",
+            "It must have 1 value." if rows == 1 else f"It must have 1 value, or {rows}.",
+            "A shift moves every row alike, or each by its own amount.",
+            "Pass one number, or one per row.",
+        )
+
+
 def unused_error(samples: SampleLosses) -> InvalidInputError:
     """Build the error for a perturbation of samples that the problem does not have."""
     return InvalidInputError(

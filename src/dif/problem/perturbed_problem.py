@@ -34,6 +34,8 @@ def apply_perturbation(
         relevant = [(scale, a) for scale, a in actions if a.terms is None or any(owner is t for t in a.terms)]
         sums = []
         for c, part in term.sums:
+            if c == 0:
+                continue
             key = (id(part), *(id(action) for _, action in relevant))
             if key not in cache:
                 cache[key] = _reweight(part, relevant, extended, starts)
@@ -99,16 +101,18 @@ def _reweight(
             start = starts[id(action)]
             after[start : start + len(action.new)] = _weigh_new(part, action)
         if not isinstance(action, Reweighting):
-            count = int((after != 0).sum())
-            if count == 0:
+            refilled = not action.renormalise and any(isinstance(a, Addition) for _, a in relevant)
+            if not refilled and not bool((after != 0).any()):
                 raise InvalidInputError(
                     f"The perturbation leaves 0 samples in {part.words!r}.",
                     "At least 1 sample must be left.",
                     "A term without samples is not defined.",
                     "Remove fewer samples, or state the problem without that term.",
                 )
-            if part.normalised and action.renormalise:  # a mean is taken over the samples that it has now
-                after *= int((before != 0).sum()) / count
+            if (
+                part.normalised and action.renormalise and float(after.sum())
+            ):  # a mean is taken over the samples that it has now
+                after *= float(before.sum() / after.sum())
         weights = weights + scale * (after - old)
     return part if not relevant and samples is part.samples else replace(part, samples=samples, weights=weights)
 
@@ -119,4 +123,5 @@ def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
         return part.weights[addition.like]
     if not part.everyone:
         raise addition.unknown_in([part.words])
-    return part.weights.max().expand(len(addition.new))
+    members = part.weights[part.weights != 0]
+    return members.mean().expand(len(addition.new))  # that of the average member

@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import cast
 
 from dif.errors import InvalidInputError, SameDataWarning, warn
-from dif.problem.perturbation import Perturbation, Shift, unused_error
+from dif.problem.perturbation import Action, Perturbation, Shift, check_shift, unused_error
 from dif.problem.perturbed_problem import apply_perturbation
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, Expression, Term
@@ -89,7 +89,11 @@ class Problem:
         """
         if not isinstance(perturbation, Perturbation) or len(perturbation) != 1:
             several = isinstance(perturbation, Perturbation)
-            objects = f"{len(perturbation)} perturbations were" if several else f"A {type(perturbation).__name__} was"
+            objects = (
+                f"{len(perturbation)} perturbations were"
+                if several
+                else f"An object of type {type(perturbation).__name__} was"
+            )
             raise InvalidInputError(
                 f"{objects} given to Problem.after.",
                 "It takes one Perturbation.",
@@ -97,14 +101,38 @@ class Problem:
                 "Use train.remove([1, 2, 3]), or select one: perturbations[i].",
             )
         for _, action in perturbation.pieces:
-            if isinstance(action, Shift):
-                self.position(action.constraint)
-            elif all(people is not action.samples.population for people in self.people):
-                raise unused_error(action.samples)
+            self.check_action(action)
         objective, constraints = apply_perturbation(perturbation, self.objective, self.constraints)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SameDataWarning)  # already given when the problem was stated
             return Problem(objective, constraints)
+
+    def check_action(self, action: Action) -> None:
+        """Refuse an action on samples, terms or constraints that are not of this problem."""
+        if isinstance(action, Shift):
+            rows = self.constraints[self.position(action.constraint)].known_rows
+            if action.dtau.numel() > 1 and rows is not None:
+                check_shift(action, rows)
+            return
+        if all(people is not action.samples.population for people in self.people):
+            raise unused_error(action.samples)
+        for term in action.terms or ():
+            if term is not self.objective and not any(term is c for c in self.constraints):
+                raise InvalidInputError(
+                    f"`terms` contains {term!r}.",
+                    "Each term must be the problem's own objective or one of its constraint objects.",
+                    "Terms are told apart by identity.",
+                    "Use problem.objective and problem.constraints[j].",
+                )
+        owners = (self.objective, *self.constraints) if action.terms is None else action.terms
+        sums = [pair for t in owners for pair in (t.term if isinstance(t, Constraint) else t).sums]
+        if not any(c != 0 and part.samples.population is action.samples.population for c, part in sums):
+            raise InvalidInputError(
+                f"The perturbation of {action.samples.name!r} is restricted to terms that do not use these samples.",
+                "At least one of the terms must use them.",
+                "Nothing would change.",
+                "Name terms that use them, or leave `terms` out.",
+            )
 
     def position(self, constraint: Constraint) -> int:
         """Return the number of a constraint of this problem."""

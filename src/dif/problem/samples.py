@@ -127,9 +127,9 @@ class Samples(SampleLosses):
     ) -> Perturbation:
         """Return one perturbation that adds new samples (same structure as `data`, same loss).
 
-        They are added to the means and sums over all samples. Whether they belong to a masked mean, or what they weigh
-        in a weighted sum, only you know: `like=i` (one index, or one per new sample) gives them the memberships and
-        weights of sample i.
+        They are added to the means and sums over all samples, with the average weight of their members. Whether they
+        belong to a masked mean, or what they weigh in a weighted sum, only you know: `like=i` (one index, or one per
+        new sample) gives them the memberships and weights of sample i.
         """
         new = self._new_samples(data, "new")
         entries = Entries.of([list(range(len(new)))])

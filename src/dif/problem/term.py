@@ -161,6 +161,16 @@ class Constraint:
     negated: bool = False
     name: str | None = None
 
+    @property
+    def known_rows(self) -> int | None:
+        """Number of rows, where it does not depend on the parameters' layout; None where it does."""
+        rows = [self.tau.numel()] if self.tau.dim() else []
+        for _, f in self.term.functions:
+            if f.matrix is None and f.ridge is None:
+                return None
+            rows.append(1 if f.matrix is None or f.matrix.dim() == 1 else len(f.matrix))
+        return max(rows, default=1)
+
     def named(self, name: str) -> Constraint:
         """Return the same constraint with a name, which is shown by `active`, Δλ and reports."""
         return replace(self, name=name)

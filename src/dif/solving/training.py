@@ -102,6 +102,19 @@ class Training:
                     "It sets the batches of the training.",
                     "Pass batch_size=250, epochs=5, seed=0, say.",
                 )
+        known = self.schedule in (None, "cosine") or callable(self.schedule)
+        for name, sound, wanted, example in (
+            ("optimizer", hasattr(self.optimizer, "update"), "an optimiser of dif", "dif.SGD(0.02, momentum=0.9)"),
+            ("dual", isinstance(self.dual, Ascent), "a dif.Ascent", "dif.Ascent(0.5)"),
+            ("schedule", known, 'None, "cosine" or a function of the share done', '"cosine"'),
+        ):
+            if not sound:
+                raise InvalidInputError(
+                    f"`{name}` is {getattr(self, name)!r}.",
+                    f"It must be {wanted}.",
+                    "Every step of the training uses it.",
+                    f"Pass {example}, say.",
+                )
 
     @cached_property
     def loop(self) -> TrainingLoop:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dif
 from dif import plots
-from dif.estimators.adaptive import SAID
+from dif.estimators.adaptive import WARN_ABOVE
 from dif.optimality.targets import Targets
 from dif.runtime.progress import progress
 from dif.studies import results
@@ -130,9 +130,9 @@ def count_warnings(task: Task, solution: dif.Solution, removals: dif.Perturbatio
                 scores = grouped.scores(target, perturbation)
                 expected += scores.diagnostics["remainders"]
                 error += ((scores.values[:, 0] - actual) / actual).abs().tolist()
-    off, fired = torch.tensor(error), torch.tensor(expected) > SAID
+    off, fired = torch.tensor(error), torch.tensor(expected) > WARN_ABOVE
     return {
-        "threshold": SAID,
+        "threshold": WARN_ABOVE,
         "beyond 10 %": int((off > 0.1).sum()),
         "fired beyond 10 %": float(fired[off > 0.1].double().mean()),
         "below 1 %": int((off < 0.01).sum()),

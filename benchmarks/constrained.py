@@ -74,7 +74,7 @@ def overhead() -> dict[str, Any]:
     def judged() -> float:
         fresh = dif.Solution(solved[1].problem, solved[1].params, solved[1].lam)
         fresh.check()
-        return timed(fresh._check_differences, 1)[0]
+        return timed(fresh.derivatives, 1)[0]
 
     prepared = dif.DirectionalInfluence(solved[1], switching=False)
     solve, _ = timed(lambda: prepared.linearisation.system.solver.solve(torch.ones_like(free.theta)[:, None]), 50)

@@ -402,7 +402,7 @@ import dif.runtime.memory, dif.evaluation.sweeps
 dif.runtime.memory.NUMBERS_AT_ONCE = dif.evaluation.sweeps._PASS = 2**40  # as if there were room for everything
 dif.runtime.memory.numbers_at_once.__defaults__ = (2**40,)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, resource.RLIM_INFINITY))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     found = solution.curvature.product(V)

@@ -253,14 +253,6 @@ def error(found: np.ndarray, true: np.ndarray, unit: float = 1.0) -> float:
     return float(np.linalg.norm(found - true) / max(np.linalg.norm(true), FLOOR * unit))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 # The tests
 
 

@@ -27,14 +27,6 @@ settings.register_profile(
 SETTINGS = settings.get_profile("fuzz")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def check_parts(error: dif.DifError) -> None:
     """Check that an error has all four parts."""
     assert all([error.found, error.allowed, error.meaning, error.cure])

@@ -10,6 +10,7 @@ from dif.estimators.training_weights import RunPerturbation
 from dif.evaluation.cost import cost
 from dif.evaluation.training_step import State
 from dif.problem.perturbation import Perturbation
+from dif.problem.structure import mapped
 from dif.runtime.memory import numbers_at_once
 from dif.runtime.progress import Reporter
 from dif.solving.training import Run
@@ -41,11 +42,10 @@ def rerun(
 def _advance_all(run: Run, change: RunPerturbation, begin: int, end: int) -> Iterator[tuple[int, State]]:
     """Carry out perturbations begin … end − 1 together; yield the states after every step."""
     loop, P = run.loop, end - begin
-    state = _repeat(run.states[change.since], P)
+    state = mapped(run.states[change.since], lambda t: t.expand(P, *t.shape))
     for t in range(change.since, loop.length):
         batch = change.batch(t)
         weights = change.weights(t, batch, begin, end)
-
         state = loop.step.advance_many(state, batch, loop.factors[t], t, weights)
         yield t + 1, state
 
@@ -58,10 +58,3 @@ def runs_at_once(run: Run) -> int:
         each = cost(table.samples, program.parameters, theta)
         numbers += len(index) * (each.inputs + 2 * each.elements)
     return max(1, 4 * numbers_at_once(theta) // numbers)
-
-
-def _repeat(state: State, P: int) -> State:
-    def repeat(t: Tensor) -> Tensor:
-        return t.expand(P, *t.shape)
-
-    return {"theta": repeat(state["theta"]), "lam": repeat(state["lam"]), "memory": tuple(map(repeat, state["memory"]))}

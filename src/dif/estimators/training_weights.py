@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
 from dif.evaluation.training_step import Batch, Part, WeightGradients, Weights
-from dif.evaluation.weight_change import Direction, check_perturbation
+from dif.evaluation.weight_change import Direction
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
 from dif.solving.training import TrainingLoop, fetch
 
@@ -107,13 +106,8 @@ class RunPerturbation:
         for extra in self.extras:
             index, part = extra.steps.get(t), extra.part
             if index is not None and t >= self.since:
-                table = loop.step.program.rows.tables[part.table]
-                scale = torch.where(
-                    loop.step.means[loop.step.program.rows.columns(part.table)],
-                    1.0,
-                    len(table.samples) / len(parts[part.table].index),
-                )
-                U = part.U[:, index.to(part.U.device)] * scale.to(part.U)[:, None]
+                scale = loop.scale(part.table, len(parts[part.table].index))
+                U = part.U[:, index.to(part.U.device)] * scale
                 data = fetch(part.samples, index, part.U.device)
                 parts.append(Part(part.table, part.samples, data, index, U, extra=True))
         return tuple(parts)
@@ -200,16 +194,3 @@ class Record:
             else:
                 total.index_add_(0, entry.owner.to(total.device), effect)
         return total
-
-
-def single(loop: TrainingLoop, perturbation: Perturbation, since: int = 0) -> RunPerturbation:
-    """Resolve one perturbation; refuse several."""
-    check_perturbation(perturbation)
-    if len(perturbation) != 1:
-        raise InvalidInputError(
-            f"`change` was given {len(perturbation)} perturbations.",
-            "It takes exactly one.",
-            "A Change is the answer to one perturbation.",
-            "Use scores(...) for many, or change(perturbations[i]).",
-        )
-    return RunPerturbation(loop, perturbation, since)

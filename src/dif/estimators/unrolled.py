@@ -11,10 +11,12 @@ from dif.errors import DegenerateError, InvalidInputError
 from dif.estimators.influence import Change, Influence
 from dif.estimators.rerun import rerun
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, differences
-from dif.estimators.training_weights import Record, RunPerturbation, single
+from dif.estimators.training_weights import Record, RunPerturbation
 from dif.evaluation.training_step import Weights
+from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.problem.structure import mapped
 from dif.runtime.inputs import as_index
 from dif.runtime.progress import progress
 from dif.runtime.workers import check_jobs
@@ -59,9 +61,10 @@ class UnrolledInfluence:
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ at the end of the run, by one sweep forwards."""
-        loop, change = self.run.loop, single(self.run.loop, perturbation, self.since)
-        tangent = _zeros_like(loop.initial)
-        for t in range(loop.length):
+        loop = self.run.loop
+        Direction.resolve_single(loop.step.program, perturbation)  # refuses several
+        change, tangent = RunPerturbation(loop, perturbation, self.since), mapped(loop.initial, torch.zeros_like)
+        for t in range(self.since, loop.length):
             batch = change.batch(t)
             weights, default = change.weights(t, batch, 0, 1), loop.step.default_weights(batch)
             dweights = Weights(
@@ -161,11 +164,3 @@ class UnrolledInfluence:
                 largest = max(largest, float(adjoint["theta"].norm()))
                 report(loop.length - t)
         return record, largest / first if first else 0.0
-
-
-def _zeros_like(state: Any) -> Any:
-    if isinstance(state, Tensor):
-        return torch.zeros_like(state)
-    if isinstance(state, dict):
-        return {key: _zeros_like(value) for key, value in state.items()}
-    return tuple(_zeros_like(value) for value in state)

@@ -51,10 +51,15 @@ class TrainingLoop:
         rows, device = self.step.program.rows, self.initial["theta"].device
         parts = []
         for number, (table, index) in enumerate(zip(rows.tables, self.indices[t], strict=True)):
-            scale = torch.where(self.step.means[rows.columns(number)], 1.0, len(table.samples) / len(index))
-            U = table.U[:, index.to(device)] * scale.to(table.U)[:, None]
+            U = table.U[:, index.to(device)] * self.scale(number, len(index))
             parts.append(Part(number, table.samples, fetch(table.samples, index, device), index, U))
         return tuple(parts)
+
+    def scale(self, number: int, count: int) -> Tensor:
+        """Return the factors, (k, 1), that scale the sums of a table from `count` samples up to all; 1 for means."""
+        rows = self.step.program.rows
+        table, means = rows.tables[number], self.step.means[rows.columns(number)]
+        return torch.where(means, 1.0, len(table.samples) / count).to(table.U)[:, None]
 
     def advance(self, t: int, state: State, weights: Weights | None = None, batch: Batch | None = None) -> State:
         """Return the state after step t."""

@@ -21,7 +21,7 @@ from dif import plots
 from dif.data import mnist
 from dif.runtime.atomic_file import open_atomically
 from dif.studies import results
-from dif.studies.network import PAPER, SMALL, AllConvolutional, assign_groups, cross_entropy
+from dif.studies.network import PAPER, SMALL, AllConvolutional, assign_groups, cross_entropy, preprocess
 from dif.studies.plain import retrain, sample_losses
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
@@ -29,7 +29,6 @@ BATCH = 256  # images per mini-batch
 REEVALUATED = ", re-evaluated"  # suffix of an estimator whose predicted parameters are put into the test loss
 RENORMALISED = "renormalised"  # removal convention: the mean over the remaining samples
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
-_BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
 
@@ -74,7 +73,7 @@ class Task:
 def build_task(setting: Setting, data: str | None, device: str) -> Task:
     """Build the problem min R̄ + ridge s.t. Rᵢ ≤ R̄ + τ, where R̄ is the mean of the risks Rᵢ of the groups."""
     digits = mnist(setting.n, 1_000, data=data)
-    images, test = (_preprocess(part, setting.side, device) for part in (digits.train, digits.test))
+    images, test = (preprocess(part, setting.side, device, torch.float64) for part in (digits.train, digits.test))
     labels = digits.train_labels.to(device)
     train = dif.Samples(cross_entropy, (images, labels), name="train")
     group = assign_groups(digits.train_labels, setting.groups, setting.alpha, setting.seed)
@@ -87,13 +86,6 @@ def build_task(setting: Setting, data: str | None, device: str) -> Task:
     torch.set_rng_state(generator_state)
     problem = dif.Problem(mean + dif.ridge(setting.l2), constraints)
     return Task(train, problem, start, (images, labels), group, test, digits.test_labels.to(device))
-
-
-def _preprocess(images: Tensor, side: int, device: str) -> Tensor:
-    """Standardise the pixels and average them down to side × side."""
-    pixels = (images.to(device=device, dtype=torch.float64) / 255 - _BRIGHTNESS) / _CONTRAST
-    step = 28 // side
-    return pixels.reshape(len(pixels), side, step, side, step).mean((2, 4))
 
 
 # The stages, each saved to disk

@@ -21,10 +21,9 @@ from dif.data import mnist
 from dif.estimators.rerun import rerun
 from dif.optimality.targets import Targets
 from dif.runtime.atomic_file import open_atomically
-from dif.studies.network import PAPER, AllConvolutional, RowTransformer, assign_groups, cross_entropy
+from dif.studies.network import PAPER, AllConvolutional, RowTransformer, assign_groups, cross_entropy, preprocess
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # δ in H + δI, tried for DIF and the classical IF
-_BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Task:
 def build_task(setting: Setting, data: str | None, device: str, dtype: torch.dtype) -> Task:
     """Pretrain the network, and state min R̄ + ridge s.t. Rᵢ ≤ R̄ + τ and the six targets."""
     digits = mnist(setting.n, 1_000, data=data)
-    images, test = (_preprocess(part, setting.side, device, dtype) for part in (digits.train, digits.test))
+    images, test = (preprocess(part, setting.side, device, dtype) for part in (digits.train, digits.test))
     labels, test_labels = digits.train_labels.to(device), digits.test_labels.to(device)
     model = pretrain(setting, images, labels)
     with torch.no_grad():
@@ -111,13 +110,6 @@ def pretrain(setting: Setting, images: Tensor, labels: Tensor) -> nn.Module:
     return model.eval()
 
 
-def _preprocess(images: Tensor, side: int, device: str, dtype: torch.dtype) -> Tensor:
-    """Standardise the pixels and average them down to side × side."""
-    pixels = (images.to(device=device, dtype=dtype) / 255 - _BRIGHTNESS) / _CONTRAST
-    step = 28 // side
-    return pixels.reshape(len(pixels), side, step, side, step).mean((2, 4))
-
-
 def training_of(task: Task, setting: Setting) -> dif.Training:
     """Return the fine-tuning of a task."""
     sgd = dif.SGD(setting.lr, momentum=setting.momentum)
@@ -149,7 +141,7 @@ def correlations(predicted: Tensor, actual: Tensor) -> list[float]:
 def run_study(
     setting: Setting, out: Path, data: str | None, device: str, say: Callable[[str], None] = print
 ) -> dict[str, Any]:
-    """Run the study and write its results to `out`; parts that are there already are not computed again."""
+    """Run the study and write its results to `out`, after each kind of removal."""
     file = out / f"finetune-{setting.model}-{setting.n}-{setting.channels}.json"
     found: dict[str, Any] = {"setting": asdict(setting), "device": device, "r": {}, "seconds": {}}
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 PAPER = ((3, 1), (3, 2), (3, 1), (3, 2), (3, 1), (1, 1), (1, 1))  # kernel and stride of each convolution
 SMALL = ((3, 2), (3, 2), (3, 2), (1, 1))  # the same for the small version
+_BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
 
 
 class AllConvolutional(nn.Module):
@@ -93,6 +94,13 @@ def _convolve_by_matmul(h: Tensor, layer: nn.Module) -> Tensor:
     column_slices = [slice(j, j + (width - 1) * stride + 1, stride) for j in range(kernel)]
     shifted = torch.cat([h[:, rows, columns] for rows in row_slices for columns in column_slices], -1)
     return shifted @ layer.weight.permute(2, 3, 1, 0).reshape(-1, layer.out_channels) + layer.bias
+
+
+def preprocess(images: Tensor, side: int, device: str, dtype: torch.dtype) -> Tensor:
+    """Standardise the pixels and average them down to side × side."""
+    pixels = (images.to(device=device, dtype=dtype) / 255 - _BRIGHTNESS) / _CONTRAST
+    step = 28 // side
+    return pixels.reshape(len(pixels), side, step, side, step).mean((2, 4))
 
 
 def cross_entropy(model: nn.Module, z: tuple[Tensor, Tensor]) -> Tensor:

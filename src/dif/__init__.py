@@ -44,7 +44,9 @@ from dif.problem.term import Constraint, Function, Term, linear, ridge
 from dif.runtime.distributed import sharded
 from dif.solving.continuation import Path
 from dif.solving.fit import fit
-from dif.solving.training import Run, Training
+from dif.solving.run import Run
+from dif.solving.training import Training
+from dif.solving.unroll import unroll
 
 __version__ = "0.1.0"
 
@@ -106,5 +108,6 @@ __all__ = [
     "self_influence",
     "sharded",
     "smallest_set",
+    "unroll",
     "variable",
 ]

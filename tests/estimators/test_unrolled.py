@@ -47,7 +47,7 @@ def by_autograd(run, data, optimizer):
         violation = torch.stack([*rows, theta[0] - 0.1])
         lagrangian = mean + 0.005 * theta.square().sum() + lam @ violation
         (g,) = torch.autograd.grad(lagrangian, theta, create_graph=True)
-        theta, memory = optimizer.update(theta, memory, g, run.loop.factors[t], t)
+        theta, memory = optimizer.update(theta, memory, g, run.loop.step.factors[t], t)
         ahead = lam + 0.5 * violation
         lam = torch.cat([ahead[:2].clamp(min=0), ahead[2:]])
         touched += int((lam[:2] == 0).sum())
@@ -106,10 +106,8 @@ def test_batches_of_targets_and_ways_to_keep_states_agree(tmp_path):
     train, problem = state_problem(X, y, group)
     test = dif.Samples(logistic, (X[:7], y[:7]), name="test")
     training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 9, 4)
-    whole, disk, some = training.run(**QUIET), training.run(keep=tmp_path / "run", **QUIET), training.run(**QUIET)
-    states = some.states
-    states.every = 4
-    states._kept = {t: s for t, s in states._kept.items() if t % 4 == 0 or t == states.length}
+    whole, disk, some = (training.run(keep=keep, **QUIET) for keep in ("all", tmp_path / "run", "sqrt"))
+    assert len(some.states._kept) == 6
     removals = train.remove_each()
     scores = dif.UnrolledInfluence(whole).scores(test, removals, **PLAIN).values
     for run in (disk, some):
@@ -140,7 +138,7 @@ def test_removals_carried_out_together_are_those_carried_out_alone():
     for i in range(5):
         left = torch.arange(40) != i
         theta, lam = torch.cat([t.reshape(-1) for t in params.values()]), torch.zeros(3, dtype=F64)
-        memory = run.training.optimizer.start(theta)
+        memory = run.loop.step.optimizer.start(theta)
         for t, (index,) in enumerate(run.loop.indices):
             index = index[left[index]]
             theta = theta.requires_grad_()
@@ -148,7 +146,7 @@ def test_removals_carried_out_together_are_those_carried_out_alone():
             losses = logistic(p, (X[index], y[index]))
             violation = violations(losses, group[index], theta[0])
             (g,) = torch.autograd.grad(losses.mean() + 0.005 * theta.square().sum() + lam @ violation, theta)
-            theta, memory = run.training.optimizer.update(theta.detach(), memory, g, run.loop.factors[t], t)
+            theta, memory = run.loop.step.optimizer.update(theta.detach(), memory, g, run.loop.step.factors[t], t)
             lam = lam + 0.5 * violation.detach()
             lam[:2] = lam[:2].clamp(min=0)
         np.testing.assert_allclose(thetas[i], theta, atol=1e-12)

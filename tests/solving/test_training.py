@@ -81,7 +81,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     _, problem = state_problem(X, y, group)
     training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 10, 3)
     whole = training.run(show_progress=False)
-    steps, usual = [], dif.solving.training.TrainingLoop.advance
+    steps, usual = [], dif.evaluation.training_step.TrainingStep.observe
 
     def advance(self, t, *args, **options):
         steps.append(t)
@@ -89,15 +89,21 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return usual(self, t, *args, **options)
 
-    monkeypatch.setattr("dif.solving.training.TrainingLoop.advance", advance)
+    monkeypatch.setattr("dif.evaluation.training_step.TrainingStep.observe", advance)
     with pytest.raises(KeyboardInterrupt):
         training.run(keep=tmp_path / "run", show_progress=False)
     resumed = training.run(keep=tmp_path / "run", show_progress=False)
     assert steps == [*range(8), *range(7, 18)]
     assert torch.equal(resumed.theta, whole.theta)
-    other = dif.Training(problem, params, dif.SGD(0.2), dif.Ascent(0.5), 10, 3)
-    assert not torch.equal(other.run(keep=tmp_path / "run", show_progress=False).theta, whole.theta)
-    assert len(steps) == 19 + 18  # states of another training are not used
+    assert resumed.history == whole.history
+    other = dif.Training(problem, params, dif.SGD(0.2, momentum=0.9), dif.Ascent(0.5), 10, 3, seed=1)
+    invalid(
+        lambda: other.run(keep=tmp_path / "run", show_progress=False),
+        "holds another run: the batches and the optimiser or the schedule differ.",
+        "A run resumes only with the same data, start and batches",
+    )
+    assert len(steps) == 19
+    assert torch.equal(training.run(keep=tmp_path / "run", show_progress=False).theta, whole.theta)
 
 
 def test_wrong_input_is_refused():

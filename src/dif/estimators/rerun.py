@@ -8,14 +8,15 @@ from torch import Tensor
 
 from dif.estimators.training_weights import RunPerturbation
 from dif.evaluation.cost import cost
-from dif.evaluation.training_step import State
+from dif.evaluation.step import State
 from dif.problem.perturbation import Perturbation
-from dif.problem.structure import mapped
+from dif.problem.structure import leaves, mapped
 from dif.runtime.memory import numbers_at_once
 from dif.runtime.progress import Reporter
-from dif.solving.training import Run
+from dif.solving.run import Run
 
-_VECTORS = 8  # of the length of θ that a step needs for each perturbation
+_VECTORS = 3  # of the size of the state that a step needs for each perturbation
+_LAYERS = 64  # of the size of the batch that a step of the user's is assumed to need, since it cannot be measured
 
 
 def rerun(
@@ -36,7 +37,7 @@ def rerun(
         for t, reached in _advance_all(run, change, begin, end):
             state = reached
             report(begin + (end - begin) * t / run.loop.length)
-        yield state["theta"], state["lam"]
+        yield run.loop.step.read_point(state)
 
 
 def _advance_all(run: Run, change: RunPerturbation, begin: int, end: int) -> Iterator[tuple[int, State]]:
@@ -46,15 +47,18 @@ def _advance_all(run: Run, change: RunPerturbation, begin: int, end: int) -> Ite
     for t in range(change.since, loop.length):
         batch = change.batch(t)
         weights = change.weights(t, batch, begin, end)
-        state = loop.step.advance_many(state, batch, loop.factors[t], t, weights)
+        state = loop.step.advance_many(t, state, batch, weights)
         yield t + 1, state
 
 
 def runs_at_once(run: Run) -> int:
     """Return how many perturbed runs fit into memory together."""
-    program, theta = run.loop.step.program, run.loop.initial["theta"]
-    numbers = _VECTORS * theta.numel()
-    for table, index in zip(program.rows.tables, run.loop.indices[0], strict=True):
-        each = cost(table.samples, program.parameters, theta)
-        numbers += len(index) * (each.inputs + 2 * each.elements)
+    program, theta, batch = run.loop.program, run.theta, run.loop.batch(0)
+    numbers = _VECTORS * sum(x.numel() for x in leaves(run.loop.initial))
+    for part in batch:
+        if run.loop.step.problem is None:
+            numbers += _LAYERS * sum(x.numel() for x in leaves(part.data))
+        else:
+            each = cost(part.samples, program.parameters, theta)
+            numbers += len(part.index) * (each.inputs + 2 * each.elements)
     return max(1, 4 * numbers_at_once(theta) // numbers)

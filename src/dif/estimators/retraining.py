@@ -27,7 +27,7 @@ from dif.runtime.workers import check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import FitState
 from dif.solving.fit import Found, check_limits, resolve_tolerance, solve
-from dif.solving.training import Run
+from dif.solving.run import Run
 
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
@@ -67,7 +67,7 @@ class Retraining:
         show_progress: bool = True,
     ) -> None:
         self._run = solution if isinstance(solution, Run) else None
-        solution = solution.end if isinstance(solution, Run) else expect_solution(solution)
+        solution = solution.point if isinstance(solution, Run) else expect_solution(solution)
         self.solution = solution
         self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_iter, None)

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dif.evaluation.training_step import Batch, Part, WeightGradients, Weights
+from dif.errors import InvalidInputError
+from dif.evaluation.step import Batch, Part, WeightGradients, Weights, default_weights
 from dif.evaluation.weight_change import Direction
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
-from dif.solving.training import TrainingLoop, fetch
+from dif.solving.run import Loop, fetch
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,7 +39,7 @@ class Extra:
 class RunPerturbation:
     """P perturbations of a training run, resolved to weights."""
 
-    loop: TrainingLoop
+    loop: Loop
     perturbation: Perturbation
     since: int = 0  # first step at which they take effect
     entries: list[Entry] = field(default_factory=list)
@@ -46,7 +47,7 @@ class RunPerturbation:
     dtau: Tensor = field(init=False)  # (P, m)
 
     def __post_init__(self) -> None:
-        program = self.loop.step.program
+        program = self.loop.program
         direction = Direction(program, self.perturbation)  # refuses what does not belong to the problem
         object.__setattr__(self, "dtau", direction.dtau)
         for scale, action in self.perturbation.pieces:
@@ -57,7 +58,7 @@ class RunPerturbation:
         return len(self.perturbation)
 
     def _resolve(self, scale: float, action: Removal | Addition | Reweighting, rows: Tensor) -> None:
-        tables = self.loop.step.program.rows.tables
+        tables = self.loop.program.rows.tables
         for number, table in enumerate(tables):
             if table.samples.population is not action.samples.population:
                 continue
@@ -81,11 +82,21 @@ class RunPerturbation:
 
     def _add_samples(self, number: int, action: Addition) -> int:
         """Register new samples; each joins the batches of the sample it is like, or one batch drawn per epoch."""
-        loop, table = self.loop, self.loop.step.program.rows.tables[number]
+        loop, table = self.loop, self.loop.program.rows.tables[number]
         new, count, device = action.new.under(table.samples), len(action.new), table.U.device
+        if action.like is None and loop.step.problem is None:
+            raise InvalidInputError(
+                f"The samples added to {action.samples.name!r} are in no batch of this run.",
+                "It must be said in which batches of a step of your own new samples are.",
+                "A step of your own draws its batches by rules that dif does not know.",
+                "Pass like=i: the new sample is then in the batches of sample i.",
+            )
         if action.like is not None:
             U = table.U[:, action.like.to(device)]
-            where = [[t for t in range(loop.length) if bool((loop.indices[t][number] == i).any())] for i in action.like]
+            where = [
+                [t for t in range(loop.length) for _ in range(int((loop.indices[t][number] == i).sum()))]
+                for i in action.like
+            ]
         else:
             everyone = torch.tensor([s.everyone for s in table.sums], device=device)
             U = torch.where(everyone[:, None], table.U[:, :1], 0.0).expand(-1, count)
@@ -115,7 +126,7 @@ class RunPerturbation:
     def weights(self, t: int, batch: Batch, begin: int, end: int) -> Weights:
         """Return the weights of perturbations begin … end − 1 at step t, (P, 1 + m, k, B) for each part."""
         P = end - begin
-        default = self.loop.step.default_weights(batch)
+        default = default_weights(self.loop.program, batch)
         a, b = ([x.expand(P, *x.shape).clone() for x in default.a] for _ in range(2))
         dtau = self.dtau[begin:end].clone() if t >= self.since else torch.zeros_like(self.dtau[begin:end])
         if t >= self.since:
@@ -130,20 +141,18 @@ class RunPerturbation:
         number = self._part_number(entry, t, batch)
         if number is None:
             return
-        part = batch[number]
-        places = torch.full((int(max(part.index.max(), entry.index.max())) + 1,), -1)
-        places[part.index] = torch.arange(len(part.index))
-        place, owner = places[entry.index], entry.owner
-        mine = place >= 0
+        which, place = _match(entry.index, batch[number].index)
+        owner = None if entry.owner is None else entry.owner[which]
         if owner is not None:
-            mine = mine & (owner >= begin) & (owner < end)
-        change = entry.rows[None, :, None] * entry.da[mine.to(entry.da.device)][:, None, :]  # (E, 1 + m, k)
+            mine = (owner >= begin) & (owner < end)
+            which, place, owner = which[mine], place[mine], owner[mine]
+        change = entry.rows[None, :, None] * entry.da[which.to(entry.da.device)][:, None, :]  # (E, 1 + m, k)
         for weights in (a[number], b[number]) if entry.renormalise else (a[number],):
             moved = weights.permute(0, 3, 1, 2)  # (P, B, 1 + m, k), a view
             if owner is None:
-                moved.index_add_(1, place[mine].to(moved.device), change.expand(end - begin, *change.shape))
+                moved.index_add_(1, place.to(moved.device), change.expand(end - begin, *change.shape))
             else:
-                at = ((owner[mine] - begin).to(moved.device), place[mine].to(moved.device))
+                at = ((owner - begin).to(moved.device), place.to(moved.device))
                 moved.index_put_(at, change, accumulate=True)
 
     def _part_number(self, entry: Entry, t: int, batch: Batch) -> int | None:
@@ -154,18 +163,36 @@ class RunPerturbation:
         return len(self.loop.indices[t]) + before if t in self.extras[entry.extra].steps else None
 
 
+def _match(wanted: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return all pairs (e, j) with wanted[e] = index[j], which may have repetitions, as two tensors."""
+    ordered, order = index.sort()
+    first, last = torch.searchsorted(ordered, wanted), torch.searchsorted(ordered, wanted, right=True)
+    count = last - first
+    which = torch.repeat_interleave(torch.arange(len(wanted)), count)
+    offset = torch.arange(len(which)) - torch.repeat_interleave(count.cumsum(0) - count, count)
+    return which, order[first[which] + offset]
+
+
 class Record:
     """Derivatives of T targets with respect to the weights of a whole run, added up step by step."""
 
     def __init__(self, change: RunPerturbation, T: int) -> None:
         self.change = change
-        program = change.loop.step.program
+        program = change.loop.program
         R, like = 1 + program.m, program.tau
         sizes = [(len(t.U), len(t.samples)) for t in program.rows.tables]
         sizes += [(len(extra.part.U), len(extra.part.index)) for extra in change.extras]
         self.a = [like.new_zeros((T, R, k, n)) for k, n in sizes]
         self.b = [like.new_zeros((T, R, k, n)) for k, n in sizes]
         self.tau = like.new_zeros((T, program.m))
+
+    @classmethod
+    def join(cls, parts: list[Record]) -> Record:
+        """Return the record of all targets, for records of some of them."""
+        whole = cls(parts[0].change, sum(len(part.tau) for part in parts))
+        whole.a, whole.b = ([torch.cat(x) for x in zip(*(getattr(p, n) for p in parts), strict=True)] for n in "ab")
+        whole.tau = torch.cat([part.tau for part in parts])
+        return whole
 
     def add(self, t: int, batch: Batch, gradients: WeightGradients) -> None:
         """Add the derivatives of step t."""

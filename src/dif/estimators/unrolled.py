@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError, InvalidInputError
+from dif.estimators.backward_sweep import sweep_back
 from dif.estimators.influence import Change, Influence
 from dif.estimators.rerun import rerun
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, differences
-from dif.estimators.training_weights import Record, RunPerturbation
-from dif.evaluation.training_step import Weights
+from dif.estimators.training_weights import RunPerturbation
+from dif.evaluation.step import Weights, default_weights
 from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.structure import mapped
 from dif.runtime.inputs import as_index
-from dif.runtime.progress import progress
 from dif.runtime.workers import check_jobs
-from dif.solving.training import Run
+from dif.solving.run import Run
 
 _UNRELATED = 0.5  # cosine of predicted and actual changes at or below which they have nothing to do with each other
 
@@ -62,18 +63,18 @@ class UnrolledInfluence:
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ at the end of the run, by one sweep forwards."""
         loop = self.run.loop
-        Direction.resolve_single(loop.step.program, perturbation)  # refuses several
-        change, tangent = RunPerturbation(loop, perturbation, self.since), mapped(loop.initial, torch.zeros_like)
+        Direction.resolve_single(loop.program, perturbation)  # refuses several
+        change, tangent = self._resolve(perturbation), mapped(loop.initial, torch.zeros_like)
         for t in range(self.since, loop.length):
             batch = change.batch(t)
-            weights, default = change.weights(t, batch, 0, 1), loop.step.default_weights(batch)
+            weights, default = change.weights(t, batch, 0, 1), default_weights(loop.program, batch)
             dweights = Weights(
                 tuple(x[0] - y for x, y in zip(weights.a, default.a, strict=True)),
                 tuple(x[0] - y for x, y in zip(weights.b, default.b, strict=True)),
                 weights.dtau[0],
             )
-            tangent = loop.step.push_forward(self.run.states[t], batch, loop.factors[t], t, tangent, dweights)
-        return Change.of(loop.step.program, tangent["theta"], tangent["lam"], {"since": self.since})
+            tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, dweights)
+        return Change.of(loop.program, *loop.step.read_point(tangent), {"since": self.since})
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True,
@@ -85,30 +86,39 @@ class UnrolledInfluence:
         and half random, are carried out and compared with their predictions: `diagnostics["probe"]`. 0 skips this.
         """
         check_jobs(jobs)
-        targets = Targets(target, self.run.end)
-        record, growth = self._sweep(targets, perturbations, show_progress)
-        values = record.by_row().sum(2).double().cpu()
-        scoring = Scoring(self.name, self.run.end, targets, perturbations, {"since": self.since}, out, False)
+        count = as_index(probe)
+        if count is None or count < 0:
+            raise InvalidInputError(
+                f"`probe` is {probe!r}.",
+                "It must be an integer ≥ 0.",
+                "So many of the perturbations are carried out to check the predictions.",
+                "Leave it out for 4, or pass 0 to skip the check.",
+            )
+        targets = Targets(target, self.run.point)
 
-        def finish(influence: Influence) -> None:
-            influence.diagnostics.update(adjoint_growth=growth, multipliers_at_zero=self._count_zeros())
-            if probe:
-                influence.diagnostics["probe"] = self._probe(probe, targets, perturbations, values)
+        def score(begin: int) -> Iterator[ScoredChunk]:
+            sweep = sweep_back(self.run, self._resolve(perturbations), targets, show_progress)
+            values = sweep.record.by_row().sum(2).double().cpu()
+            about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
+            if count:
+                about["probe"] = self._probe(count, targets, perturbations, values)
+            yield ScoredChunk(values, about)
 
-        return scoring.run(lambda begin: iter([ScoredChunk(values[begin:], {})]), len(values), finish)
+        scoring = Scoring(self.name, self.run.point, targets, perturbations, {"since": self.since}, out, False)
+        scoring.check()
+        return scoring.run(score, len(perturbations))
 
     def by_term(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """Return through which row each perturbation acts on one target: the objective and each constraint."""
-        targets = Targets(target, self.run.end)
-        record, _ = self._sweep(targets, perturbations, show_progress)
-        names = ("objective", *self.run.end.program.names)
+        _ = self.run.problem  # refuses a step of the user's own, which has no terms
+        targets = Targets(target, self.run.point)
+        record = sweep_back(self.run, self._resolve(perturbations), targets, show_progress).record
+        names = ("objective", *self.run.point.program.names)
         title = f"{self.name}, by term, on {targets.names[0]}"
         return Influence(record.by_row()[:, 0].double().cpu(), perturbations, names, title, {"since": self.since})
 
-    def _count_zeros(self) -> int:
-        """Count the steps at which a multiplier of an inequality fell to zero."""
-        lam = torch.stack([self.run.states[t]["lam"] for t in range(self.run.loop.length + 1)])
-        return int(((lam[1:] == 0) & (lam[:-1] > 0)).sum())
+    def _resolve(self, perturbations: Perturbation) -> RunPerturbation:
+        return RunPerturbation(self.run.loop, perturbations, self.since)
 
     def _probe(self, count: int, targets: Targets, perturbations: Perturbation, values: Tensor) -> dict[str, Any]:
         """Carry out some of the perturbations and compare them with their predictions."""
@@ -118,7 +128,7 @@ class UnrolledInfluence:
         random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: count // 2]]
         rows = torch.cat([strongest, random]).tolist()
         ends = torch.cat([theta for theta, _ in rerun(self.run, perturbations.pick(rows), self.since)])
-        actual, predicted = differences(self.run.end, targets, ends - self.run.theta), values[rows]
+        actual, predicted = differences(self.run.point, targets, ends - self.run.theta), values[rows]
         scale = torch.maximum(actual.abs(), predicted.abs()).max(0).values.clamp(min=torch.finfo(values.dtype).tiny)
         a, p = (actual / scale).reshape(-1), (predicted / scale).reshape(-1)
         agreement = float(a @ p / (a.norm() * p.norm()).clamp(min=torch.finfo(a.dtype).tiny))
@@ -141,26 +151,3 @@ class UnrolledInfluence:
                 "eps_root for Adam, smooth activations, or since= for the last part; strict=False records it.",
             )
         return found
-
-    def _sweep(self, targets: Targets, perturbations: Perturbation, show_progress: bool) -> tuple[Record, float]:
-        """Go back over the run; return the derivatives in all weights, and the growth of the adjoint."""
-        loop, end = self.run.loop, self.run.end
-        change = RunPerturbation(loop, perturbations, self.since)
-        Q = targets.gradients(end.theta).T  # (T, d)
-        T, record = len(Q), Record(change, len(Q))
-        adjoint = {
-            "theta": Q,
-            "lam": end.lam.new_zeros((T, len(end.lam))),
-            "memory": tuple(Q.new_zeros((T, len(m))) for m in loop.initial["memory"]),
-        }
-        first, largest = float(Q.norm()), 0.0
-        with progress(self.name, loop.length - self.since, show_progress) as report:
-            for t, before, after in self.run.states.backwards():
-                if t < self.since:
-                    break
-                batch = change.batch(t)
-                adjoint, gradients = loop.step.pull_back(before, after, batch, loop.factors[t], t, adjoint)
-                record.add(t, batch, gradients)
-                largest = max(largest, float(adjoint["theta"].norm()))
-                report(loop.length - t)
-        return record, largest / first if first else 0.0

@@ -17,52 +17,19 @@ from torch.func import grad, jvp, vjp, vmap
 
 from dif.evaluation.optimizers import Ascent, Optimizer
 from dif.evaluation.program import Program
-from dif.problem.sample_losses import SampleLosses
+from dif.evaluation.step import Batch, Observation, State, WeightGradients, Weights, default_weights
+from dif.problem.problem import Problem
 from dif.problem.structure import mapped
-
-State = dict[str, Any]  # "theta": (d,), "lam": (m,), "memory": the optimiser's tensors
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """Samples of one table in one batch."""
-
-    table: int  # number of the table among those of the program
-    samples: SampleLosses
-    data: Any
-    index: Tensor  # (B,) numbers of the samples
-    U: Tensor  # (k, B) their weights in the table's sums; of sums that are not means, scaled up to all samples
-    extra: bool = False  # samples that are not in the run, but in a perturbed one: they weigh nothing here
-
-
-Batch = tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Who takes part in a step: a and b for each part of the batch, (1 + m, k, B), and the change of τ, (m,)."""
-
-    a: tuple[Tensor, ...]
-    b: tuple[Tensor, ...]
-    dtau: Tensor
-
-
-@dataclass(frozen=True)
-class WeightGradients:
-    """Derivatives of T targets with respect to the weights of one step."""
-
-    a: tuple[Tensor, ...]  # for each part of the batch, (T, 1 + m, k, B)
-    b: tuple[Tensor, ...]
-    tau: Tensor  # (T, m)
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingStep:
-    """What every step of a training run does; the batch is an argument."""
+    """The steps of descent on θ and ascent on λ, which implement `Step`."""
 
     program: Program
     optimizer: Optimizer
     dual: Ascent
+    factors: tuple[float, ...]  # of the learning rate at each step
 
     @cached_property
     def means(self) -> Tensor:
@@ -74,37 +41,47 @@ class TrainingStep:
         """Return the state before the first step."""
         return {"theta": theta, "lam": lam, "memory": self.optimizer.start(theta)}
 
-    def default_weights(self, batch: Batch) -> Weights:
-        """Return the weights of the run itself: 1 for its samples, 0 for extra ones."""
-        R, tau = 1 + self.program.m, self.program.tau
-        a = tuple(torch.full((R, *part.U.shape), 0.0 if part.extra else 1.0).to(tau) for part in batch)
-        return Weights(a, a, torch.zeros_like(tau))
+    @property
+    def problem(self) -> Problem:
+        """What is minimised under which constraints."""
+        return self.program.problem
 
-    def advance(self, state: State, batch: Batch, factor: float, step: int, weights: Weights | None = None) -> State:
-        """Return the state after a step; `factor` scales the learning rate, `step` counts from 0."""
+    def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> State:
+        """Return the state after step t."""
+        return self._advance(t, state, batch, weights)[0]
 
-        def lagrangian(theta: Tensor) -> tuple[Tensor, Tensor]:
+    def observe(self, t: int, state: State, batch: Batch) -> tuple[State, Observation]:
+        """Return the state after step t, and the objective, f − τ and λ before it."""
+        after, objective, violations = self._advance(t, state, batch, None)
+        return after, Observation(objective, violations, state["lam"])
+
+    def _advance(self, t: int, state: State, batch: Batch, weights: Weights | None) -> tuple[State, Tensor, Tensor]:
+
+        def lagrangian(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
             f, violations, _ = self._rows(theta, self._losses(theta, batch), batch, weights)
-            return f[0] + state["lam"] @ violations, violations
+            return f[0] + state["lam"] @ violations, (f[0], violations)
 
-        g, violations = grad(lagrangian, has_aux=True)(state["theta"])
-        theta, memory = self.optimizer.update(state["theta"], state["memory"], g, factor, step)
+        g, (objective, violations) = grad(lagrangian, has_aux=True)(state["theta"])
+        theta, memory = self.optimizer.update(state["theta"], state["memory"], g, self.factors[t], t)
         lam = self.program.kinds.project(state["lam"] + self.dual.lr * violations)
-        return {"theta": theta, "lam": lam, "memory": memory}
+        return {"theta": theta, "lam": lam, "memory": memory}, objective, violations
 
-    def advance_many(self, states: State, batch: Batch, factor: float, step: int, weights: Weights) -> State:
-        """Return the states after a step, for P states and the weights of each, all with a first dimension P."""
+    def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
+        """Return the states after step t, for P states and the weights of each, all with a first dimension P."""
 
         def advance(state: State, a: Any, b: Any, dtau: Tensor) -> State:
-            return self.advance(state, batch, factor, step, Weights(a, b, dtau))
+            return self.advance(t, state, batch, Weights(a, b, dtau))
 
         return vmap(advance)(states, weights.a, weights.b, weights.dtau)
 
-    def observe(self, state: State, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return the objective in the batch, (), and f − τ of the constraints, (m,), 0 for those without members."""
-        with torch.no_grad():
-            f, violations, _ = self._rows(state["theta"], self._losses(state["theta"], batch), batch, None)
-        return f[0], violations
+    def read_point(self, state: State) -> tuple[Tensor, Tensor]:
+        """Return θ and λ of a state."""
+        return state["theta"], state["lam"]
+
+    def make_adjoint(self, Q: Tensor, state: State) -> State:
+        """Return the adjoints of a state for targets with gradients Q in θ, (T, d)."""
+        zeros = mapped(state, lambda tensor: tensor.new_zeros((len(Q), *tensor.shape)))
+        return {**zeros, "theta": Q}
 
     def _losses(self, theta: Tensor, batch: Batch) -> list[Tensor]:
         """Return the losses of each part of the batch at θ, (B,)."""
@@ -142,28 +119,26 @@ class TrainingStep:
 
     # Derivatives
 
-    def push_forward(
-        self, state: State, batch: Batch, factor: float, step: int, tangent: State, dweights: Weights
-    ) -> State:
-        """Return the tangent of the state after a step, for tangents of the state before it and of the weights."""
+    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, dweights: Weights) -> State:
+        """Return the tangent of the state after step t, for tangents of the state before it and of the weights."""
         keys = ("theta", "lam", "memory")
 
         def after(theta: Tensor, lam: Tensor, memory: Any, a: Any, b: Any, dtau: Tensor) -> Any:
             now = {"theta": theta, "lam": lam, "memory": memory}
-            then = self.advance(now, batch, factor, step, Weights(a, b, dtau))
+            then = self.advance(t, now, batch, Weights(a, b, dtau))
             return tuple(then[key] for key in keys)
 
-        weights = self.default_weights(batch)
+        weights = default_weights(self.program, batch)
         at = (*(state[key] for key in keys), weights.a, weights.b, weights.dtau)
         along = (*(tangent[key] for key in keys), dweights.a, dweights.b, dweights.dtau)
         moved = jvp(after, at, along)[1]
         like = state["theta"]  # in forward mode the tangent of a scalar may be float64
-        return {key: mapped(value, lambda t: t.to(like)) for key, value in zip(keys, moved, strict=True)}
+        return {key: mapped(value, lambda x: x.to(like)) for key, value in zip(keys, moved, strict=True)}
 
     def pull_back(
-        self, state: State, after: State, batch: Batch, factor: float, step: int, adjoint: State
+        self, t: int, state: State, after: State, batch: Batch, adjoint: State
     ) -> tuple[State, WeightGradients]:
-        """Return the adjoints of the state before a step, and of its weights, for T adjoints of the state after it.
+        """Return the adjoints of the state before step t, and of its weights, for T adjoints of the state after it.
 
         The derivative of ∇θL along (u, ν) in (θ, λ) is ∇²L·u + Gᵀν. It comes from one pass of forward over reverse
         mode for all targets, together with the slopes ∇ℓᵢ·u of the samples. Everything else acts on each coordinate,
@@ -171,7 +146,8 @@ class TrainingStep:
         """
         theta, lam, memory = state["theta"], state["lam"], state["memory"]
         g = self.optimizer.recover_gradient(theta, memory, after["memory"])
-        pull = vjp(lambda t, m, g: self.optimizer.update(t, m, g, factor, step), theta, memory, g)[1]
+        factor = self.factors[t]
+        pull = vjp(lambda x, m, g: self.optimizer.update(x, m, g, factor, t), theta, memory, g)[1]
         d_theta, d_memory, u = vmap(pull)((adjoint["theta"], adjoint["memory"]))  # (T, d)
         present = self._present(batch)
         passed = self.program.kinds.pushing(after["lam"]) | ~present  # rows whose λ was not projected

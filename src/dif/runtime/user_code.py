@@ -13,7 +13,7 @@ import torch
 from dif.errors import DifError, InvalidInputError
 
 _OURS = Path(__file__).parents[1]  # folder of dif: its own exceptions are not blamed on the user
-_CURE = "Call loss(params, batch) yourself on a few samples and fix the error."  # where no other cure is known
+_CURE = "Call it yourself on a few samples and fix the error."  # where no other cure is known
 _CURES = {  # by a phrase in torch's message
     "Jitted": "Pass the module as it was before torch.jit.script.",
     "DataParallel": "Pass the wrapped module, model.module.",

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from dif.errors import InvalidInputError
 from dif.problem.structure import leaves, mapped
 from dif.runtime.atomic_file import check_folder, open_atomically
 
+_FORMAT = "dif run 2"  # name and version of the files in a folder
 _IN_MEMORY = 2**29  # numbers of all states together that are kept in memory; beyond, only every √T-th state is
 
 
@@ -23,24 +24,24 @@ class States:
 
     Args:
         advance: Returns the state after step t, for t and the state before it.
+        start: s₀.
         length: T.
         folder: Where each state is written as it is reached; None keeps states in memory.
-        every: Keep every so many states in memory (None: all if they fit, else √T).
+        mode: "all" keeps all states in memory, "sqrt" every √T-th, None all if they fit.
     """
 
     def __init__(
-        self, advance: Callable[[int, Any], Any], start: Any, length: int, folder: str | os.PathLike[str] | None = None,
-        every: int | None = None,
+        self, advance: Callable[[int, Any], Any], start: Any, length: int, folder: Path | None = None,
+        mode: Literal["all", "sqrt"] | None = None,
     ) -> None:  # fmt: skip
-        self.advance, self.length = advance, length
-        self.folder = None if folder is None else Path(folder)
+        self.advance, self.length, self.folder = advance, length, folder
         size = sum(t.numel() for t in leaves(start))
-        fits = size * (length + 1) <= _IN_MEMORY
-        self.every = every or (1 if fits or folder is not None else max(1, math.isqrt(length)))
+        fits = folder is not None or size * (length + 1) <= _IN_MEMORY
+        everything = fits if mode is None else mode == "all"
+        self.every = 1 if everything else max(1, math.isqrt(length))  # distance of the states that are kept
         self._like = start
         self._kept: dict[int, Any] = {}
         self._recent: dict[int, Any] = {}
-        self.put(0, start)
 
     def put(self, t: int, state: Any) -> None:
         """Keep the state before step t, if it is one of those that are kept."""
@@ -63,10 +64,10 @@ class States:
                 state = mapped(self.advance(s, state), torch.Tensor.detach)
         return self._recent[t]
 
-    def backwards(self) -> Iterator[tuple[int, Any, Any]]:
-        """Yield t, the state before step t and the state after it, from the last step to the first."""
-        after = self[self.length]
-        for t in reversed(range(self.length)):
+    def backwards(self, begin: int, end: int) -> Iterator[tuple[int, Any, Any]]:
+        """Yield t, the state before step t and the state after it, for t = end − 1 down to begin."""
+        after = self[end]
+        for t in reversed(range(begin, end)):
             before = self[t]
             yield t, before, after
             after = before
@@ -85,17 +86,25 @@ class States:
         return mapped(self._like, lambda like: torch.from_numpy(next(arrays)).to(like))
 
 
-def open_folder(folder: str | os.PathLike[str], fingerprint: str) -> bool:
-    """Prepare a folder for the states of a run; return whether it has states of this very run already."""
-    path = Path(folder)
-    check_folder(path)
-    path.mkdir(exist_ok=True)
-    about = path / "run.json"
-    known = json.loads(about.read_text()).get("fingerprint") if about.exists() else None
-    if known == fingerprint:
-        return True
-    for old in path.glob("state_*.npz"):
-        old.unlink()
-    with open_atomically(about) as file:
-        file.write(json.dumps({"format": "dif run 1", "fingerprint": fingerprint}).encode())
-    return False
+def open_folder(folder: Path, identity: dict[str, str]) -> None:
+    """Prepare a folder for the states of a run, or check that it holds states of this very run.
+
+    Args:
+        folder: It is created if it is missing.
+        identity: Hashes of all that the run depends on, by name.
+    """
+    check_folder(folder)
+    folder.mkdir(exist_ok=True)
+    path = folder / "run.json"
+    if not path.exists():
+        with open_atomically(path) as file:
+            file.write(json.dumps({"format": _FORMAT, "identity": identity}).encode())
+    known = json.loads(path.read_text()).get("identity", {})
+    different = [name for name, digest in identity.items() if known.get(name) != digest]
+    if different:
+        raise InvalidInputError(
+            f"The folder {str(folder)!r} holds another run: {' and '.join(different)} differ.",
+            "A folder holds the states of one run.",
+            "A run resumes only with the same data, start and batches; otherwise its states would contradict it.",
+            "Pass the same ones (draw batches once, by a seed), or choose another folder.",
+        )

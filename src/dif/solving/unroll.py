@@ -1,0 +1,132 @@
+"""Training by a step of one's own, recorded so that its derivatives can be taken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dif.errors import InvalidInputError
+from dif.evaluation.program import Program
+from dif.evaluation.user_step import UserStep, check_step, describe_state, select_params
+from dif.problem.parameters import Parameters
+from dif.problem.problem import Problem
+from dif.problem.samples import Samples
+from dif.problem.structure import leaves, mapped
+from dif.problem.term import Term
+from dif.runtime.inputs import as_tensor
+from dif.solving.run import Keep, Loop, Run, carry_out
+
+
+def unroll(
+    step: Callable[[Any, Any, Any], Any], start: Mapping[str, Any], batches: Iterable[Any], *,
+    samples: Samples | Sequence[Samples] | None = None, keep: Keep = None, show_progress: bool = True,
+) -> Run:  # fmt: skip
+    """Carry out a training whose steps you have written, for `UnrolledInfluence` and `Retraining`.
+
+    Args:
+        step: `step(state, batch, weights)` returns the next state. It is written with torch operations, multiplies the
+            loss of each sample by its weight, (B,), and is 1 for all of them in the run itself. Alternating updates,
+            extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this.
+        start: The state before the first step: a dict of tensors, also nested, with the parameters, multipliers, and
+            whatever the optimiser remembers. Targets depend on `state["params"]` if that is a dict of tensors, and
+            otherwise on all tensors of the state.
+        batches: For each step the numbers of its samples; the step gets them as `batch`.
+        samples: The samples that are numbered: the step then gets their data as `batch`, and new samples can be added.
+            With several Samples a batch is a tuple of numbers, one for each, and so are the data and the weights.
+            Without it, `run.samples[0]` makes the perturbations.
+        keep: As in `Training.run`.
+        show_progress: Show progress on a terminal.
+
+    >>> y = torch.tensor([1.0, 2.0, 6.0])
+    >>> def step(state, batch, weights):
+    ...     slope = (weights * (state["mean"] - y[batch])).sum() / weights.sum()
+    ...     return {"mean": state["mean"] - 0.5 * slope}
+    >>> run = unroll(step, {"mean": torch.zeros(())}, [[0, 1, 2]] * 20, show_progress=False)
+    >>> run.state["mean"]
+    tensor(3.0000)
+    """
+    state = _check_start(start)
+    per_step = _check_batches(batches)
+    several = samples is not None and not isinstance(samples, Samples)
+    split = [tuple(batch) if several else (batch,) for batch in per_step]
+    if samples is None:
+        largest = max(int(as_tensor(batch, "a batch").max()) for batch in per_step)
+        named = [Samples(_Unstated(step), torch.arange(largest + 1))]
+    else:
+        named = [s.view(_Unstated(step), name=s.name) for s in ([samples] if isinstance(samples, Samples) else samples)]
+    indices = tuple(_check_numbers(t, batch, named) for t, batch in enumerate(split))
+    parameters, theta = Parameters.of({k: x for k, x in select_params(state).items() if _is_variable(x)})
+    total = sum((s.sum() for s in named), Term())
+    step_of_user = UserStep(step, Program.compile(Problem(total), parameters, theta))
+    loop = Loop(step_of_user, indices, (range(len(indices)),), state)
+    with torch.random.fork_rng([x.device for x in leaves(state) if x.is_cuda][:1]):
+        check_step(step_of_user, state, loop.batch(0))
+    return carry_out(loop, keep, {}, show_progress)
+
+
+@dataclass(frozen=True)
+class _Unstated:
+    """Stands in for the loss of samples that only a step evaluates, so that perturbations of them can be resolved."""
+
+    step: Callable[[Any, Any, Any], Any]
+
+    def __call__(self, params: Any, batch: Any) -> Tensor:
+        """Return zeros."""
+        first = next(iter(params.values()))
+        return (0 * first.sum()).expand(len(leaves(batch)[0]))
+
+
+def _check_start(start: Any) -> dict[str, Any]:
+    """Return the start as tensors that do not change; refuse what cannot be differentiated."""
+    found = describe_state(start) if isinstance(start, Mapping) else {"": f"an object of type {type(start).__name__}"}
+    wrong = {name: text for name, text in found.items() if text.startswith(("float16", "bfloat16", "an object"))}
+    kinds = {x.dtype for x in leaves(start) if x.is_floating_point()} if not wrong else set()
+    if wrong or len(kinds) != 1:
+        name, text = next(iter(wrong.items())) if wrong else ("", f"tensors of types {sorted(map(str, kinds))}")
+        raise InvalidInputError(
+            f"The start{name} is {text}." if wrong else f"The start has {text}.",
+            "It must be a dict of tensors, also nested, those with fractions all float64 or all float32.",
+            "Derivatives through many steps need the digits of float32 at least, and names for the params.",
+            'Pass {"theta": tensor, "lam": tensor}, say, converted by .double() or .float().',
+        )
+    return mapped(dict(start), lambda x: x.detach().clone())
+
+
+def _check_batches(batches: Any) -> list[Any]:
+    """Return the batches as a list, so that every run uses the same."""
+    listed = list(batches) if isinstance(batches, Iterable) else []
+    if not listed:
+        found = "empty" if isinstance(batches, Iterable) else f"of type {type(batches).__name__}"
+        raise InvalidInputError(
+            f"`batches` is {found}.",
+            "It must list the numbers of the samples of each step, for at least one step.",
+            "A run without steps has nothing to differentiate.",
+            "Pass [[0, 1, 2], [3, 4, 5]], say, or torch.randperm(n).split(batch_size).",
+        )
+    return listed
+
+
+def _check_numbers(t: int, batch: Sequence[Any], named: Sequence[Samples]) -> tuple[Tensor, ...]:
+    """Return the numbers of the samples of step t."""
+    found = [as_tensor(numbers, f"batch {t}") for numbers in batch]
+    whole = len(found) == len(named) and all(
+        x.dtype in (torch.int32, torch.int64) and x.dim() == 1 and len(x) for x in found
+    )
+    if not whole or any(int(x.min()) < 0 or int(x.max()) >= len(s) for x, s in zip(found, named, strict=True)):
+        described = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in found)
+        span = f", from {min(int(x.min()) for x in found)} to {max(int(x.max()) for x in found)}" if whole else ""
+        raise InvalidInputError(
+            f"Batch {t} is {described}{span}.",
+            f"It must list numbers of samples, from 0 to {' and '.join(str(len(s) - 1) for s in named)}.",
+            "The numbers say which samples take part in a step, so that they can be removed.",
+            "Pass the numbers, not the data; with several Samples, a tuple with the numbers of each.",
+        )
+    return tuple(x.long().cpu() for x in found)
+
+
+def _is_variable(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()

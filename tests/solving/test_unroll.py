@@ -1,0 +1,263 @@
+"""Steps of one's own: `dif.unroll`, its derivatives, and the same steps on changed data."""
+
+import numpy as np
+import pytest
+import torch
+from torch.func import grad
+
+import dif
+from dif.optimality.targets import Targets
+from dif.runtime.user_code import UserCodeError
+from tests.refusals import invalid, refused
+from tests.trainings import F64, classify, logistic, state_problem
+
+QUIET = {"show_progress": False}
+PLAIN = {"show_progress": False, "probe": 0}
+
+
+def lagrangian(params, lam, X, y, weights):
+    """A weighted mean with the bound mean ‖tanh(xW)‖² ≤ 0.5."""
+    losses = logistic(params, (X, y))
+    size = (torch.tanh(X @ params["W"]) ** 2).sum(1)
+    mean = lambda values: (weights * values).sum() / weights.sum()  # noqa: E731
+    return mean(losses) + lam * (mean(size) - 0.5), mean(size) - 0.5
+
+
+def alternate(X, y):
+    """Descent on the params by momentum, then ascent on λ at the new params."""
+
+    def step(state, batch, weights):
+        params, lam = state["params"], state["lam"]
+        g = grad(lambda p: lagrangian(p, lam, X[batch], y[batch], weights)[0])(params)
+        velocity = {k: 0.9 * state["velocity"][k] + g[k] for k in g}
+        params = {k: params[k] - 0.1 * velocity[k] for k in g}
+        lam = (lam + 0.5 * lagrangian(params, lam, X[batch], y[batch], weights)[1]).clamp(min=0)
+        return {"params": params, "lam": lam, "velocity": velocity, "count": state["count"] + 1}
+
+    return step
+
+
+def extragradient(X, y):
+    """Steps from the point that a first step reaches, by torch.autograd."""
+
+    def slopes(params, lam, batch, weights):
+        value = lagrangian(params, lam, X[batch], y[batch], weights)[0]
+        return torch.autograd.grad(value, [params["W"], params["v"], lam], create_graph=True)
+
+    def step(state, batch, weights):
+        params, lam = state["params"], state["lam"]
+        for _ in range(2):
+            W, v, up = slopes(params, lam, batch, weights)
+            params = {"W": state["params"]["W"] - 0.1 * W, "v": state["params"]["v"] - 0.1 * v}
+            lam = torch.relu(state["lam"] + 0.5 * up)
+        return {"params": params, "lam": lam}
+
+    return step
+
+
+def begin(params, kind):
+    start = {"params": params, "lam": torch.tensor(0.1, dtype=F64)}
+    if kind is alternate:
+        start |= {"velocity": {k: torch.zeros_like(t) for k, t in params.items()}, "count": torch.tensor(0)}
+    return start
+
+
+def draw(n, size, epochs):
+    generator = torch.Generator().manual_seed(3)
+    return [b for _ in range(epochs) for b in torch.randperm(n, generator=generator).split(size)]
+
+
+def train_explicitly(step, start, batches, weight):
+    """The loop itself; `weight` has one weight per sample."""
+    state = start
+    for batch in batches:
+        state = step(state, batch, weight[batch])
+    return state
+
+
+@pytest.mark.parametrize("kind", [alternate, extragradient])
+def test_scores_equal_autograd_through_the_loop_and_retraining_the_loop_itself(kind):
+    X, y, _, params = classify(n=30)
+    step, start, batches = kind(X, y), begin(params, kind), draw(30, 8, 4)
+    run = dif.unroll(step, start, batches, **QUIET)
+    test = dif.Samples(logistic, (X[:5] + 0.3, y[:5]), name="test")
+    assert run.loop.length == 16
+    assert float(run.state["lam"]) > 0
+    whole = {k: t.requires_grad_() for k, t in params.items()}
+    tracked = {**start, "params": whole, "lam": start["lam"].clone().requires_grad_()}
+
+    weight = torch.ones(30, dtype=F64, requires_grad=True)
+    end = train_explicitly(step, tracked, batches, weight)
+    np.testing.assert_allclose(run.params["W"], end["params"]["W"].detach(), atol=1e-14)
+    losses = logistic(end["params"], (X[:5] + 0.3, y[:5]))
+    expected = [-torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses]
+    removals = run.samples[0].remove_each()
+    estimator = dif.UnrolledInfluence(run)
+    scores = estimator.scores(test, removals, **PLAIN).values
+    np.testing.assert_allclose(scores, torch.stack(expected, 1), atol=1e-12)
+    targets = Targets(test, run.point)
+    for i in (2, 11):
+        np.testing.assert_allclose(
+            estimator.change(removals[i]).flat @ targets.gradients(run.theta), scores[i], atol=1e-12
+        )
+
+    found = dif.Retraining(run).scores(test, removals[:4], **QUIET).values
+    for i in range(4):
+        out = torch.ones(30, dtype=F64)
+        out[i] = 0
+        again = train_explicitly(step, tracked, batches, out)["params"]
+        difference = logistic(again, (X[:5] + 0.3, y[:5])) - losses
+        np.testing.assert_allclose(found[i], difference.detach(), atol=1e-12)
+    probe = estimator.scores(test, removals, **QUIET).diagnostics["probe"]
+    assert probe["agreement"] > 0.8
+
+
+def test_the_rules_of_training_written_out_give_the_scores_of_training():
+    X, y, group, params = classify()
+    train, problem = state_problem(X, y, group)
+    run = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 20, 3, seed=1).run(**QUIET)
+
+    def step(state, batch, weights):
+        def value(theta, lam, weights):
+            W, v = theta[:6].reshape(3, 2), theta[6:]
+            losses = torch.nn.functional.softplus(-batch[1] * (torch.tanh(batch[0] @ W) @ v))
+            mean = (weights * losses).sum() / weights.sum()
+            rows = []
+            for g in range(2):
+                mine = weights * (batch[2] == g)
+                rows.append((mine * losses).sum() / mine.sum() - mean - 0.01)
+            f = torch.stack([*rows, theta[0] - 0.1])
+            return mean + 0.005 * (theta**2).sum() + lam @ f, f
+
+        g, f = grad(value, has_aux=True)(state["theta"], state["lam"], weights)
+        velocity, up = 0.9 * state["velocity"] + g, state["lam"] + 0.5 * f
+        lam = torch.cat([up[:2].clamp(min=0), up[2:]])
+        return {"theta": state["theta"] - 0.1 * velocity, "lam": lam, "velocity": velocity}
+
+    theta = torch.cat([params["W"].reshape(-1), params["v"]])
+    start = {"theta": theta, "lam": torch.zeros(3, dtype=F64), "velocity": torch.zeros_like(theta)}
+    rows = dif.Samples(lambda p, z: z[1], (X, y, group), name="train")
+    own = dif.unroll(step, start, [index for (index,) in run.loop.indices], samples=rows, **QUIET)
+    np.testing.assert_allclose(own.state["theta"], run.theta, atol=1e-13)
+    np.testing.assert_allclose(own.state["lam"], run.end.lam, atol=1e-13)
+    f = lambda p: (p["W"] ** 3).sum() + p["v"][0]  # noqa: E731
+    g = lambda p: (p["theta"][:6] ** 3).sum() + p["theta"][6]  # noqa: E731
+    corrected = (X[4:5] + 1, -y[4:5], group[4:5])
+    for mine, theirs in (
+        (rows.remove_each(), train.remove_each()),
+        (rows.remove_groups([[1, 5], [7, 8, 9]]), train.remove_groups([[1, 5], [7, 8, 9]])),
+        (rows.replace([4], corrected), train.replace([4], corrected[:2])),
+        (rows.add(corrected, like=4), train.add(corrected[:2], like=4)),
+    ):
+        found = dif.UnrolledInfluence(own).scores(dif.Function(g), mine, **PLAIN)
+        expected = dif.UnrolledInfluence(run).scores(dif.Function(f), theirs, **PLAIN)
+        np.testing.assert_allclose(found.values, expected.values, atol=1e-11)
+        found = dif.Retraining(own).scores(dif.Function(g), mine[:3], **QUIET)
+        expected = dif.Retraining(run).scores(dif.Function(f), theirs[:3], **QUIET)
+        np.testing.assert_allclose(found.values, expected.values, atol=1e-11)
+    dw = torch.linspace(-0.5, 0.5, 60, dtype=F64)
+    reweighted = dif.UnrolledInfluence(own).change(rows.reweight(dw)).flat
+    single = [dif.UnrolledInfluence(own).change(rows.remove([i])).flat for i in range(60)]
+    np.testing.assert_allclose(reweighted, -torch.stack(single, 1) @ dw, atol=1e-11)
+
+
+def test_two_tables_repeated_samples_and_resuming(tmp_path):
+    X, y, _, params = classify(n=20)
+    train = dif.Samples(logistic, (X, y), name="train")
+    safe = dif.Samples(logistic, X[:8] + 1, name="safe")
+
+    def step(state, batch, weights):
+        (x, label), other = batch
+
+        def value(p):
+            size = (torch.tanh(other @ p["W"]) ** 2).sum(1)
+            f = (weights[1] * size).mean() - 0.3
+            return (weights[0] * logistic(p, (x, label))).mean() + state["lam"] * f, f
+
+        slope, f = grad(value, has_aux=True)(state["params"])
+        moved = {k: t - 0.2 * slope[k] for k, t in state["params"].items()}
+        return {"params": moved, "lam": (state["lam"] + 0.3 * f).clamp(min=0)}
+
+    generator = torch.Generator().manual_seed(0)
+    pairs = [
+        (torch.randint(20, (6,), generator=generator), torch.randint(8, (3,), generator=generator)) for _ in range(12)
+    ]
+    start = {"params": params, "lam": torch.zeros((), dtype=F64)}
+    target = dif.Function(lambda p: p["v"].sum())
+    run = dif.unroll(step, start, pairs, samples=(train, safe), keep=tmp_path / "run", **QUIET)
+    removals = safe.remove_each() + 0.5 * train.remove([3])
+    scores = dif.UnrolledInfluence(run).scores(target, removals, **PLAIN).values
+    h = 1e-6
+    for i in (0, 5):
+        moved = dif.Retraining(run).scores(target, h * removals[i], **QUIET).values
+        np.testing.assert_allclose(moved / h, scores[i][None], rtol=1e-4)
+    assert list((tmp_path / "run").glob("sweep_*.npz"))
+    again = dif.unroll(step, start, pairs, samples=(train, safe), keep=tmp_path / "run", **QUIET)
+    np.testing.assert_array_equal(dif.UnrolledInfluence(again).scores(target, removals, **PLAIN).values, scores)
+    invalid(
+        lambda: dif.unroll(step, start, pairs[::-1], samples=(train, safe), keep=tmp_path / "run", **QUIET),
+        "holds another run: the batches differ.",
+        "A run resumes only with the same data, start and batches",
+    )
+
+
+def test_wrong_input_is_refused():
+    X, y, _, params = classify(n=20)
+    batches, start = [[0, 1, 2, 3]] * 3, {"params": params}
+
+    def descend(loss):
+        def step(state, batch, weights):
+            slope = grad(lambda p: loss(p, batch, weights))(state["params"])
+            return {"params": {k: t - 0.1 * slope[k] for k, t in state["params"].items()}}
+
+        return step
+
+    mean = lambda p, batch, w: (w * logistic(p, (X[batch], y[batch]))).mean()  # noqa: E731
+    sound = descend(mean)
+
+    def make(step=sound, start=start, batches=batches, **options):
+        return dif.unroll(step, start, batches, **QUIET, **options)
+
+    shrink = lambda state, batch, w: {"params": {**sound(state, batch, w)["params"], "v": params["v"][:1]}}  # noqa: E731
+    invalid(lambda: make(shrink), "['v'], which was float64[2]", "Each step takes the state that the one before it")
+    invalid(lambda: make(lambda s, b, w: {}), "nothing for the state's ['params']['W']", "Each step takes the state")
+    noisy = descend(lambda p, b, w: mean(p, b, w) * torch.rand(()))
+    invalid(lambda: make(noisy), "Two calls of the step", "rerunning it without a sample would show the noise")
+    ignoring = descend(lambda p, b, w: mean(p, b, torch.ones_like(w)))
+    invalid(lambda: make(ignoring), "is the same for other weights", "A sample is removed by setting its weight to 0")
+    cut = descend(lambda p, b, w: mean(p, b, w.detach() ** 2))
+    invalid(lambda: make(cut), "is off by 1 of its size", "Something inside the step is cut off from autograd")
+    refused(UserCodeError, lambda: make(lambda s, b, w: s["nothing"]), "The step raised KeyError", "by your code")
+    diverging = descend(lambda p, b, w: -1e6 * mean(p, b, w) * (p["v"] ** 4).sum())
+    invalid(lambda: make(diverging, batches=batches * 9), "is not finite after step", "The training diverged")
+    invalid(lambda: make(start=torch.zeros(3)), "The start is an object of type Tensor", "need the digits of float32")
+    half = {"params": {k: t.half() for k, t in params.items()}}
+    invalid(lambda: make(start=half), "The start['params']['W'] is float16[3, 2]", "need the digits of float32")
+    invalid(lambda: make(start={"params": {**params, "b": torch.zeros(1)}}), "The start has tensors of types", "digits")
+    invalid(lambda: make(batches=[]), "`batches` is empty", "A run without steps has nothing to differentiate.")
+    invalid(lambda: make(batches=3), "`batches` is of type int", "A run without steps")
+    invalid(lambda: make(batches=[X]), "Batch 0 is float64[20, 3]", "The numbers say which samples take part in a step")
+    few = dif.Samples(logistic, (X[:3], y[:3]))
+    invalid(
+        lambda: make(samples=few),
+        "Batch 0 is int64[4], from 0 to 3.",
+        "from 0 to 2",
+        "The numbers say which samples take part in a step",
+    )
+    run = make()
+    assert repr(run) == "Run(3 steps)"
+    invalid(lambda: run.kkt, "made by a step of your own", "Nothing but the step knows what is minimised")
+    new = run.samples[0].add(torch.tensor([7]))
+    invalid(
+        lambda: dif.UnrolledInfluence(run).change(new),
+        "are in no batch of this run",
+        "A step of your own draws its batches by rules that dif does not know.",
+    )
+    target = dif.Function(lambda p: p["v"].sum())
+    every = run.samples[0].remove_each()
+    invalid(lambda: dif.UnrolledInfluence(run).by_term(target, every), "step of your own", "Nothing but the step knows")
+    invalid(
+        lambda: dif.UnrolledInfluence(run).scores(target, every, probe=-1),
+        "`probe` is -1.",
+        "So many of the perturbations are carried out to check the predictions.",
+    )

@@ -69,14 +69,23 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
             )
             self._register_constraint(name, registered)
 
-    def compute_cmp_state(self, indices: Tensor | Mapping[Any, Tensor] | None = None) -> cooper.CMPState:
+    def compute_cmp_state(
+        self, indices: Tensor | Mapping[Any, Tensor] | None = None, weights: Mapping[Any, Tensor] | None = None
+    ) -> cooper.CMPState:
         """Evaluate the loss and the constraint violations.
 
         indices: Samples to estimate them from, as indices into the problem's Samples, or as a dict with indices for
         each Samples. None: all samples.
+        weights: Of these samples, for each Samples: 1 for those in the batch, 0 for those taken out of it. None: 1.
         """
-        arguments, observed = _loss_arguments(self.params), {}
-        losses = {id(samples): self._evaluate_losses(samples, indices, arguments) for samples in self.problem.samples}
+        return self.evaluate(_loss_arguments(self.params), indices, weights)
+
+    def evaluate(self, arguments: dict[str, Tensor], indices: Any, weights: Any) -> cooper.CMPState:
+        """Evaluate the loss and the constraint violations for the first argument of the losses."""
+        observed = {}
+        losses = {
+            id(samples): self._evaluate_losses(samples, indices, arguments, weights) for samples in self.problem.samples
+        }
         loss = self._evaluate_term(self.problem.objective, arguments, losses).reshape(())
         for constraint, registered in zip(self.problem.constraints, self.constraints(), strict=True):
             violation = self._evaluate_term(constraint.term, arguments, losses) - constraint.tau.to(loss)
@@ -85,27 +94,34 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
 
     @staticmethod
     def _evaluate_term(
-        term: Any, arguments: dict[str, Tensor], losses: dict[int, tuple[Tensor, Tensor | None]]
+        term: Any, arguments: dict[str, Tensor], losses: dict[int, tuple[Tensor, Tensor | None, Any]]
     ) -> Tensor:
         """Evaluate a Term at the current params; a sum over a mini-batch is scaled up to all samples."""
         first = next(iter(arguments.values()))
         total = term.constant.to(first)
         for factor, part in term.sums:
-            values, which = losses[id(part.samples)]
+            values, which, count = losses[id(part.samples)]
             weights = part.weights.to(first) if which is None else part.weights[which].to(first)
-            total = total + factor * len(part.samples) / len(weights) * (weights @ values)
+            total = total + factor * len(part.samples) / count * (weights @ values)
         for factor, function in term.functions:
             total = total + factor * function.fn(arguments)
         return total
 
     @staticmethod
-    def _evaluate_losses(samples: Any, indices: Any, arguments: dict[str, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Return the losses of the selected samples and their indices; None for all samples."""
+    def _evaluate_losses(
+        samples: Any, indices: Any, arguments: dict[str, Tensor], weights: Mapping[Any, Tensor] | None
+    ) -> tuple[Tensor, Tensor | None, Any]:
+        """Return the weighted losses of the selected samples, their indices (None for all), and their total weight."""
         which = indices.get(samples) if isinstance(indices, Mapping) else indices
         which = None if which is None else torch.as_tensor(which).cpu()
         device = next(iter(arguments.values())).device
         losses = [samples.loss(arguments, batch) for _, batch in samples.batches(which, device=device)]
-        return torch.cat(losses), which
+        values = torch.cat(losses)
+        return (
+            (values, which, len(values))
+            if weights is None
+            else (weights[samples] * values, which, weights[samples].sum())
+        )
 
 
 def solution_of(

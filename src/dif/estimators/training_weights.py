@@ -11,6 +11,7 @@ from dif.errors import InvalidInputError
 from dif.evaluation.step import Batch, Part, WeightGradients, Weights, default_weights
 from dif.evaluation.weight_change import Direction
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
+from dif.problem.structure import describe
 from dif.solving.run import Loop, fetch
 
 
@@ -84,6 +85,13 @@ class RunPerturbation:
         """Register new samples; each joins the batches of the sample it is like, or one batch drawn per epoch."""
         loop, table = self.loop, self.loop.program.rows.tables[number]
         new, count, device = action.new.under(table.samples), len(action.new), table.U.device
+        if describe(new.storage.one()) != describe(table.samples.storage.one()):
+            raise InvalidInputError(
+                f"The new data for {action.samples.name!r} have the structure {describe(new.storage.one())}.",
+                f"They must have the structure {describe(table.samples.storage.one())}.",
+                "The step gets the samples of a batch as one object, old and new ones alike.",
+                "Pass samples= to dif.unroll, so that the step gets data; a Cooper problem looks them up by number.",
+            )
         if action.like is None and loop.step.problem is None:
             raise InvalidInputError(
                 f"The samples added to {action.samples.name!r} are in no batch of this run.",

@@ -13,6 +13,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.evaluation.program import Program
 from dif.evaluation.step import Batch, State, WeightGradients, Weights, default_weights
+from dif.problem.parameters import Parameters
 from dif.problem.structure import leaves, mapped
 from dif.runtime.user_code import convert_errors, unsupported
 
@@ -50,13 +51,7 @@ class UserStep:
 
     def read_point(self, state: State) -> tuple[Tensor, Tensor]:
         """Return the params as θ, and no multipliers."""
-        tensors = select_params(state)
-        layout = self.program.parameters
-        parts = [
-            tensors[name].reshape(*tensors[name].shape[: tensors[name].ndim - len(shape)], -1)
-            for name, shape in zip(layout.names, layout.shapes, strict=True)
-        ]
-        theta = torch.cat(parts, -1)
+        theta = flatten_params(state, self.program.parameters)
         return theta, theta.new_zeros((*theta.shape[:-1], 0))
 
     def make_adjoint(self, Q: Tensor, state: State) -> State:
@@ -161,6 +156,13 @@ def select_params(state: State) -> dict[str, Tensor]:
     if isinstance(inner, dict):
         return inner
     return state
+
+
+def flatten_params(state: State, parameters: Parameters) -> Tensor:
+    """Return the params in a state as θ, (d,); leading dimensions stay."""
+    tensors = select_params(state)
+    named = [(tensors[name], len(shape)) for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
+    return torch.cat([x.reshape(*x.shape[: x.ndim - dims], -1) for x, dims in named], -1)
 
 
 def check_step(step: UserStep, state: State, batch: Batch) -> None:

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dif.errors import InvalidInputError
 from dif.evaluation.program import Program
-from dif.evaluation.user_step import UserStep, check_step, describe_state, select_params
-from dif.problem.parameters import Parameters
+from dif.evaluation.user_step import UserStep, check_step, describe_state, flatten_params, select_params
+from dif.problem.parameters import BoundModule, Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.problem.structure import leaves, mapped
@@ -33,7 +33,8 @@ def unroll(
             extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this.
         start: The state before the first step: a dict of tensors, also nested, with the parameters, multipliers, and
             whatever the optimiser remembers. Targets depend on `state["params"]` if that is a dict of tensors, and
-            otherwise on all tensors of the state.
+            otherwise on all tensors of the state. Of an `nn.Module` as "params" the step gets the named tensors, for
+            `torch.func.functional_call(model, state["params"], x)`, and targets get what is called like the module.
         batches: For each step the numbers of its samples; the step gets them as `batch`.
         samples: The samples that are numbered: the step then gets their data as `batch`, and new samples can be added.
             With several Samples a batch is a tuple of numbers, one for each, and so are the data and the weights.
@@ -49,7 +50,7 @@ def unroll(
     >>> run.state["mean"]
     tensor(3.0000)
     """
-    state = _check_start(start)
+    parameters, state = _check_start(start)
     per_step = _check_batches(batches)
     several = samples is not None and not isinstance(samples, Samples)
     split = [tuple(batch) if several else (batch,) for batch in per_step]
@@ -59,9 +60,8 @@ def unroll(
     else:
         named = [s.view(_Unstated(step), name=s.name) for s in ([samples] if isinstance(samples, Samples) else samples)]
     indices = tuple(_check_numbers(t, batch, named) for t, batch in enumerate(split))
-    parameters, theta = Parameters.of({k: x for k, x in select_params(state).items() if _is_variable(x)})
     total = sum((s.sum() for s in named), Term())
-    step_of_user = UserStep(step, Program.compile(Problem(total), parameters, theta))
+    step_of_user = UserStep(step, Program.compile(Problem(total), parameters, flatten_params(state, parameters)))
     loop = Loop(step_of_user, indices, (range(len(indices)),), state)
     with torch.random.fork_rng([x.device for x in leaves(state) if x.is_cuda][:1]):
         check_step(step_of_user, state, loop.batch(0))
@@ -80,8 +80,13 @@ class _Unstated:
         return (0 * first.sum()).expand(len(leaves(batch)[0]))
 
 
-def _check_start(start: Any) -> dict[str, Any]:
-    """Return the start as tensors that do not change; refuse what cannot be differentiated."""
+def _check_start(start: Any) -> tuple[Parameters, dict[str, Any]]:
+    """Return the layout of the params and the start as tensors that do not change; refuse what has no derivative."""
+    model = start.get("params") if isinstance(start, Mapping) else None
+    parameters = None
+    if isinstance(model, nn.Module | BoundModule):
+        parameters, theta = Parameters.of(model)
+        start = {**start, "params": parameters.tensors(theta)}
     found = describe_state(start) if isinstance(start, Mapping) else {"": f"an object of type {type(start).__name__}"}
     wrong = {name: text for name, text in found.items() if text.startswith(("float16", "bfloat16", "an object"))}
     kinds = {x.dtype for x in leaves(start) if x.is_floating_point()} if not wrong else set()
@@ -93,7 +98,11 @@ def _check_start(start: Any) -> dict[str, Any]:
             "Derivatives through many steps need the digits of float32 at least, and names for the params.",
             'Pass {"theta": tensor, "lam": tensor}, say, converted by .double() or .float().',
         )
-    return mapped(dict(start), lambda x: x.detach().clone())
+    state = mapped(dict(start), lambda x: x.detach().clone())
+    if parameters is None:
+        tensors = {k: x for k, x in select_params(state).items() if isinstance(x, Tensor) and x.is_floating_point()}
+        parameters, _ = Parameters.of(tensors)
+    return parameters, state
 
 
 def _check_batches(batches: Any) -> list[Any]:
@@ -126,7 +135,3 @@ def _check_numbers(t: int, batch: Sequence[Any], named: Sequence[Samples]) -> tu
             "Pass the numbers, not the data; with several Samples, a tuple with the numbers of each.",
         )
     return tuple(x.long().cpu() for x in found)
-
-
-def _is_variable(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()

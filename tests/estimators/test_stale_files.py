@@ -184,9 +184,9 @@ def squared(p, z):
 
 def seen(loss):
     """Return the fingerprint of a loss."""
-    from dif.evaluation.fingerprint import Look
+    from dif.evaluation.fingerprint import ObjectEncoder
 
-    return b"".join(Look().at(loss))
+    return b"".join(ObjectEncoder().encode(loss))
 
 
 def variants():

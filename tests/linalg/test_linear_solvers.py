@@ -11,7 +11,7 @@ from dif.linalg.cholesky import DenseCholesky
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.lanczos import tangent_curvature
 from dif.linalg.operator import Matrix
-from dif.linalg.preconditioner import Nystrom, Scaled
+from dif.linalg.preconditioner import Nystrom, ScaledOperator
 from dif.linalg.refinement import Refinement
 
 
@@ -65,7 +65,9 @@ def test_the_preconditioner_saves_steps():
     plain, preconditioned = ConjugateGradients(Matrix(H), rank=0), ConjugateGradients(Matrix(H), rank=100)
     plain.solve(B), preconditioned.solve(B)
     assert preconditioned.steps < 0.7 * plain.steps
-    eigenvalues = torch.linalg.eigvals(Nystrom(Scaled(Matrix(H), torch.ones(200, dtype=F64)), 200).apply(H)).real
+    eigenvalues = torch.linalg.eigvals(
+        Nystrom(ScaledOperator(Matrix(H), torch.ones(200, dtype=F64)), 200).apply(H)
+    ).real
     assert float(eigenvalues.max() / eigenvalues.min()) < 1.01  # with full rank it is the inverse
 
 

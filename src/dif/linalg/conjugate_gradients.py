@@ -10,14 +10,14 @@ from torch import Tensor
 
 from dif.errors import NotConvergedError
 from dif.linalg.operator import Operator
-from dif.linalg.preconditioner import Preconditioner, Scaled, choose_preconditioner, not_positive
+from dif.linalg.preconditioner import Preconditioner, ScaledOperator, choose_preconditioner, negative_curvature_error
 
 _PATIENCE = 300  # iterations without progress after which the routine gives up
 _CHECK = 30  # iterations of the first look for negative curvature
 
 
 @dataclass(frozen=True)
-class Solved:
+class CGResult:
     """Result of `conjugate_gradients`."""
 
     X: Tensor  # (d, c)
@@ -34,7 +34,7 @@ def conjugate_gradients(
     limit: int,
     precondition: Callable[[Tensor], Tensor] | None = None,
     radius: float = float("inf"),
-) -> Solved:
+) -> CGResult:
     """Solve A X = B, starting from zero, until the relative residual of every column is at most its tolerance.
 
     A column that meets negative curvature stops. With a finite radius (Steihaug's method) it first goes to the border
@@ -80,7 +80,7 @@ def conjugate_gradients(
         live &= sizes > goal
         worst = float((sizes[live] / goal[live]).max()) if bool(live.any()) else 0.0
         best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
-    return Solved(X, R, sizes <= goal, negative, used)
+    return CGResult(X, R, sizes <= goal, negative, used)
 
 
 def _distance_to_border(x: Tensor, d: Tensor, radius: float) -> Tensor:
@@ -114,7 +114,7 @@ class ConjugateGradients:
         rank: int = 64,
         preconditioner: Preconditioner | None = None,
     ) -> None:
-        self.curvature = Scaled(curvature, curvature.scale().sqrt())
+        self.curvature = ScaledOperator(curvature, curvature.scale().sqrt())
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
         self.residual = 0.0  # largest relative residual of all solves
@@ -159,14 +159,14 @@ class ConjugateGradients:
         root = self.curvature.root[:, None]
         return self._precondition(B / root) / root
 
-    def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> Solved:
+    def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> CGResult:
         """Run conjugate gradients in scaled coordinates; raise where the curvature is negative."""
         product = lambda D, _: self.curvature.product(D)  # noqa: E731
         solved = conjugate_gradients(product, B, tolerance, limit, self._precondition)
         self.steps += solved.iterations
         negative = solved.negative[solved.negative != float("inf")]
         if len(negative):
-            raise not_positive(float(negative.min()))
+            raise negative_curvature_error(float(negative.min()))
         return solved
 
     def _precondition(self, R: Tensor) -> Tensor:

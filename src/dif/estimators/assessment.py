@@ -184,7 +184,7 @@ class Assessor:
         """Name the constraints that are active at θ̄ but not under multipliers ν, (P, m), or the reverse."""
         active, program = self.solution.active, self.solution.program
         switched = (
-            (program.kinds.pushing(nu) != active.mask(active.binding))
+            (program.kinds.has_force(nu) != active.mask(active.binding))
             & ~active.mask(active.weak)
             & program.kinds.one_sided
         )

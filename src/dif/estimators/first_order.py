@@ -103,7 +103,7 @@ class FirstOrderEstimator:
 
     def _score(self, lin: Linearisation, columns: Tensor, chunk: Perturbation) -> ScoredChunk:
         values, response = lin.scores(columns, Direction(self.solution.program, chunk))
-        switched = self._switched(self.solution.lam + lin.multiplier_change(response.nu))
+        switched = self._find_switched(self.solution.lam + lin.multiplier_change(response.nu))
         about = {"switched": int(switched.sum()), "unanswered": response.unanswered}
         return ScoredChunk(values.double().cpu(), about)
 
@@ -131,7 +131,7 @@ class FirstOrderEstimator:
         """Return what results say about the point and the settings."""
         return self._diagnostics
 
-    def _switched(self, lam: Tensor) -> Tensor:
+    def _find_switched(self, lam: Tensor) -> Tensor:
         """Return under which multipliers after a step, (P, m), a constraint has switched, (P,) bool."""
         return torch.zeros(len(lam), dtype=torch.bool)
 

@@ -88,14 +88,14 @@ class Linearisation:
         if unanswered and self.strict:
             raise no_step_error(*next(iter(unanswered.items())))
         for p in torch.nonzero((nu[:, self.must_push] < 0).any(1)).reshape(-1).tolist():
-            error = self._released(nu[p])
+            error = self._released_error(nu[p])
             if self.strict:
                 raise error
             force[p] = float("nan")
             unanswered[direction.perturbation[p].labels[0]] = str(error)
         return Response(b, r, nu, force, unanswered)
 
-    def _released(self, nu: Tensor) -> DegenerateError:
+    def _released_error(self, nu: Tensor) -> DegenerateError:
         j = int(torch.where(self.must_push, nu, float("inf")).argmin())
         return DegenerateError(
             f"The multiplier of {self.at.program.names[int(self.rows[j])]} would be {float(nu[j]):.3g} after the step.",
@@ -176,7 +176,7 @@ class Linearisation:
 
         def split(direction: Direction) -> tuple[Tensor, Response]:
             response = self.respond(direction, system.V)
-            holds = self.equal | at.program.kinds.take(self.rows).pushing(response.nu)  # (P, k)
+            holds = self.equal | at.program.kinds.take(self.rows).has_force(response.nu)  # (P, k)
             patterns, which = holds[:1], torch.zeros(len(holds), dtype=torch.long, device=holds.device)
             if len(self.rows):
                 patterns, which = torch.unique(holds, dim=0, return_inverse=True)

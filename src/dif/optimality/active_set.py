@@ -53,7 +53,7 @@ class ActiveSet:
         """Classify the rows from c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
         slack, force = scales.slack(c), scales.multiplier(lam)
         active = kinds.at_bound(slack, tolerance)
-        binding = active & kinds.pushing(force, tolerance)
+        binding = active & kinds.has_force(force, tolerance)
         weak, inactive = active & ~binding, ~active
         curvature, relative = tangent_curvature(H, G[binding], scales.root)
         deciding = torch.where(inactive, slack - tolerance, force - tolerance)

@@ -63,9 +63,14 @@ class Kinds:
         """Rows that are active, (m,) bool."""
         return self.equal | (slack <= tolerance)
 
-    def pushing(self, force: Tensor, tolerance: float = 0.0) -> Tensor:
-        """Rows that push: those whose constraint could not be dropped, (..., m) bool."""
+    def has_force(self, force: Tensor, tolerance: float = 0.0) -> Tensor:
+        """Return which rows act on the solution, (..., m) bool: equal rows, and those with a force above the tolerance.
+
+        Dropping one of these constraints would move the solution.
+        """
         return self.equal | (force > tolerance)
+
+    pushing = has_force  # former name, still used by evaluation/training_step.py
 
     def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor]:
         """Return the first two derivatives of the paper's penalty of each row: ½ρc² if equal, else k·max(c, 0)³."""

@@ -105,7 +105,7 @@ class Addition(_PerSamples):
         """Describe each perturbation."""
         return [f"add {self.new.name}[{text}]" for text in self.entries.describe()]
 
-    def unknown_in(self, terms: Sequence[str]) -> InvalidInputError:
+    def membership_error(self, terms: Sequence[str]) -> InvalidInputError:
         """Build the error for terms in which nobody knows whether the new samples belong to them."""
         return InvalidInputError(
             f"The membership of the samples added to {self.samples.name!r} is unknown in {', '.join(terms)}.",

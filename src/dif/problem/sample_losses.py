@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dif.errors import InvalidInputError, few
 from dif.problem.data_source import Storage
-from dif.problem.structure import mapped
+from dif.problem.structure import map_tensors
 from dif.runtime.inputs import as_index
 from dif.runtime.user_code import convert_errors
 
@@ -103,15 +103,15 @@ class SampleLosses:
         positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
         fetched = self.storage.fetch([position if indices is None else indices[position] for position in positions])
         for position, batch in zip(positions, fetched, strict=True):
-            yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
+            yield position, batch if device is None else map_tensors(batch, lambda t: t.to(device, non_blocking=True))
 
     def take(self, indices: Tensor | None) -> Self:
         """Return the listed samples as Samples of their own (None: these Samples); nothing is copied."""
-        return self if indices is None else self.holding(self.storage.choose(indices))
+        return self if indices is None else self.with_data(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Self:
         """Return the same samples with floating-point data in another precision."""
-        return self.holding(self.storage.to(dtype))
+        return self.with_data(self.storage.to(dtype))
 
     def same_loss(self, other: SampleLosses) -> bool:
         """Return whether both evaluate the same loss function, on whatever data."""
@@ -119,7 +119,7 @@ class SampleLosses:
 
     def under(self, view: Self) -> Self:
         """Return these new samples under the loss of a view of the samples that they are added to."""
-        return self if self.loss is view.loss else view.holding(self.storage)
+        return self if self.loss is view.loss else view.with_data(self.storage)
 
     def check_indices(self, indices: int | Iterable[int]) -> list[int]:
         """Return sample indices as a list; each must exist and appear once."""
@@ -147,7 +147,7 @@ class SampleLosses:
             )
         return known
 
-    def holding(self, storage: Storage, population: SampleLosses | None = None) -> Self:
+    def with_data(self, storage: Storage, population: SampleLosses | None = None) -> Self:
         """Return the same loss over other data; `population` is set for a view, None makes the result independent."""
         other = copy(self)
         other.storage = storage

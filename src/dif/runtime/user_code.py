@@ -50,7 +50,7 @@ def convert_errors(what: str) -> Iterator[None]:
     except DifError:
         raise
     except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
+        if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _is_our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
             raise
         lines = str(error).strip().splitlines() or [""]
         raise UserCodeError(
@@ -72,12 +72,15 @@ def is_out_of_memory(error: Any) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(phrase in str(error) for phrase in phrases)
 
 
-def unsupported(error: Exception) -> bool:
+def is_unsupported(error: Exception) -> bool:
     """Return whether a transform of the user's code failed, so that a simpler one should be tried."""
     return isinstance(error, UserCodeError) or not (isinstance(error, DifError) or is_out_of_memory(error))
 
 
-def _our_fault(error: Exception) -> bool:
+unsupported = is_unsupported  # former name, still used by estimators/retraining.py
+
+
+def _is_our_fault(error: Exception) -> bool:
     """Return whether an exception other than a RuntimeError was raised by a line of dif."""
     file = Path(extract_tb(error.__traceback__)[-1].filename)
     examples = (_OURS / "examples", _OURS / "studies")  # these hold losses, as users write them

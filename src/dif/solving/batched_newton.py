@@ -135,7 +135,7 @@ class BatchedNewton:
         past = Extrapolation(len(stack), d + m, partial(self.at.scales.lengths, G=self.at.G))
         mark = torch.full_like(ends.residual, float("inf"))  # the last residual that was half of the mark before it
         since = torch.zeros_like(ends.steps)  # steps since then
-        pushed = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # rows with a positive λ
+        had_force = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # rows with a positive λ
         further = 1e-3 if self.at.curvature.cheap else 1.0  # beyond the goal, where steps cost little
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
@@ -160,9 +160,9 @@ class BatchedNewton:
             live, omega, nu = live[exists.to(live.device)], omega[exists], nu[exists]
             if len(live) == 0:
                 return
-            pushes = self.at.program.kinds.pushing(nu)
-            past.forget(live[(pushes != pushed[live]).any(1).to(live.device)])
-            pushed[live] = pushes
+            has_force = self.at.program.kinds.has_force(nu)
+            past.forget(live[(has_force != had_force[live]).any(1).to(live.device)])
+            had_force[live] = has_force
             here = torch.cat([theta[live], lam[live]], 1)
             there = here + past.combine(live, here, torch.cat([omega, nu - lam[live]], 1))
             theta[live], lam[live] = there[:, :d], self.at.program.kinds.project(there[:, d:])

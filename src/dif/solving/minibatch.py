@@ -40,7 +40,7 @@ class PrimalDual:
         first, second, count = torch.zeros_like(theta), torch.zeros_like(theta), 0
         for epoch in range(done, self.epochs):
             for step, rows in enumerate(self._batches(epoch)):
-                if self.limits.spent():
+                if self.limits.find_reached():
                     return theta, lam, epoch
                 share = (epoch + step / self.steps) / self.epochs
                 rate = self.rate * 0.5 * (1 + math.cos(math.pi * share))

@@ -1,4 +1,4 @@
-"""The command-line program `dif`. It parses options and prints results; the computing is done elsewhere."""
+"""The command-line program `dif`: parses options and prints results. It computes nothing itself."""
 
 from __future__ import annotations
 

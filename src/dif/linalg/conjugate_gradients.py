@@ -13,7 +13,7 @@ from dif.linalg.operator import Operator
 from dif.linalg.preconditioner import Preconditioner, ScaledOperator, choose_preconditioner, negative_curvature_error
 
 _PATIENCE = 300  # iterations without progress after which the routine gives up
-_CHECK = 30  # iterations of the first look for negative curvature
+_CHECK = 30  # iterations of the test for negative curvature, before a preconditioner is built
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class CGResult:
     """Result of `conjugate_gradients`."""
 
     X: Tensor  # (d, c)
-    R: Tensor  # (d, c) residual B − A X, as the recursion has it
+    R: Tensor  # (d, c) residual B − A X, from the recursion, not recomputed
     reached: Tensor  # (c,) bool, columns whose residual is within the tolerance
     negative: Tensor  # (c,) curvature along the direction that stopped a column; +inf if none did
     iterations: int
@@ -43,10 +43,10 @@ def conjugate_gradients(
     Args:
         product: Returns A·D for some columns D (d, k) and their numbers (k,) among the columns of B.
         B: Right-hand sides, (d, c).
-        tolerance: (c,) to reach.
-        limit: Iterations at most.
+        tolerance: (c,) relative residual to reach in each column.
+        limit: Largest number of iterations.
         precondition: Applies an approximate inverse of A to columns.
-        radius: Of the ball.
+        radius: Radius of the ball.
     """
     precondition = precondition or torch.clone
     X, R = torch.zeros_like(B), B.clone()
@@ -90,19 +90,19 @@ def _distance_to_border(x: Tensor, d: Tensor, radius: float) -> Tensor:
 
 
 class ConjugateGradients:
-    """A solver for H_ρ X = B without the matrix: preconditioner prepared once, then any number of right-hand sides.
+    """Solves H_ρ X = B by products with H_ρ. The preconditioner is prepared once, for any number of right-hand sides.
 
-    Every solve ends with a residual that is computed afresh; where it misses the tolerance the solve goes on from
-    there. It raises where it meets negative curvature and where it stalls.
+    After every solve the residual is computed anew; where it misses the tolerance, the solve continues from there.
+    An error is raised where the curvature is negative and where the residual no longer falls.
 
     Args:
         curvature: H_ρ as an operator.
         tolerance: ‖B − H X‖ / ‖B‖ to reach in every column, in coordinates scaled to equal curvature (None: 3e-11 in
             float64, 3e-5 in float32).
         max_iter: Limit on iterations per solve.
-        rank: Of the Nyström preconditioner; 0 for the diagonal only. Where the matrix of a part of the samples can be
-            assembled, its inverse is the preconditioner instead.
-        preconditioner: One that was built for a similar curvature.
+        rank: Rank of the Nyström preconditioner; 0 for the diagonal only. Where the matrix of some of the samples can
+            be assembled, its inverse is the preconditioner instead.
+        preconditioner: A preconditioner to reuse, built for a similar curvature.
     """
 
     def __init__(

@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from dif.errors import DegenerateError
 
-Array = NDArray[Any]
+Array = NDArray[Any]  # float64
 
 _SIGN_TOLERANCE = 1e-12  # a sign counts as wrong beyond this, relative to the largest entry of its right-hand side
 _SINGULAR = 1e-11  # smallest pivot of the scaled S above which rows count as independent
-_ROUNDS = 40  # rounds of block pivoting, plus two per row
+_ROUNDS = 40  # largest number of rounds of block pivoting, plus two per row; DAQP solves what is left
 _PATIENCE = 3  # rounds without fewer wrong signs before rows change sides one at a time
-_NO_LIMIT = 1e30  # upper bound that DAQP takes for infinite
+_NO_LIMIT = 1e30  # DAQP takes bounds of this size as infinite
 
 
 def solve_reduced_qp(S: Array, a: Array, equal: NDArray[np.bool_]) -> tuple[Array, dict[int, str]]:

@@ -67,9 +67,9 @@ class Nystrom:
 
 
 def choose_preconditioner(curvature: ScaledOperator, rank: int) -> Preconditioner | None:
-    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0.
+    """Build a preconditioner from some of the samples if their matrix can be assembled, else by Nyström's method.
 
-    The former is |H_ρ|⁻¹ of the matrix of these samples: absolute eigenvalues, the smallest raised.
+    The former is |H_ρ|⁻¹ of these samples, with absolute eigenvalues and the smallest raised. Rank 0 gives None.
     """
     if not rank:
         return None

@@ -73,7 +73,7 @@ def sum_over_processes(part: Tensor) -> Tensor:
 
 
 def gather_rows(rows: Tensor, n: int) -> Tensor:
-    """Collect the rows of all processes in order, (n, …)."""
+    """Collect the rows of all processes, in the order of the samples, (n, …)."""
     if is_single_process():
         return rows
     all_rows = rows.new_zeros((n, *rows.shape[1:]))
@@ -82,5 +82,5 @@ def gather_rows(rows: Tensor, n: int) -> Tensor:
 
 
 def holds_in_all_processes(condition: bool, like: Tensor) -> bool:
-    """Return whether a condition is true in all processes; `like` gives the device."""
+    """Return whether a condition is true in all processes; `like` determines the device of the exchange."""
     return bool(sum_over_processes(torch.tensor(float(not condition), device=like.device)) == 0)

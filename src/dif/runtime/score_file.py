@@ -1,4 +1,4 @@
-"""Scores in a file that is filled chunk by chunk: readable meanwhile, and resumed after an interruption."""
+"""A file of scores that is filled chunk by chunk. It can be read while it grows, and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.runtime.atomic_file import check_folder, open_atomically
 
-_FORMAT = "dif scores in progress 1"  # first entry of the journal
+_FORMAT = "dif scores in progress 1"  # name and version of the journal, its first entry
 _SUFFIXES = (".npy", ".zarr")  # files that can be filled chunk by chunk
 
 
@@ -46,7 +46,7 @@ class ZarrValues:
         self.array[where] = block.numpy()
 
 
-Values = Tensor | ZarrValues
+Values = Tensor | ZarrValues  # scores (P, T), in memory or on disk
 
 
 class MemoryScores:
@@ -144,13 +144,13 @@ class FileScores(MemoryScores):
             return None
         with open_atomically(
             companion_path(self.path, "part")
-        ) as file:  # drop the lines of damaged chunks and half a last line
+        ) as file:  # without the lines of damaged chunks and without an incomplete last line
             file.writelines(f"{json.dumps(line)}\n".encode() for line in (self._head, *self.pieces))
         return values
 
 
 def read_journal(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Read the head and the chunks of a journal; of a finished file they are read from its description."""
+    """Read the head and the chunks of a journal, or of a finished file from its description; None without either."""
     try:
         lines = companion_path(path, "part").read_text().split("\n")[:-1]  # a line without line break is incomplete
         head, *chunks = [json.loads(line) for line in lines]

@@ -27,13 +27,13 @@ from dif.evaluation.rows import Rows
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves
 
-READ = 2**12  # samples read per batch
+READ = 2**12  # samples read per batch, so that data on disk are not loaded as a whole
 # Folders of installed code, which is identified by name.
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parents[1])  # folder of dif
+_OURS = str(Path(__file__).parents[1])  # folder of dif, whose code is identified by name too
 # Types whose repr identifies the value.
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes, range, slice, np.generic, torch.dtype)
-_METHODS = (FunctionType, staticmethod, classmethod, property)  # kinds of dunder attributes of a class that count
+_METHODS = (FunctionType, staticmethod, classmethod, property)  # types of the dunder attributes that are encoded
 
 
 def encode_tensor(tensor: Tensor) -> bytes:
@@ -87,10 +87,12 @@ def encode_samples(samples: SampleLosses) -> Iterator[bytes]:
 
 
 class ObjectEncoder:
-    """A walk over an object and everything it refers to; each object is visited once."""
+    """Encodes an object and everything it refers to as bytes. An object that occurs again is encoded by its number."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, Any]] = {}  # id → number of the visit, and the object to keep it alive
+        self.seen: dict[
+            int, tuple[int, Any]
+        ] = {}  # id → number of the object, and the object, so that its id stays valid
 
     def encode(self, thing: Any) -> Iterator[bytes]:
         """Yield the encoding of an object and of everything it refers to."""

@@ -29,7 +29,7 @@ from dif.runtime.distributed import is_single_process, span, sum_over_processes
 from dif.runtime.memory import retry_with_smaller_batches
 from dif.runtime.user_code import convert_errors
 
-_FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once
+_FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once, to limit memory
 _STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
 
 

@@ -23,13 +23,13 @@ from dif.runtime.distributed import gather_rows, holds_in_all_processes, span, s
 from dif.runtime.memory import numbers_at_once, retry_with_smaller_batches
 from dif.runtime.user_code import UserCodeError, find_cure, is_out_of_memory, is_unsupported
 
-_PASS = 2**21  # numbers (inputs and intermediates) of one batch on the CPU, sized for its caches; results are the same
+_PASS = 2**21  # numbers (inputs and intermediates) in one batch on the CPU: 16 MiB, so that they stay in its caches
 _PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is more: each batch creates vectors of size d
-_SHARED = 32  # number of columns that should go through a batch at once
+_SHARED = 32  # columns that should go through a batch at once, to share its forward pass
 _FEWEST = 128  # smallest number of samples per batch when many columns go through it
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
-_GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU
+_GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
 
 # Fallbacks, listed in diagnostics["fallbacks"]: what is done instead, and why.
 NO_FORWARD = "slopes from gradients: an operator of the loss has no forward mode"

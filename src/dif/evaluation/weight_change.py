@@ -260,7 +260,7 @@ def find_indispensable(program: Program, samples: SampleLosses) -> dict[int, str
 def _resolve_entries(piece: Removal | Addition, table: Table, used: Tensor, refilled: bool):
     """Return alpha, s, index and owner of the Block of a removal or addition.
 
-    `refilled`: the same perturbation adds samples, as a replacement does, so that a sum may lose all that it has.
+    `refilled`: the same perturbation also adds samples, as a replacement does. A sum may then lose all its members.
     """
     U, entries, sign = table.U, piece.entries, 1 if isinstance(piece, Addition) else -1
     owner, index = entries.owner.to(U.device), entries.index.to(U.device)
@@ -291,7 +291,7 @@ def _weigh_added(piece: Addition, table: Table, used: Tensor) -> Tensor:
     unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
     if unclear:
         raise piece.membership_error(unclear)
-    weights = (U.sum(1) / (U != 0).sum(1).clamp(min=1)).expand(len(index), len(U))  # that of the average member
+    weights = (U.sum(1) / (U != 0).sum(1).clamp(min=1)).expand(len(index), len(U))  # the mean weight of the members
     return weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
 
 

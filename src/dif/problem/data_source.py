@@ -14,7 +14,7 @@ from dif.errors import InvalidInputError, few
 from dif.problem.structure import cast, leaves, map_tensors, to_tensors
 from dif.runtime.inputs import as_tensor
 
-_CHECKED = 2**22  # numbers that are checked for NaN at once, so that data on disk are never read whole
+_CHECKED = 2**22  # numbers checked for NaN at once, 32 MiB: data on disk must not be loaded as a whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Storage:
         if self.data is other.data:
             return True
         mine, others = ({t.data_ptr() for t in leaves(getattr(s.data, "tensors", s.data))} for s in (self, other))
-        return bool((mine & others) - {0})  # 0: an empty tensor
+        return bool((mine & others) - {0})  # 0 is the address of every empty tensor
 
     def choose(self, indices: Tensor) -> Storage:
         """Return the samples with these indices; nothing is copied."""

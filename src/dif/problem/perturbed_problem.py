@@ -14,7 +14,7 @@ from dif.problem.perturbation import Addition, Perturbation, Removal, Reweightin
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Constraint, SampleSum, Term
 
-WeightAction = Removal | Addition | Reweighting
+WeightAction = Removal | Addition | Reweighting  # actions that change weights
 
 
 def apply_perturbation(
@@ -124,4 +124,4 @@ def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
     if not part.everyone:
         raise addition.membership_error([part.words])
     members = part.weights[part.weights != 0]
-    return members.mean().expand(len(addition.new))  # that of the average member
+    return members.mean().expand(len(addition.new))  # the mean weight of the members

@@ -18,7 +18,7 @@ from dif.problem.structure import map_tensors
 from dif.runtime.inputs import as_index
 from dif.runtime.user_code import convert_errors
 
-# the entry of `fallbacks` that makes attention be computed by matrix products
+# Entry of `fallbacks`: attention is computed by matrix products, which can be differentiated twice
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
 
 
@@ -118,7 +118,7 @@ class SampleLosses:
         return self.loss is other.loss if self.parted is None else self.parted == other.parted
 
     def under(self, view: Self) -> Self:
-        """Return these new samples under the loss of a view of the samples that they are added to."""
+        """Return these samples with the loss of `view`: samples that are added get the loss of each view in turn."""
         return self if self.loss is view.loss else view.with_data(self.storage)
 
     def check_indices(self, indices: int | Iterable[int]) -> list[int]:
@@ -148,7 +148,7 @@ class SampleLosses:
         return known
 
     def with_data(self, storage: Storage, population: SampleLosses | None = None) -> Self:
-        """Return the same loss over other data; `population` is set for a view, None makes the result independent."""
+        """Return the same loss over other data, as a view of `population`, or as Samples of its own for None."""
         other = copy(self)
         other.storage = storage
         other.population = other if population is None else population

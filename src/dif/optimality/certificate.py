@@ -1,4 +1,4 @@
-"""The certificate of a point: is it a solution at which influence exists? Each question with its answer in words."""
+"""The certificate of a point: questions on whether it is a solution at which influence exists, with their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dif.optimality.active_set import Margin
 from dif.optimality.finding import BAD, GOOD, NOTE, Finding
 from dif.optimality.solution import Solution
 
-BINDING = "binding"
+BINDING = "binding"  # state of a row; the others are "weak" and "inactive"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Row:
     slack: float  # τ − f, in the constraint's own units
     multiplier: float
     uncertain: bool
-    largest: float | None = None  # how far single removals move the slack (the multiplier, if binding), at most,
-    median: float | None = None  # and in the median; None where that was not computed
+    largest: float | None = None  # largest change of slack (of multiplier, if binding) by a single removal
+    median: float | None = None  # median of these changes; both are None where they were not computed
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def _judge_reach(rows: Sequence[Row]) -> list[Finding]:
         return f"{row.name}: {which} {number:.3g}, {moves}"
 
     def times(row: Row) -> float:
-        """Return how many of the largest moves the margin is."""
+        """Return the margin as a multiple of the largest move."""
         number = row.multiplier if row.state == BINDING else row.slack
         return number / row.largest if row.largest else float("inf")
 

@@ -33,7 +33,7 @@ _TOO_MANY = 40  # products per trust-region step above which the sketch counts a
 class AugmentedLagrangian:
     """Rounds of minimising f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between.
 
-    `save(theta, lam, penalty, accuracy)` is called now and then, so that the work can be resumed.
+    `save(theta, lam, penalty, accuracy)` is called between blocks of iterations, so that the work can be resumed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AugmentedLagrangian:
     def run_round(self) -> bool:
         """Minimise over θ, update λ, and raise ρ unless the violation fell; return False if θ diverged."""
         self.rounds += 1
-        if not self._minimise():  # diverged: a larger penalty may prevent that
+        if not self._minimise():  # it diverged, which a larger penalty may prevent
             if len(self.lam) == 0 or self.raised > PATIENCE:
                 raise UnboundedError(
                     f"The objective still falls {self.divergence} (penalty raised {self.raised} times).",

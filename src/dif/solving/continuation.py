@@ -22,8 +22,8 @@ from dif.optimality.targets import Targets
 from dif.problem.kinds import Kinds
 from dif.problem.perturbation import Perturbation
 
-_FIRST_STEP = 0.25  # first step of ε
-_SHORTEST = 1e-7  # smallest step of ε
+_FIRST_STEP = 0.25  # first step of ε; later ones adapt
+_SHORTEST = 1e-7  # smallest step of ε; where it fails, the path is lost
 _CORRECTIONS = 60  # corrector steps per point
 _HALVED = 8  # corrector steps within which the residual must halve
 _EASY = 10  # with at most so many corrections, the next step of ε is doubled
@@ -197,7 +197,7 @@ class PathFollower:
         d, scales = theta.numel(), self.at.scales
         past = Extrapolation(1, d + len(lam), partial(scales.lengths, G=self.at.G))
         only = torch.tensor([0], device=theta.device)
-        mark, since = float("inf"), 0  # the last residual that was half of the mark before it, and steps since then
+        mark, since = float("inf"), 0  # last residual of at most half the previous mark, and steps since
         for count in range(_CORRECTIONS):
             weights = program.weights(lam)
             f, g = program.rows.pullback(theta, lambda _, weights=weights: weights)

@@ -125,7 +125,7 @@ def fit(
 
 
 def _describe(result: Found, solution: Solution) -> str:
-    """Say what kind of point an unfinished solve ended at."""
+    """Describe the point at which an unfinished solve ended."""
     if result.negative_curvature is not None:
         lowest = result.negative_curvature[0]
         return f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
@@ -180,7 +180,7 @@ def _check_batches(epochs: int, batch_size: int, rate: float, seed: int) -> None
 
 @dataclass
 class Found:
-    """The state of a solve, and its result in the end."""
+    """The state of a solve; at the end, its result."""
 
     theta: Tensor
     lam: Tensor

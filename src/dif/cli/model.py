@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dif.report.description import Description
     from dif.report.report import Report
 
+# Arguments and options that several commands share
 File = Annotated[
     Path, typer.Argument(help="Python file that defines `solution` and `targets`; `dif init` writes an example.")
 ]

@@ -25,7 +25,7 @@ _EXTRAS = ("cvxpy", "matplotlib", "pooch")  # optional packages that `pip instal
 _PIPE_WIDTH = 160  # characters per line where the output is not a terminal
 _SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}  # symbol of each verdict
 _COLOURS = {"good": "green", "note": "yellow", "bad": "red"}  # colour of each verdict
-_state = {"debug": False}
+_state = {"debug": False}  # whether errors print their traceback
 
 
 def show_tracebacks() -> None:

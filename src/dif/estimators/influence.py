@@ -22,7 +22,7 @@ from dif.runtime.inputs import as_index
 from dif.runtime.score_file import Values, companion_path, intact_chunks, is_filled_in_chunks, open_values, read_journal
 
 _FORMAT = "dif influence 1"  # name and version of the file format
-_LABELS = 4096  # labels written at once
+_LABELS = 4096  # labels written at once, to save memory
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
 
 

@@ -26,6 +26,7 @@ from dif.problem.samples import Samples
 from dif.problem.structure import leaves
 from dif.problem.term import Expression
 
+# Written by `dif init`
 TEMPLATE = '''"""Describes a model to dif. Use it with `dif check FILE`, `dif score FILE` and `dif retrain FILE`."""
 
 import torch

@@ -40,7 +40,7 @@ class NewtonInfluence:
         solution: A certified solution.
         strict: Raise where the point is not a solution or is degenerate, or where a step does not exist. False records
             the former and gives NaN for the latter.
-        show_progress: Default of `scores`.
+        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "Newton"

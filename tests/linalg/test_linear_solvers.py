@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import F64, bound_regression, fair_logistic, free_regression, solved, weak_regression
+from problems import F64, bound_regression, fair_logistic, fit_problem, free_regression, weak_regression
 
 import dif
 from dif.evaluation.hessian import Curvature
@@ -94,7 +94,7 @@ def test_a_stall_is_refused():
 @pytest.mark.parametrize("make", [free_regression, bound_regression, weak_regression, fair_logistic])
 def test_influence_is_the_same_without_the_matrix(make):
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = train.remove_each()
     for kind, options in (
         (dif.DirectionalInfluence, {}),
@@ -110,7 +110,7 @@ def test_influence_is_the_same_without_the_matrix(make):
 
 def test_products_and_matrix_agree():
     _, problem, _ = fair_logistic(batch_size=7)
-    solution = solved(problem)
+    solution = fit_problem(problem)
     curvature = solution.curvature.with_rows(solution.G, torch.tensor([2.0, 3.0], dtype=F64), damping=0.1)
     V = torch.randn(4, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
     expected = solution.hessian + solution.G.T @ torch.diag(torch.tensor([2.0, 3.0], dtype=F64)) @ solution.G
@@ -148,7 +148,7 @@ def test_tangent_curvature_by_lanczos(monkeypatch):
 
 def test_refinement_reaches_double_precision_with_single_precision_work():
     train, problem, _ = fair_logistic(batch_size=25)
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = train.remove_each()
     dense = dif.DirectionalInfluence(solution).scores(train, removals)
     refined = dif.DirectionalInfluence(solution, solver=Refinement).scores(train, removals)

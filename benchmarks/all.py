@@ -10,7 +10,7 @@ import constrained
 import growth
 import imports
 import unconstrained
-from common import HERE, PEERS, alone, machine
+from common import HERE, PEERS, machine, run_alone
 
 # packages whose versions are listed, and the command that prints those of the other libraries
 SHOWN = ("torch", "pyDVL", "captum", "dattri", "kronfluence", "pyinfluence")
@@ -19,7 +19,7 @@ ASKED = "import json; from importlib.metadata import version; print(json.dumps({
 
 def main() -> None:
     """Run all benchmarks, print the report and write it to RESULTS.md after each part."""
-    peers = ", ".join(f"{name} {number}" for name, number in alone(PEERS, "-c", ASKED % (SHOWN,)).items())
+    peers = ", ".join(f"{name} {number}" for name, number in run_alone(PEERS, "-c", ASKED % (SHOWN,)).items())
     ours = ", ".join(
         f"{name} {version(name)}" for name in ("dif", "torch", "numpy", "daqp", "osqp", "clarabel", "cvxpy")
     )

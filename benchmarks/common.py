@@ -21,7 +21,7 @@ ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", 
 A = TypeVar("A")
 
 
-def timed(function: Callable[[], A], repeat: int) -> tuple[float, A]:
+def clock(function: Callable[[], A], repeat: int) -> tuple[float, A]:
     """Call the function `repeat` times; return the median time in seconds and the last result."""
     seconds = []
     for _ in range(repeat):
@@ -31,7 +31,7 @@ def timed(function: Callable[[], A], repeat: int) -> tuple[float, A]:
     return statistics.median(seconds), answer
 
 
-def alone(python: Path, *arguments: str, folder: Path = HERE) -> dict[str, Any]:
+def run_alone(python: Path, *arguments: str, folder: Path = HERE) -> dict[str, Any]:
     """Run Python in a subprocess with one thread; return the last line that it prints, parsed as JSON."""
     done = subprocess.run(
         [str(python), "-W", "ignore", *arguments],

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from common import HERE, LAYERS, OURS, alone, table, timed
+from common import HERE, LAYERS, OURS, clock, run_alone, table
 
 ROUNDS = 15  # runs of each measurement
 KINK = {"n": 400, "d": 8, "seed": 0}  # samples, parameters and seed of the regression at a kink
@@ -66,18 +66,18 @@ def overhead() -> dict[str, Any]:
         return statistics.median(one[part] for one in taken[m, how, assess])
 
     layout, theta = Parameters.of(model)
-    check, _ = timed(lambda: check_derivatives(train, layout, theta), ROUNDS)  # done at the start of fit and at its end
+    check, _ = clock(lambda: check_derivatives(train, layout, theta), ROUNDS)  # done at the start of fit and at its end
     start = {name: torch.zeros_like(t) for name, t in model.named_parameters()}
     start = type(solved[1].params)(model, start, {})  # the model with all parameters zero
-    fitted, _ = timed(lambda: dif.fit(solved[1].problem, start, show_progress=False), 3)
+    fitted, _ = clock(lambda: dif.fit(solved[1].problem, start, show_progress=False), 3)
 
-    def judged() -> float:
+    def judge() -> float:
         fresh = dif.Solution(solved[1].problem, solved[1].params, solved[1].lam)
         fresh.check()
-        return timed(fresh.derivatives, 1)[0]
+        return clock(fresh.derivatives, 1)[0]
 
     prepared = dif.DirectionalInfluence(solved[1], switching=False)
-    solve, _ = timed(lambda: prepared.linearisation.system.solver.solve(torch.ones_like(free.theta)[:, None]), 50)
+    solve, _ = clock(lambda: prepared.linearisation.system.solver.solve(torch.ones_like(free.theta)[:, None]), 50)
     return {
         "seconds": {m: median(m, False, 0) for m in solved},
         "auto": {m: median(m, "auto", 0) for m in solved},
@@ -85,7 +85,7 @@ def overhead() -> dict[str, Any]:
         "prepared": {m: median(m, "auto", 20, "prepared") for m in solved},
         "active": {m: len(at.active.active) for m, at in solved.items()},
         "solve": solve,
-        "check": {"in fit": 2 * check / fitted, "in preparing": statistics.median(judged() for _ in range(ROUNDS))
+        "check": {"in fit": 2 * check / fitted, "in preparing": statistics.median(judge() for _ in range(ROUNDS))
                   / median(1, "auto", 0, "prepared")},
     }  # fmt: skip
 
@@ -177,7 +177,7 @@ def programs() -> dict[str, Any]:
     }
     made = {}
     for name, (way, repeat) in ways.items():
-        seconds, answer = timed(way, repeat)
+        seconds, answer = clock(way, repeat)
         made[name] = {"seconds": seconds, "error": float(np.abs(answer - exact).max() / np.abs(exact).max())}
     return {"n": n, "d": d, "rows": len(G), "made": made}
 
@@ -210,14 +210,14 @@ def kink(folder: str) -> dict[str, Any]:
     free = np.linalg.solve(H, X.T @ y / n)
     tau = float(a @ free)
 
-    def resolved(w: np.ndarray) -> np.ndarray:
+    def resolve(w: np.ndarray) -> np.ndarray:
         """Solve the problem with sample weights w in closed form."""
         K, g = (X.T * w) @ X / n, X.T @ (w * y) / n
         theta, back = np.linalg.solve(K, g), np.linalg.solve(K, a)
         return theta - max(a @ theta - tau, 0.0) / (a @ back) * back
 
     eps, every = 1e-6, np.ones(n)
-    actual = np.stack([(resolved(every - eps * (np.arange(n) == i)) - free) / eps for i in range(n)])
+    actual = np.stack([(resolve(every - eps * (np.arange(n) == i)) - free) / eps for i in range(n)])
     train = dif.Samples(lambda p, z: 0.5 * (z[0] @ p["theta"] - z[1]) ** 2, tuple(map(torch.as_tensor, (X, y))))
     stated = dif.Problem(train.mean(), [dif.linear(a[None]) <= tau])
 
@@ -229,10 +229,10 @@ def kink(folder: str) -> dict[str, Any]:
         return derivative.scores(coordinates, removals, show_progress=False, assess=0).values.numpy()
 
     ours()
-    seconds, predicted = timed(ours, 20)
+    seconds, predicted = clock(ours, 20)
     files = Path(folder) / "kink.npz"
     np.savez(files, X=X, y=y, a=a, tau=tau)
-    layer = alone(LAYERS, str(HERE / "layers.py"), str(files))
+    layer = run_alone(LAYERS, str(HERE / "layers.py"), str(files))
     predictions = {"dif": predicted, "cvxpylayers (diffcp)": np.array(layer["removed"])}
     size = np.linalg.norm(actual, axis=1)
     wrong = {}
@@ -249,9 +249,9 @@ def kink(folder: str) -> dict[str, Any]:
 
 def section() -> str:
     """Run the three benchmarks and return their tables as Markdown."""
-    added, many = alone(OURS, "constrained.py", "overhead"), alone(OURS, "constrained.py", "programs")
+    added, many = run_alone(OURS, "constrained.py", "overhead"), run_alone(OURS, "constrained.py", "programs")
     with tempfile.TemporaryDirectory() as folder:
-        bent = alone(OURS, "constrained.py", "kink", folder)
+        bent = run_alone(OURS, "constrained.py", "kink", folder)
     seconds, active = added["seconds"], added["active"]
     allowed = {m: 1.1 * seconds["0"] + active[m] * added["solve"] for m in seconds}
     free, costs = seconds["0"], []

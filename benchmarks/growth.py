@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import HERE, OURS, alone, table
+from common import HERE, OURS, run_alone, table
 
 SWEEPS: dict[str, tuple[int, ...]] = {  # values of the variable that grows
     "N": (1_000, 10_000, 100_000, 1_000_000),
@@ -40,7 +40,7 @@ RIDGE = 0.1  # weight of ½‖θ‖²
 SECONDS = 10  # seconds; a run that takes longer is not repeated
 
 
-def built(N: int, d: int, m: int, T: int) -> Callable[[], tuple[float, float]]:
+def build(N: int, d: int, m: int, T: int) -> Callable[[], tuple[float, float]]:
     """Build the problem; return a function that measures the seconds to prepare and to score all removals."""
     import torch
 
@@ -84,8 +84,8 @@ def point(kind: str, size: int) -> dict[str, float]:
     import torch
 
     torch.set_num_threads(1)
-    built(60, 5, 1, 1)()  # triggers lazy imports
-    run = built(*({**FIXED[kind], kind: size}[key] for key in ("N", "d", "m", "T")))
+    build(60, 5, 1, 1)()  # triggers lazy imports
+    run = build(*({**FIXED[kind], kind: size}[key] for key in ("N", "d", "m", "T")))
     before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     runs = [run()]
@@ -105,7 +105,7 @@ def section() -> str:
     """Measure all points, save the plots and return the tables as Markdown."""
     from matplotlib.figure import Figure
 
-    found = {kind: [alone(OURS, "growth.py", kind, str(size)) for size in sizes] for kind, sizes in SWEEPS.items()}
+    found = {kind: [run_alone(OURS, "growth.py", kind, str(size)) for size in sizes] for kind, sizes in SWEEPS.items()}
     canvas = Figure(figsize=(15, 3.8), layout="constrained")
     text = [
         "## Growth\n",

@@ -19,7 +19,7 @@ objective = cp.Minimize(0.5 / n * cp.sum_squares(cp.multiply(root, X @ theta - y
 layer = CvxpyLayer(cp.Problem(objective, [a @ theta <= float(tau)]), parameters=[root], variables=[theta])
 
 
-def removed() -> np.ndarray:
+def remove_each() -> np.ndarray:
     """Return the predicted change of θ for each removal, (n, d): minus the derivative with respect to its weight."""
     roots = torch.ones(n, dtype=torch.float64, requires_grad=True)
     (solution,) = layer(roots)
@@ -27,9 +27,9 @@ def removed() -> np.ndarray:
     return -0.5 * torch.stack(rows, 1).numpy()  # w = root²
 
 
-answer, seconds = removed(), []
+answer, seconds = remove_each(), []
 for _ in range(5):
     begun = time.perf_counter()
-    removed()
+    remove_each()
     seconds.append(time.perf_counter() - begun)
 print(json.dumps({"removed": answer.tolist(), "seconds": statistics.median(seconds)}))

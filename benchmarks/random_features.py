@@ -52,11 +52,11 @@ class Counter:
     def _count(self, owner, name, columns) -> None:
         plain = getattr(owner, name)
 
-        def counted(this, theta, weights, V, *more):
+        def count(this, theta, weights, V, *more):
             self.columns += columns(V)
             return plain(this, theta, weights, V, *more)
 
-        setattr(owner, name, counted)
+        setattr(owner, name, count)
 
 
 def main() -> None:

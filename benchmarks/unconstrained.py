@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 
-from common import HERE, OURS, PEERS, alone, table
+from common import HERE, OURS, PEERS, run_alone, table
 
 ROUNDS = 3  # each measures every library once
 WORDS = {  # rows of the table
@@ -34,10 +34,10 @@ def section() -> str:
     folder = HERE / "peers"
     rounds = []
     for _ in range(ROUNDS):
-        rounds.append({name: alone(python(name), "measure.py", name, "time", folder=folder) for name in WORDS})
+        rounds.append({name: run_alone(python(name), "measure.py", name, "time", folder=folder) for name in WORDS})
     seconds = {name: statistics.median(s for r in rounds for s in r[name]["seconds"]) for name in WORDS}
-    peaks = {name: alone(python(name), "measure.py", name, "memory", folder=folder)["peak"] for name in WORDS}
-    binary = alone(PEERS, "measure.py", "pyinfluence_", "time", folder=folder)
+    peaks = {name: run_alone(python(name), "measure.py", name, "memory", folder=folder)["peak"] for name in WORDS}
+    binary = run_alone(PEERS, "measure.py", "pyinfluence_", "time", folder=folder)
     last = rounds[-1]
     rows = [
         [

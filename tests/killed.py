@@ -21,7 +21,7 @@ KILLS, ROWS, PIECE, REMOVALS = 20, 960, 20, 320
 LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3}  # seconds after which an attempt is killed
 
 
-def evaluated(log):
+def make_loss(log):
     """A loss that says so whenever it is evaluated on a whole piece, and takes a moment for it."""
 
     def loss(params, z):
@@ -39,13 +39,13 @@ def problem(log):
     X = torch.randn(ROWS, 4, generator=generator, dtype=F64)
     y = 1.0 + 0.001 * torch.arange(ROWS, dtype=F64)  # tells the pieces apart
     y = y * torch.where(X.sum(1) + torch.randn(ROWS, generator=generator, dtype=F64) > 0, 1.0, -1.0)
-    train = dif.Samples(evaluated(log), (X, y), name="train")
+    train = dif.Samples(make_loss(log), (X, y), name="train")
     group = torch.arange(ROWS) % 2 == 0
     stated = dif.Problem(train.mean() + dif.ridge(0.05), [train.mean(where=group) <= train.mean() - 0.01])
     return train, dif.fit(stated, {"theta": torch.zeros(4, dtype=F64)}, show_progress=False)
 
 
-def scoring(train, solution, path):
+def score(train, solution, path):
     from dif.estimators import first_order
 
     first_order._SMALLEST = PIECE  # many small chunks
@@ -54,7 +54,7 @@ def scoring(train, solution, path):
     derivative.scores(train, train.remove_each(), out=path, show_progress=False, assess=0)
 
 
-def farming(train, solution, folder):
+def retrain(train, solution, folder):
     def slower(self, direction, usual=dif.Retraining.solved):
         with (folder.parent / "log").open("a") as file:
             file.write(f"{direction.perturbation.labels[0]}\n")
@@ -66,13 +66,13 @@ def farming(train, solution, folder):
 
 def work(kind, train, solution, folder):
     if kind == "farm":
-        values = farming(train, solution, folder / "kept").values
+        values = retrain(train, solution, folder / "kept").values
         np.save(folder / "values.npy", values.numpy())
     else:
-        scoring(train, solution, folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}")
+        score(train, solution, folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}")
 
 
-def finished(kind, folder):
+def count_finished(kind, folder):
     """How much is done."""
     if kind == "farm":
         return len(retrainings(folder / "kept"))
@@ -104,7 +104,7 @@ def main(kind, folder):
         killed += ended == signal.SIGKILL
         if not ended:
             break
-        done.append(finished(kind, folder))
+        done.append(count_finished(kind, folder))
     evaluations = log.read_text().splitlines()
     log.unlink()
     print(json.dumps({"killed": killed, "done": done, "attempts": attempts, "evaluations": len(evaluations)}))

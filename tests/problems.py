@@ -77,7 +77,7 @@ def fair_logistic(seed=0, batch_size=None, tau=-0.02):
     return train, dif.Problem(risk + dif.ridge(0.05), constraints), group
 
 
-def solved(problem, d=4):
+def fit_problem(problem, d=4):
     solution = dif.fit(problem, zeros(d), show_progress=False)
     assert solution.converged
     return solution

@@ -82,7 +82,7 @@ def test_weights_that_fit_twice_or_not_quite_are_refused(tmp_path):
         restored(deeper[:1], tmp_path / "deep.pt")
 
 
-def solved():
+def fit_classifier():
     loader = DataLoader(TensorDataset(X.double(), Y.double()), batch_size=16, shuffle=False)
     loss = lambda m, z: nn.functional.binary_cross_entropy_with_logits(m(z[0])[:, 0], z[1], reduction="none")  # noqa: E731
     train = dif.Samples(loss, loader, name="train")
@@ -93,7 +93,7 @@ def solved():
 def test_scores_leave_as_frames_parquet_and_numbers_to_log(tmp_path):
     pandas = pytest.importorskip("pandas")
     pytest.importorskip("pyarrow")
-    train, solution = solved()
+    train, solution = fit_classifier()
     influence = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
     frame = influence.to_frame()
     frame.to_parquet(tmp_path / "scores.parquet")

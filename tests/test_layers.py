@@ -15,7 +15,7 @@ MODULES = {".".join(p.relative_to(ROOT.parent).with_suffix("").parts): p for p i
 SHIMS = {"dif.path", "dif.certificate", "dif.plots"}  # old addresses of what has moved into a room
 
 
-def imported(name):
+def find_imports(name):
     """The modules of dif that one imports, for typing too."""
     found = set()
     for node in ast.walk(ast.parse(MODULES[name].read_text())):
@@ -38,14 +38,14 @@ def test_imports_go_down():
     upward = [
         f"{module} imports {other}"
         for module in MODULES.keys() - SHIMS
-        for other in imported(module) - SHIMS
+        for other in find_imports(module) - SHIMS
         if order.index(room(other)) > order.index(room(module))
     ]
     assert upward == []
 
 
 def test_no_import_goes_in_a_circle():
-    TopologicalSorter({module: imported(module) for module in MODULES}).prepare()
+    TopologicalSorter({module: find_imports(module) for module in MODULES}).prepare()
 
 
 def test_few_modules_stand_outside_the_rooms():
@@ -59,13 +59,13 @@ def test_every_room_says_what_belongs_there(name):
 
 def test_adapters_use_the_public_interface_alone():
     adapters = {module for module in MODULES if room(module) == "adapters"}
-    assert {other for module in adapters for other in imported(module)} <= {"dif.__init__", *adapters}
+    assert {other for module in adapters for other in find_imports(module)} <= {"dif.__init__", *adapters}
 
 
 def test_estimators_do_not_import_each_other():
     alone = {"directional", "classical", "penalty", "newton", "path", "retraining"}
     for name in alone:
-        assert not {f"dif.estimators.{other}" for other in alone - {name}} & imported(f"dif.estimators.{name}")
+        assert not {f"dif.estimators.{other}" for other in alone - {name}} & find_imports(f"dif.estimators.{name}")
 
 
 def test_only_one_room_calls_autograd():

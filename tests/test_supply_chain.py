@@ -15,7 +15,7 @@ DOCS = Path(__file__).parent.parent / "docs"
 PERMISSIVE = r"MIT|BSD|Apache|ISC|PSF|Python Software Foundation|Unlicense|Zlib|CC0|BSL-1.0|LLVM-exception"
 
 
-def installed(name, found):
+def collect_packages(name, found):
     """A package and all that it needs at run time, with their licences."""
     key = name.lower().replace("_", "-")
     if key in found:
@@ -29,12 +29,12 @@ def installed(name, found):
     for line in requires(name) or []:
         needed = Requirement(line)
         if needed.marker is None or needed.marker.evaluate({"extra": ""}):
-            installed(needed.name, found)
+            collect_packages(needed.name, found)
     return found
 
 
 def test_run_time_dependencies_are_permissive_and_listed():
-    found = installed("dif", {})
+    found = collect_packages("dif", {})
     del found["dif"]
     assert {"torch", "numpy", "scipy", "daqp", "joblib", "rich", "typer"} <= set(found)
     said = (DOCS / "supply-chain.md").read_text()

@@ -114,12 +114,12 @@ class Counter(nn.Module):
         return self.layer(x)
 
 
-def normed():
+def build_norm():
     model = nn.Sequential(nn.InstanceNorm1d(2, track_running_stats=True), nn.Flatten(), nn.Linear(6, 1)).double()
     return model, samples(through, (drawn(8, 2, 3), Y))
 
 
-@pytest.mark.parametrize("build", [normed, lambda: (Counter(), samples(through))], ids=["instance norm", "counter"])
+@pytest.mark.parametrize("build", [build_norm, lambda: (Counter(), samples(through))], ids=["instance norm", "counter"])
 def test_buffers_that_the_forward_pass_writes_are_not_the_users(build):
     model, train = build()
     with untouched(model), suppress(dif.DifError):

@@ -18,7 +18,7 @@ import dif
 ROOT = str(Path(dif.__file__).parent)
 
 
-def walked() -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def count_calls() -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
     """Calls of each function, by file and name: while the estimator is prepared, and while it scores ten removals."""
     generator = torch.Generator().manual_seed(0)
     X = torch.randn(40, 3, generator=generator, dtype=torch.float64)
@@ -46,7 +46,7 @@ def walked() -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
 
 
 if __name__ == "__main__":
-    for title, seen in zip(("preparing", "scoring"), walked(), strict=True):
+    for title, seen in zip(("preparing", "scoring"), count_calls(), strict=True):
         if "--names" in sys.argv:
             for (file, name), calls in sorted(seen.items()):
                 print(f"{file:40} {name:60} {calls}")

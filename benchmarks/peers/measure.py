@@ -20,7 +20,7 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def timed(name: str) -> dict[str, object]:
+def measure(name: str) -> dict[str, object]:
     """Measure the seconds of each run after a warm-up, and the largest error relative to the largest exact score."""
     module = importlib.import_module(name)
     model, data = getattr(module, "load", problem.load)()
@@ -48,4 +48,4 @@ def memory(name: str) -> dict[str, object]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    print(json.dumps({"time": timed, "memory": memory}[sys.argv[2]](sys.argv[1])))
+    print(json.dumps({"time": measure, "memory": memory}[sys.argv[2]](sys.argv[1])))

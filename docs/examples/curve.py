@@ -39,7 +39,7 @@ influence = dif.DirectionalInfluence(solution)
 scores = influence.scores(target, train.remove_each(), show_progress=False)
 top = [one.index for one in scores.top(30)]
 removals = train.remove_each(top)
-actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
+actual = dif.Retraining(solution).scores(target, removals, show_progress=False)
 derivative = dif.DirectionalInfluence(solution, switching=False)
 for name, estimator in (("DIF", influence), ("derivative", derivative), ("Newton", dif.NewtonInfluence(solution))):
     print(f"{name:15}", estimator.scores(target, removals, assess=0).compare(actual))

@@ -46,7 +46,7 @@ print(f"{through.sum()} of the 30 strongest act mostly through the fairness cons
 
 # %% Does retraining confirm it?
 removals = train.remove_each(top)
-actual = dif.Retraining(solution, show_progress=False).scores(prediction.mean(), removals)
+actual = dif.Retraining(solution).scores(prediction.mean(), removals, show_progress=False)
 predicted = influence.scores(prediction.mean(), removals, show_progress=False)
 ignorant = dif.ClassicalInfluence(solution).scores(prediction.mean(), removals, show_progress=False, assess=0)
 print("DIF      ", predicted.compare(actual))

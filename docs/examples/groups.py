@@ -38,7 +38,7 @@ with warnings.catch_warnings(record=True) as said:
     dif.AdaptiveInfluence(solution).scores(young_loss, groups)
 print(said[0].message)
 careful = dif.AdaptiveInfluence(solution, accuracy=0.01).scores(young_loss, groups)
-actual = dif.Retraining(solution, show_progress=False).scores(young_loss, groups)
+actual = dif.Retraining(solution).scores(young_loss, groups, show_progress=False)
 for p, by in enumerate(careful.diagnostics["by"]):
     print(f"{by}: {float(careful.values[p, 0]):+.6f}, retrained {float(actual.values[p, 0]):+.6f}")
 

@@ -52,7 +52,7 @@ print(solution.active)
 target = dif.Function(lambda p: 100 * p["K"], "K").as_term()
 influence = dif.DirectionalInfluence(solution)
 predicted = influence.scores(target, census.remove_each(), show_progress=False)
-actual = dif.Retraining(solution, show_progress=False).scores(target, census.remove_each())
+actual = dif.Retraining(solution).scores(target, census.remove_each(), show_progress=False)
 for one in predicted.top(4):
     retrained = float(actual.values[one.index, 0])
     print(f"without the census of {years[one.index]}: K {one.value:+.1f} million, retrained {retrained:+.1f}")

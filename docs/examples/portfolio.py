@@ -41,7 +41,7 @@ for one in scores.top(5):
 # %% Retraining without each of the 30 strongest weeks, compared with DIF and with an estimator without constraints
 top = [one.index for one in scores.top(30)]
 removals = train.remove_each(top)
-actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
+actual = dif.Retraining(solution).scores(target, removals, show_progress=False)
 found = {
     "DIF": influence.scores(target, removals, show_progress=False),
     "derivative": dif.DirectionalInfluence(solution, switching=False).scores(target, removals, assess=0),

@@ -71,7 +71,7 @@ print(f"{a}→{b} carries {float(solution.theta[link]):.2f} thousand; the 30 str
 
 # %% Retraining without each of the strongest counts (without the constraints, a count does not affect other links)
 removals = train.remove_each(top)
-actual = dif.Retraining(solution, show_progress=False).scores(target, removals)
+actual = dif.Retraining(solution).scores(target, removals, show_progress=False)
 predicted = influence.scores(target, removals, show_progress=False)
 print("DIF      ", predicted.compare(actual))
 ignorant = dif.ClassicalInfluence(solution).scores(target, removals, show_progress=False, assess=0)

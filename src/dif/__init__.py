@@ -48,9 +48,9 @@ from dif.solving.run import Run
 from dif.solving.training import Training
 from dif.solving.unroll import unroll
 
-__version__ = "0.1.0"
+__version__ = "0.1.0"  # the package version; pyproject.toml reads it from here
 
-GroupInfluence = AdaptiveInfluence  # its first name
+GroupInfluence = AdaptiveInfluence  # former name, kept for existing code
 
 __all__ = [
     "KKT",

@@ -1,3 +1,3 @@
-"""Where `dif.certificate` was documented to be."""
+"""Keeps the documented import path `dif.certificate`; the code is in `dif.optimality.certificate`."""
 
 from dif.optimality.certificate import *  # noqa: F403

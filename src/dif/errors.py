@@ -1,4 +1,4 @@
-"""What dif says when it cannot answer: what was found, what is allowed, what that means, what to do."""
+"""Errors and warnings. Each error says what was found, what is allowed, what that means and what to do."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class DifError(ValueError):
-    """An answer that cannot be given, said in four parts; each is a sentence.
+    """Base class of all errors of dif. Its message has four parts, each of them one or more sentences.
 
     Args:
         found: What was found, for example "`tol` is -1."
@@ -23,12 +23,12 @@ class DifError(ValueError):
         super().__init__(f"{found} {allowed} {meaning} {cure}")
 
     def __reduce__(self):
-        """Travel between processes with all four parts."""
+        """Pickle all four parts, so that the error can be raised again in another process."""
         return type(self), (self.found, self.allowed, self.meaning, self.cure)
 
 
 class InvalidInputError(DifError):
-    """Something handed to dif is malformed: shapes, types, indices, non-finite numbers."""
+    """An argument is invalid: its shape, type, index or value, such as NaN."""
 
 
 class NotASolutionError(DifError):
@@ -44,27 +44,30 @@ class InfeasibleError(DifError):
 
 
 class UnboundedError(DifError):
-    """The objective falls without end inside the feasible set."""
+    """The objective is unbounded below on the feasible set."""
 
 
 class NotConvergedError(DifError):
-    """A solver stopped before it reached its tolerance and the answer would rest on it."""
+    """A solver stopped before it reached its tolerance, so there is no answer."""
 
 
 class NotConvergedWarning(UserWarning):
-    """`fit` stopped at a limit; the returned solution says so too."""
+    """`fit` reached a limit before its tolerance; see `Solution.converged` and `Solution.kkt` of the result."""
 
 
 class FirstOrderWarning(UserWarning):
-    """The first order cannot be trusted with what is done to the data; the result says where."""
+    """First-order predictions of these perturbations cannot be trusted; see `Influence.expected_error`."""
 
 
 class SameDataWarning(UserWarning):
-    """Two Samples of a problem hold the same data without being views: removing from one leaves the other as it is."""
+    """Two Samples of a problem hold the same data, but neither is a view of the other.
+
+    A removal from one of them does not change the other.
+    """
 
     @staticmethod
     def words(one: str, other: str) -> str:
-        """What is asked about two Samples with these names."""
+        """Return the text of the warning about two Samples with these names."""
         return (
             f"Samples {one!r} and {other!r} hold the same data. Are they the same people under two losses? A removal "
             f"from {one!r} now leaves them in {other!r}. To remove them from both, make {other!r} a view: "
@@ -73,11 +76,11 @@ class SameDataWarning(UserWarning):
 
 
 class MemoryWarning(UserWarning):
-    """Memory ran out; the work goes on in smaller batches, and gives the same answer."""
+    """Memory ran out. The computation continues in smaller batches and gives the same answer."""
 
 
 def warn(words: str, category: type[Warning]) -> None:
-    """Give a warning that points at the line outside dif from which it comes."""
+    """Warn, and name the line outside dif that made the call."""
     ours, frame, level = str(Path(__file__).parent), inspect.currentframe(), 1
     while frame is not None and frame.f_code.co_filename.startswith(ours) and frame.f_back is not None:
         frame, level = frame.f_back, level + 1
@@ -85,6 +88,6 @@ def warn(words: str, category: type[Warning]) -> None:
 
 
 def few(values: Sequence[object]) -> str:
-    """The first of them, and how many there are."""
+    """List the values as text; of more than six, the first six and their number."""
     shown = ", ".join(map(str, values[:6]))
     return shown if len(values) <= 6 else f"{shown}, … {len(values)} in all"

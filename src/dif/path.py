@@ -1,3 +1,3 @@
-"""Where `dif.path` was documented to be: the solution followed along a path."""
+"""Keeps the documented import path `dif.path`; the code is in `dif.solving.continuation`."""
 
 from dif.solving.continuation import *  # noqa: F403

@@ -24,7 +24,7 @@ X, Y = StandardScaler().fit_transform(X)[:150], (Y[:150] - Y.mean()) / Y.std()
 EPS = 1e-4
 
 
-def downweighted(estimator, i, labels=Y):
+def refit_with_less(estimator, i, labels=Y):
     """Return the change of the coefficients per unit of weight taken from sample i, by a refit with slightly less."""
     weights = np.ones(len(labels))
     before = np.ravel(clone(estimator).fit(X, labels, sample_weight=weights).coef_)
@@ -68,7 +68,7 @@ def test_regressions_to_first_order(estimator):
     influence = dif.DirectionalInfluence(solution, switching=False)
     for i in (0, 17, 60):
         found = influence.change(train.remove([i])).theta["coef"].numpy()
-        np.testing.assert_allclose(found, downweighted(estimator, i), atol=2e-5)
+        np.testing.assert_allclose(found, refit_with_less(estimator, i), atol=2e-5)
     if estimator.positive:
         zero = np.flatnonzero(estimator.coef_ == 0)
         assert len(zero) > 0
@@ -132,7 +132,7 @@ def test_logistic_regression_to_first_order(classes, weight):
     influence = dif.DirectionalInfluence(solution)
     for i in (3, 50):
         found = np.ravel(influence.change(train.remove([i])).theta["coef"])
-        np.testing.assert_allclose(found, downweighted(estimator, i, labels), atol=1e-4)
+        np.testing.assert_allclose(found, refit_with_less(estimator, i, labels), atol=1e-4)
 
 
 def test_unsupported_estimators_and_options_are_refused():

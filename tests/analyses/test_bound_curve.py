@@ -2,7 +2,7 @@
 
 import numpy as np
 import torch
-from problems import fair_logistic, solved, zeros
+from problems import fair_logistic, fit_problem, zeros
 from refusals import invalid
 
 import dif
@@ -36,7 +36,7 @@ def test_closed_form():
 
 def test_grid_of_solutions():
     train, problem, group = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     limited, other = problem.constraints
     curve = dif.bound_curve(solution, limited, np.linspace(-0.05, 0.1, 9), train.mean(where=group == 0))
     for k, bound in enumerate(curve.bounds):
@@ -58,9 +58,9 @@ def test_a_constraint_written_with_at_least():
     _, problem, _ = fair_logistic()
     limited, other = problem.constraints
     turned = (-1.0 * limited.term >= 0.02).named("turned")
-    solution = solved(dif.Problem(problem.objective, [turned, other]))
+    solution = fit_problem(dif.Problem(problem.objective, [turned, other]))
     curve = dif.bound_curve(solution, turned, [0.0, 0.04])
-    straight = dif.bound_curve(solved(problem), limited, [-0.04, 0.0])
+    straight = dif.bound_curve(fit_problem(problem), limited, [-0.04, 0.0])
     np.testing.assert_allclose(curve.price, straight.price.flip(0), atol=1e-7)
 
 
@@ -77,7 +77,7 @@ def test_bounds_that_cannot_be_met():
 
 def test_errors():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     for bounds, text in (
         ([0.1, float("nan")], "1 of 2 values in `bounds` are not finite."),
         ([], "`bounds` is empty."),
@@ -88,7 +88,7 @@ def test_errors():
             "The curve is computed at these right-hand sides.",
         )
     boxed = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear(torch.eye(4)) <= 10.0])
-    at = solved(boxed)
+    at = fit_problem(boxed)
     invalid(
         lambda: dif.bound_curve(at, boxed.constraints[0], [0.1]),
         "The constraint whose bound moves has 4 rows.",
@@ -98,7 +98,7 @@ def test_errors():
 
 def test_prices_are_the_changes_of_multipliers():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     estimator, removals = dif.DirectionalInfluence(solution), train.remove_each(range(6))
     prices = estimator.prices(removals)
     assert prices.targets == ("group 1", "group 2")

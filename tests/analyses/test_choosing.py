@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from problems import bound_regression, fair_logistic, regression_data, solved, squared, zeros
+from problems import bound_regression, fair_logistic, fit_problem, regression_data, squared, zeros
 from refusals import invalid
 
 import dif
@@ -18,15 +18,15 @@ def test_problem_without_samples():
     stays[gone] = False
     risk = train.mean(where=stays)
     rows = [train.mean(where=stays & (group == g)) <= risk + tau for g, tau in ((1, -0.02), (2, 0.3))]
-    rewritten = solved(dif.Problem(risk + dif.ridge(0.05), rows))
-    left = solved(problem.without(train, gone))
+    rewritten = fit_problem(dif.Problem(risk + dif.ridge(0.05), rows))
+    left = fit_problem(problem.without(train, gone))
     np.testing.assert_allclose(left.theta, rewritten.theta, atol=1e-9)
     np.testing.assert_allclose(left.lam, rewritten.lam, atol=1e-8)
-    change = dif.Retraining(solved(problem)).change(train.remove(gone))
-    np.testing.assert_allclose(left.theta - solved(problem).theta, change.flat, atol=1e-8)
+    change = dif.Retraining(fit_problem(problem)).change(train.remove(gone))
+    np.testing.assert_allclose(left.theta - fit_problem(problem).theta, change.flat, atol=1e-8)
     further = dif.Retraining(left).change(train.remove([12]))
-    both = dif.Retraining(solved(problem)).change(train.remove([*gone, 12]))
-    np.testing.assert_allclose(left.theta + further.flat, solved(problem).theta + both.flat, atol=1e-8)
+    both = dif.Retraining(fit_problem(problem)).change(train.remove([*gone, 12]))
+    np.testing.assert_allclose(left.theta + further.flat, fit_problem(problem).theta + both.flat, atol=1e-8)
     with pytest.raises(dif.InvalidInputError, match="A term without samples is not defined"):
         problem.without(train, torch.nonzero(group == 1).reshape(-1).tolist())
 
@@ -37,12 +37,12 @@ def test_sums_are_not_renormalised():
     X, y = regression_data()
     keep = torch.arange(40) != 3
     exact = torch.linalg.solve(X[keep].T @ X[keep] + torch.eye(4), X[keep].T @ y[keep])
-    np.testing.assert_allclose(solved(problem).theta, exact, atol=1e-9)
+    np.testing.assert_allclose(fit_problem(problem).theta, exact, atol=1e-9)
 
 
 def test_greedy_is_verified_and_beats_the_ranking():
     train, problem, group = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     target = train.mean(where=group == 0)
     greedy = dif.choose(solution, target, train, 6, show_progress=False)
     ranked = dif.choose(solution, target, train, 6, greedy=False, show_progress=False)
@@ -65,7 +65,7 @@ def test_greedy_is_verified_and_beats_the_ranking():
 def test_the_first_choice_of_few_is_the_best_one():
     """Least squares: with four candidates all pairs can be tried."""
     train, problem = bound_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     target, among = dif.linear([0.0, 0.0, 1.0, 0.0]), [1, 5, 9, 20]
     choice = dif.choose(solution, target, train, 2, among=among, lower=False, show_progress=False)
     tried = {
@@ -117,7 +117,7 @@ def test_smallest_set_brings_a_mean_to_zero():
 
 def test_smallest_set_flips_a_prediction():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     X = torch.tensor([[0.3, -0.2, 0.1, 0.4]], dtype=torch.float64)
     score = dif.Function(lambda p: (X @ p["theta"])[0], name="score")
     before = float((X @ solution.theta)[0])
@@ -139,14 +139,14 @@ def test_the_only_sample_of_a_constraint_is_not_chosen():
     train = dif.Samples(squared, (X, y), name="train")
     only = torch.arange(40) == 5
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=only) <= 0.01])
-    solution = solved(problem)
+    solution = fit_problem(problem)
     choice = dif.choose(solution, train.mean(), train, 3, show_progress=False)
     assert 5 not in choice.indices
 
 
 def test_errors():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     meaning = "They limit how many samples are removed in all, and how many in each round."
     invalid(lambda: dif.choose(solution, train.mean(), train, 0), "`count` is 0 and `per_round` is 1.", meaning)
     invalid(
@@ -164,7 +164,7 @@ def test_errors():
 
 def test_self_influence_is_the_effect_of_removal_on_the_own_loss():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     own = dif.self_influence(dif.DirectionalInfluence(solution), train, show_progress=False)
     assert own.values.shape == (60, 1)
     each = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
@@ -176,7 +176,7 @@ def test_self_influence_is_the_effect_of_removal_on_the_own_loss():
         assert float(own.values[i, 0]) == pytest.approx(float(actual), rel=0.3)
 
 
-def contradicting():
+def build_contradiction():
     """½‖t − (1, 1)‖² with t₁ ≥ −0.3 and mean(t₁ − z) ≤ 0.1, z = 1, 0.5, −2: without the first two there is none."""
     point = dif.Samples(lambda p, z: 0.5 * ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 1.0]]).double(), name="s")
     limit = dif.Samples(lambda p, z: p["t"][0] - z, torch.tensor([1.0, 0.5, -2.0]).double(), name="z")
@@ -186,7 +186,7 @@ def contradicting():
 
 
 def test_sets_without_which_there_is_no_solution():
-    limit, problem, _, solution = contradicting()
+    limit, problem, _, solution = build_contradiction()
     first = dif.linear([1.0, 0.0])
     greedy = dif.choose(solution, first, limit, 2, show_progress=False)
     left = [i for i in range(3) if i not in greedy.indices]
@@ -203,7 +203,7 @@ def test_sets_without_which_there_is_no_solution():
 
 def test_unbounded_multipliers_do_not_hide_a_violation():
     """Two rows clash, one made of samples: multipliers without bound must not make the violation look small."""
-    _, problem, start, _ = contradicting()
+    _, problem, start, _ = build_contradiction()
     limit = dif.Samples(lambda p, z: p["t"][0] - z, torch.tensor([-2.0]).double(), name="z")
     rows = [problem.constraints[0], limit.mean() <= 0.1]
     with pytest.raises(dif.InfeasibleError):
@@ -244,7 +244,7 @@ def test_a_set_of_only_indispensable_samples_is_refused():
     X, y = regression_data()
     train = dif.Samples(squared, (X, y), name="train")
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=torch.arange(40) == 5) <= 0.01])
-    solution = solved(problem)
+    solution = fit_problem(problem)
     invalid(
         lambda: dif.choose(solution, train.mean(), train, 1, among=[5]),
         "None of the 1 candidates can be removed.",

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import bound_regression, fair_logistic, solved, weak_regression
+from problems import bound_regression, fair_logistic, fit_problem, weak_regression
 from test_switching import nearly_weak
 
 import dif
@@ -13,7 +13,7 @@ TARGET = dif.linear([1.0, -2.0, 0.5, 3.0])
 
 def test_each_column_is_the_perturbation_of_that_term_alone():
     train, problem, *_ = fair_logistic()
-    estimator = dif.DirectionalInfluence(solved(problem))
+    estimator = dif.DirectionalInfluence(fit_problem(problem))
     parts = estimator.by_term(TARGET, train.remove_each())
     assert parts.targets == ("objective", *estimator.solution.program.names)
     scale = float(parts.values.abs().max())
@@ -27,7 +27,7 @@ def test_each_column_is_the_perturbation_of_that_term_alone():
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_columns_add_up(make, switching, renormalise):
     train, problem, *_ = make()
-    estimator = dif.DirectionalInfluence(solved(problem), switching=switching)
+    estimator = dif.DirectionalInfluence(fit_problem(problem), switching=switching)
     removals = train.remove_each(renormalise=renormalise)
     total = estimator.scores(TARGET, removals).values[:, 0]
     parts = estimator.by_term(TARGET, removals).values.sum(1)
@@ -47,7 +47,7 @@ def test_columns_add_up_where_constraints_switch():
 
 def test_a_bound_acts_through_its_constraint():
     _, problem, *_ = bound_regression()
-    estimator = dif.DirectionalInfluence(solved(problem))
+    estimator = dif.DirectionalInfluence(fit_problem(problem))
     shift = problem.constraints[0].shift(0.01)
     parts = estimator.by_term(TARGET, shift).values
     assert torch.count_nonzero(parts) == 1
@@ -59,7 +59,7 @@ def test_one_target_at_a_time():
     with pytest.raises(
         dif.InvalidInputError, match=r"The columns of its result are the terms of the problem."
     ) as caught:
-        dif.DirectionalInfluence(solved(problem)).by_term(train, train.remove_each())
+        dif.DirectionalInfluence(fit_problem(problem)).by_term(train, train.remove_each())
     assert caught.value.found == f"`by_term` was given {len(train)} targets."
 
 

@@ -94,14 +94,14 @@ class Case:
 def case_of(structure: Structure) -> Case:
     """Return the first well-conditioned draw of the numbers."""
     for attempt in range(100):
-        case = drawn(structure, np.random.default_rng([structure.seed, attempt]))
-        if well_conditioned(case):
+        case = draw_case(structure, np.random.default_rng([structure.seed, attempt]))
+        if is_well_conditioned(case):
             return case
     assume(False)
     raise AssertionError("not reached")
 
 
-def drawn(structure: Structure, rng: np.random.Generator) -> Case:
+def draw_case(structure: Structure, rng: np.random.Generator) -> Case:
     """Draw θ̄ and λ̄ first, then the bounds and the linear term of the objective that make them a solution."""
     n, d, m = structure.n, structure.d, len(structure.roles)
     X, theta = rng.normal(size=(n, d)), rng.normal(size=d) * rng.uniform(0.3, 1.0)
@@ -149,7 +149,7 @@ def drawn(structure: Structure, rng: np.random.Generator) -> Case:
     return Case(structure, oracle, at, ridge, Q, removal)
 
 
-def well_conditioned(case: Case) -> bool:
+def is_well_conditioned(case: Case) -> bool:
     """Check for independent active gradients, curvature along the binding rows, and a removal with an effect."""
     oracle, theta, lam = case.oracle, case.at.theta, case.at.lam
     active = case.rows("equality", "binding", "weak")
@@ -193,7 +193,7 @@ def quadratic(M: np.ndarray, name: str) -> dif.Function:
     return dif.Function(lambda params: 0.5 * params["theta"] @ matrix @ params["theta"], name=name)
 
 
-def stated(case: Case) -> Stated:
+def state(case: Case) -> Stated:
     oracle, structure = case.oracle, case.structure
     loss = squared if structure.loss == "squared" else logistic
     train = dif.Samples(loss, (torch.tensor(oracle.X), torch.tensor(oracle.y)), name="train")
@@ -289,7 +289,7 @@ def same_rows(solution: dif.Solution, case: Case) -> bool:
 
 def check(case: Case, ledger: Ledger) -> None:
     ledger.enter(case)
-    here = stated(case)
+    here = state(case)
     solution = solution_of(case, here.problem)
     assert same_rows(solution, case), str(solution.active)
     influence = dif.DirectionalInfluence(solution, switching=False)
@@ -363,7 +363,7 @@ def test_fit_finds_the_constructed_solution():
     def problems(structure: Structure) -> None:
         case = case_of(structure)
         start = {"theta": torch.zeros(structure.d, dtype=torch.float64)}
-        solution = dif.fit(stated(case).problem, start, show_progress=False)
+        solution = dif.fit(state(case).problem, start, show_progress=False)
         assert solution.converged
         assert np.abs(solution.theta.numpy() - case.at.theta).max() <= 1e-7
         assert np.abs(solution.lam.numpy() - case.at.lam).max(initial=0.0) <= 1e-7
@@ -428,7 +428,7 @@ def test_oracle_agrees_with_scipy():
 @pytest.mark.parametrize("loss", LOSSES)
 def test_oracle_derivatives(loss):
     structure = Structure(loss, 4, 20, ("binding",) * 4, KINDS, "everything", None, 1, True, True, False, False, seed=7)
-    oracle = drawn(structure, np.random.default_rng(7)).oracle
+    oracle = draw_case(structure, np.random.default_rng(7)).oracle
     theta, mu, step = np.linspace(-0.4, 0.5, 4), np.array([1.0, 0.3, 0.7, 1.1, 0.2]), 1e-5
     for k, e in enumerate(np.eye(4)):
         up, down = theta + step * e, theta - step * e

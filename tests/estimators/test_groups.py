@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from problems import bound_regression, fair_logistic, solved
+from problems import bound_regression, fair_logistic, fit_problem
 
 import dif
 
@@ -20,10 +20,10 @@ def random_groups(train, sizes, count=4):
 @pytest.fixture(scope="module")
 def fair():
     train, problem, group = fair_logistic()
-    return train, solved(problem), group
+    return train, fit_problem(problem), group
 
 
-def scored(estimator, target, groups):
+def score(estimator, target, groups):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dif.FirstOrderWarning)
         return estimator.scores(target, groups)
@@ -33,7 +33,7 @@ def test_the_estimated_error_is_the_actual_error(fair):
     train, solution, group = fair
     groups = random_groups(train, (1, 3, 6, 12))
     target = train.mean(where=group == 0)
-    found = scored(dif.GroupInfluence(solution), target, groups)
+    found = score(dif.GroupInfluence(solution), target, groups)
     plain = dif.DirectionalInfluence(solution).scores(target, groups)
     actual = dif.Retraining(solution).scores(target, groups)
     np.testing.assert_allclose(found.values, plain.values, atol=1e-12)
@@ -76,9 +76,9 @@ def test_inaccurate_predictions_give_a_warning(fair):
 def test_constraints_that_switch_are_named():
     """On a quadratic problem Newton's step is exact, even where constraints switch; DIF's estimated error is large."""
     train, problem = bound_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     loosen = 3.0 * problem.constraints[1].shift(1.0)
-    found = scored(dif.GroupInfluence(solution), train.mean(), loosen)
+    found = score(dif.GroupInfluence(solution), train.mean(), loosen)
     assert found.diagnostics["crossed"] == {loosen.labels[0]: ["order"]}
     assert found.diagnostics["remainders"][0] > 0.03
     exact = dif.GroupInfluence(solution, accuracy=1e-6).scores(train.mean(), loosen)
@@ -109,7 +109,7 @@ def test_a_group_without_an_answer_leaves_the_others_unaffected():
     solution = dif.fit(problem, {"t": torch.tensor(0.0, dtype=torch.float64)}, show_progress=False)
     value = dif.Function(lambda p: p["t"], name="t")
     groups = limit.remove_each()
-    found = scored(dif.GroupInfluence(solution), value, groups)
+    found = score(dif.GroupInfluence(solution), value, groups)
     assert bool(torch.isfinite(found.values[2]).all())
     lenient = dif.GroupInfluence(solution, accuracy=1e-6, strict=False).scores(value, groups)
     # the mean of what is left, + 0.1: −0.65, −0.4, 0.85, of which the first two lie below −0.3

@@ -3,14 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from problems import F64, bound_regression, class_data, fair_logistic, logistic, solved
+from problems import F64, bound_regression, class_data, fair_logistic, fit_problem, logistic
 
 import dif
 
 RHO, K = 30.0, 50.0
 
 
-def penalised(train, weights, bounds, kind):
+def penalise(train, weights, bounds, kind):
     """Return L̃(θ, w): the objective with weights w on the samples, plus ρ/2 (equality)² and k (inequality)₊³."""
     X, y = train.storage.data
 
@@ -41,9 +41,9 @@ def test_against_the_penalised_objective(kind, at_minimiser):
     else:
         train, problem, _ = fair_logistic()
         n = 60
-    solution = solved(problem)
+    solution = fit_problem(problem)
     bounds = (solution.G, solution.program.tau) if kind == "regression" else solution.program.tau
-    value = penalised(train, None, bounds, kind)
+    value = penalise(train, None, bounds, kind)
     w = torch.full((n,), 1 / n, dtype=F64)
     theta = solution.theta
     if at_minimiser:  # plain Newton on L̃
@@ -65,7 +65,7 @@ def test_classical_is_the_objective_alone():
     X, y = class_data()
     train = dif.Samples(logistic, (X, y), name="train")
     problem = dif.Problem(train.mean() + dif.ridge(0.05), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= 0.1])
-    solution = solved(problem)
+    solution = fit_problem(problem)
 
     def objective(theta, w):
         return w @ logistic({"theta": theta}, (X, y)) + 0.025 * (theta**2).sum()

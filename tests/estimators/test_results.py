@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from problems import bound_regression, solved
+from problems import bound_regression, fit_problem
 
 import dif
 
@@ -16,7 +16,7 @@ import dif
 @pytest.fixture(scope="module")
 def scored():
     train, problem = bound_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = train.remove_each()
     targets = [train.mean(where=torch.arange(40) < 5), dif.linear([1.0, 0.0, 0.0, 0.0], name="first")]
     return dif.DirectionalInfluence(solution).scores(targets, removals), dif.Retraining(solution).scores(
@@ -98,7 +98,7 @@ def test_agreement_with_ties_and_constants():
 def test_the_sign_of_a_score():
     """Removing a sample with a positive score on a loss raises that loss: the sample was helpful."""
     train, problem = bound_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     scores = dif.DirectionalInfluence(solution).scores(train.mean(where=torch.arange(40) == 7), train.remove_each())
     assert float(scores.values[7, 0]) > 0  # a sample helps its own loss
     actual = dif.Retraining(solution).change(train.remove([7])).flat

@@ -102,7 +102,7 @@ def work(parts, folder):
     return out.values.clone(), len(list((folder / "kept").glob("*.npz")))
 
 
-def edited(parts, rng):
+def edit(parts, rng):
     """Change one number anywhere, by a little or a lot, or a line of code."""
     parts = copy.deepcopy(parts)
     name = str(rng.choice(list(parts)))
@@ -139,7 +139,7 @@ def test_edits_are_noticed(part, tmp_path):
     plant()
     for number in range(EDITS // PARTS):
         folder = shutil.copytree(tmp_path, tmp_path.with_name(f"{tmp_path.name} {number}"))
-        name, parts = edited(base(), np.random.default_rng([part, number]))
+        name, parts = edit(base(), np.random.default_rng([part, number]))
         values, now = work(parts, folder)
         if bool((values == PLANTED).any()):
             missed.append(f"out: {name}")
@@ -182,11 +182,11 @@ def squared(p, z):
     return (z[0] @ p["t"] - z[1]) ** 2
 
 
-def seen(loss):
+def fingerprint(loss):
     """Return the fingerprint of a loss."""
-    from dif.evaluation.fingerprint import Look
+    from dif.evaluation.fingerprint import ObjectEncoder
 
-    return b"".join(Look().at(loss))
+    return b"".join(ObjectEncoder().encode(loss))
 
 
 def variants():
@@ -233,37 +233,37 @@ def variants():
 @pytest.mark.parametrize("name", variants())
 def test_whatever_a_loss_refers_to_is_seen(name):
     before, after = variants()[name]
-    assert seen(before) == seen(before)
-    assert seen(before) != seen(after)
+    assert fingerprint(before) == fingerprint(before)
+    assert fingerprint(before) != fingerprint(after)
 
 
 def test_globals_of_classes_are_seen():
     loss = lambda p, z: Config.level * squared(p, z)  # noqa: E731
-    before = seen(loss)
+    before = fingerprint(loss)
     Config.level = 2.0
-    assert seen(loss) != before
+    assert fingerprint(loss) != before
     Config.level = 1.0
-    assert seen(loss) == before
+    assert fingerprint(loss) == before
 
 
 def test_what_cannot_be_followed_is_new_every_time():
     lock = threading.Lock()
     loss = lambda p, z: (lock, squared(p, z))[1]  # noqa: E731
-    assert seen(loss) != seen(loss)
+    assert fingerprint(loss) != fingerprint(loss)
 
 
 def test_a_checkpoint_of_another_problem_is_not_resumed(tmp_path):
     z = torch.linspace(-1, 1, 9, dtype=F64)
 
-    def solved(c, start):
+    def solve(c, start):
         train = dif.Samples(lambda p, z: (p["m"] ** 2 - 1) ** 2 + c * p["m"] + 0.1 * (p["m"] - z) ** 2, z)
         problem, start = dif.Problem(train.mean()), {"m": torch.tensor(start, dtype=F64)}
         return float(dif.fit(problem, start, checkpoint=tmp_path / "fit.npz", show_progress=False).theta)
 
-    assert solved(0.05, 1.2) > 0
-    assert solved(0.05, -1.2) > 0  # the same problem resumes
+    assert solve(0.05, 1.2) > 0
+    assert solve(0.05, -1.2) > 0  # the same problem resumes
     with pytest.warns(UserWarning, match="belongs to another problem"):
-        assert solved(0.06, -1.2) < 0
+        assert solve(0.06, -1.2) < 0
 
 
 def test_keep_must_not_be_a_file(tmp_path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import bound_regression, fair_logistic, logistic, solved, squared
+from problems import bound_regression, fair_logistic, fit_problem, logistic, squared
 
 import dif
 
@@ -56,7 +56,7 @@ def nearly_weak(seed):
     return train, solution
 
 
-def holding(multipliers, solution):
+def find_binding(multipliers, solution):
     """Return which constraints have a positive multiplier, on the scale of the problem."""
     return tuple((solution.scales.multiplier(multipliers) > 1e-9).tolist())
 
@@ -73,9 +73,9 @@ def test_switching_predicts_the_active_set():
         for i in rng.choice(N, 9, replace=False).tolist():
             removal = train.remove([i])
             actual, first, second = retrained.change(removal), plain.change(removal), switching.change(removal)
-            truth = holding(solution.lam + actual.multipliers.flat, solution)
-            flips += truth != holding(solution.lam, solution)
-            right.append(holding(solution.lam + second.multipliers.flat, solution) == truth)
+            truth = find_binding(solution.lam + actual.multipliers.flat, solution)
+            flips += truth != find_binding(solution.lam, solution)
+            right.append(find_binding(solution.lam + second.multipliers.flat, solution) == truth)
             size = float(actual.flat.norm())
             assert float((auto.change(removal).flat - second.flat).norm()) <= 1e-10 * size
             errors = [float((c.flat - actual.flat).norm()) / size for c in (first, second)]
@@ -94,14 +94,14 @@ def test_other_values_of_switching_are_refused():
     _, problem, _ = fair_logistic()
     for wrong in ("yes", None, 2):
         with pytest.raises(dif.InvalidInputError) as caught:
-            dif.DirectionalInfluence(solved(problem), switching=wrong)
+            dif.DirectionalInfluence(fit_problem(problem), switching=wrong)
         assert caught.value.meaning == "It says whether constraints may become active or inactive within the step."
 
 
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
 def test_with_wide_margins_it_is_the_derivative(make):
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = 1e-3 * train.remove_each()  # no constraint is that near to switching
     plain = dif.DirectionalInfluence(solution, switching=False).scores(train, removals)
     switching = dif.DirectionalInfluence(solution, switching=True).scores(train, removals)

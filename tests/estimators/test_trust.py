@@ -10,7 +10,7 @@ import pytest
 import torch
 from oracle import Oracle, Point, Removal, weights_of
 from parity import FILE as PARITY
-from problems import class_data, fair_logistic, logistic, solved, squared
+from problems import class_data, fair_logistic, fit_problem, logistic, squared
 from typer.testing import CliRunner
 
 import dif
@@ -58,7 +58,7 @@ def within_reach(seed):
     train = dif.Samples(squared if loss == "squared" else logistic, (torch.tensor(X), torch.tensor(y)), name="train")
     mask = torch.tensor(group)
     risk = train.mean(where=mask)
-    solution = solved(dif.Problem(train.mean() + dif.ridge(0.1), [(risk <= tau).named("group")]))
+    solution = fit_problem(dif.Problem(train.mean() + dif.ridge(0.1), [(risk <= tau).named("group")]))
     return train, risk, solution, truth
 
 
@@ -95,11 +95,11 @@ def test_a_constraint_that_nearly_binds():
     y = torch.where(X[:, 0] + 0.8 * group + 0.3 * torch.randn(200) > 0.4, 1.0, -1.0).double()
     train = dif.Samples(logistic, (X, y), name="train")
     risk = train.mean()
-    free = solved(dif.Problem(risk + dif.ridge(1e-2)), d=3)
+    free = fit_problem(dif.Problem(risk + dif.ridge(1e-2)), d=3)
     losses = logistic(free.params, (X, y))
     tau = float(losses[group == 0].mean() - losses.mean()) + 3e-4
     problem = dif.Problem(risk + dif.ridge(1e-2), [(train.mean(where=group == 0) - risk <= tau).named("group 0")])
-    solution = solved(problem, d=3)
+    solution = fit_problem(problem, d=3)
     gap, removals = train.mean(where=group == 1) - train.mean(where=group == 0), train.remove_each()
     predictor = dif.DirectionalInfluence(solution)
     actual = dif.Retraining(solution, show_progress=False).scores(gap, removals)
@@ -172,7 +172,7 @@ def test_a_change_of_zero_predicted_as_zero_is_trusted():
 
 def test_margins_are_what_retraining_moves():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     some = 0.01 * train.remove_each()
     binding, inactive = dif.DirectionalInfluence(solution).margins(some)
     moved = [dif.Retraining(solution, show_progress=False).change(one) for one in some]
@@ -205,7 +205,7 @@ def fair(n=900):
 
 def test_expected_errors_are_carried_along(tmp_path):
     train, problem, group = fair()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     targets = [train.mean(), 1e6 * train.mean(where=group == 1)]
     scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), **QUIET, assess=5)
     errors = scores.expected_error
@@ -239,7 +239,7 @@ def test_expected_errors_are_carried_along(tmp_path):
 def test_small_targets_are_not_hidden_behind_large_ones():
     """A large target must not hide the error of a target in smaller units."""
     train, problem, _ = fair()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     steep = dif.Function(lambda p: (40 * p["theta"]).sum().sin() * 1e-9, name="steep")
     good = dif.DirectionalInfluence(solution).scores([train.mean()], train.remove_each(), **QUIET)
     with pytest.warns(dif.FirstOrderWarning):
@@ -251,7 +251,7 @@ def test_small_targets_are_not_hidden_behind_large_ones():
 @pytest.mark.parametrize("estimator", [dif.ClassicalInfluence, dif.NewtonInfluence, dif.PenaltyInfluence])
 def test_every_predictor_says_how_far_it_can_be_trusted(estimator):
     train, problem, _ = fair()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     actual = dif.Retraining(solution, show_progress=False).scores(train.mean(), train.remove_each())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", dif.FirstOrderWarning)
@@ -261,7 +261,7 @@ def test_every_predictor_says_how_far_it_can_be_trusted(estimator):
 
 def test_any_perturbation_to_a_wanted_accuracy():
     train, problem, _ = fair()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     X, y = (t[:1] for t in train.storage.data)
     dw = torch.zeros(900, dtype=F64)
     dw[3] = -0.001

@@ -21,7 +21,7 @@ OPTIMIZERS = {
 }
 
 
-def trained(optimizer, epochs=3):
+def train_model(optimizer, epochs=3):
     X, y, group, params = classify(n=40)
     train, problem = state_problem(X, y, group)
     test = dif.Samples(logistic, (X[:7] + 0.1, y[:7]), name="test")
@@ -57,7 +57,7 @@ def by_autograd(run, data, optimizer):
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_scores_are_autograd_through_the_loop(optimizer):
-    train, test, run, data = trained(optimizer)
+    train, test, run, data = train_model(optimizer)
     scores = dif.UnrolledInfluence(run).scores(test, train.remove_each(), **PLAIN)
     slopes, touched = by_autograd(run, data, optimizer)
     assert touched >= 2  # multipliers at zero
@@ -82,7 +82,7 @@ def perturbations(train, problem, X, y):
 
 @pytest.mark.parametrize("optimizer", [OPTIMIZERS["momentum"], OPTIMIZERS["Adam"]], ids=["momentum", "Adam"])
 def test_every_perturbation_is_the_difference_of_running_again(optimizer):
-    train, test, run, (X, y, *_) = trained(optimizer)
+    train, test, run, (X, y, *_) = train_model(optimizer)
     targets, estimator = Targets(test, run.end), dif.UnrolledInfluence(run)
 
     def ends(perturbation):
@@ -120,7 +120,7 @@ def test_batches_of_targets_and_ways_to_keep_states_agree(tmp_path):
 
 
 def test_since_leaves_the_steps_before_as_they_were():
-    train, test, run, _ = trained(OPTIMIZERS["momentum"])
+    train, test, run, _ = train_model(OPTIMIZERS["momentum"])
     estimator, removal = dif.UnrolledInfluence(run, since=6), train.remove([3])
     targets, h = Targets(test, run.end), 1e-5
     ends = [targets.values(next(iter(rerun(run, sign * h * removal, 6)))[0][0]) for sign in (1, -1)]
@@ -133,7 +133,7 @@ def test_since_leaves_the_steps_before_as_they_were():
 
 
 def test_removals_carried_out_together_are_those_carried_out_alone():
-    train, _, run, (X, y, group, params) = trained(OPTIMIZERS["AdamW"])
+    train, _, run, (X, y, group, params) = train_model(OPTIMIZERS["AdamW"])
     ((thetas, lams),) = rerun(run, train.remove_each(range(5)))
     for i in range(5):
         left = torch.arange(40) != i
@@ -154,7 +154,7 @@ def test_removals_carried_out_together_are_those_carried_out_alone():
 
 
 def test_retraining_of_a_run_is_kept_and_compared(tmp_path, monkeypatch):
-    train, test, run, _ = trained(OPTIMIZERS["momentum"])
+    train, test, run, _ = train_model(OPTIMIZERS["momentum"])
     removals = train.remove_each(range(20))
     actual = dif.Retraining(run, keep=tmp_path / "kept", show_progress=False).scores(test, removals)
     ((thetas, _),) = rerun(run, removals)
@@ -190,14 +190,14 @@ def test_a_chaotic_run_is_refused_with_its_probes():
 
 
 def test_wrong_input_is_refused():
-    _, _, run, _ = trained(OPTIMIZERS["SGD"], epochs=1)
+    _, _, run, _ = train_model(OPTIMIZERS["SGD"], epochs=1)
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "type Solution", "It differentiates through the steps")
     invalid(lambda: dif.UnrolledInfluence(run, since=99), "`since` is 99.", "Perturbations take effect at that step.")
 
 
 def test_a_training_that_diverges_without_a_sample_is_refused_or_recorded(monkeypatch):
-    train, test, run, _ = trained(OPTIMIZERS["SGD"], epochs=1)
+    train, test, run, _ = train_model(OPTIMIZERS["SGD"], epochs=1)
     lost = [(torch.full((1, len(run.theta)), float("nan"), dtype=F64), run.end.lam[None])]
     monkeypatch.setattr("dif.estimators.retraining.rerun", lambda *_: iter(lost))
     action = lambda: dif.Retraining(run, show_progress=False).scores(test, train.remove([1]))  # noqa: E731

@@ -100,7 +100,7 @@ class Plain:
         return theta
 
 
-def stated(animal):
+def fit_animal(animal):
     """State and fit the model under an active bound on the mean loss of a group plus a linear term."""
     params = animal.params()
     start = Parameters.of(params)[1]
@@ -123,7 +123,7 @@ def near(found, wanted, rtol, what):
 
 def check(name):
     animal = ANIMALS[name]
-    train, solution, plain = stated(animal)
+    train, solution, plain = fit_animal(animal)
     derivative = dif.DirectionalInfluence(solution, switching=False)
     assert solution.lam > 0
     theta, lam = solution.theta, solution.lam[0]

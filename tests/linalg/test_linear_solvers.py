@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import F64, bound_regression, fair_logistic, free_regression, solved, weak_regression
+from problems import F64, bound_regression, fair_logistic, fit_problem, free_regression, weak_regression
 
 import dif
 from dif.evaluation.hessian import Curvature
@@ -11,7 +11,7 @@ from dif.linalg.cholesky import DenseCholesky
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.lanczos import tangent_curvature
 from dif.linalg.operator import Matrix
-from dif.linalg.preconditioner import Nystrom, Scaled
+from dif.linalg.preconditioner import Nystrom, ScaledOperator
 from dif.linalg.refinement import Refinement
 
 
@@ -65,7 +65,9 @@ def test_the_preconditioner_saves_steps():
     plain, preconditioned = ConjugateGradients(Matrix(H), rank=0), ConjugateGradients(Matrix(H), rank=100)
     plain.solve(B), preconditioned.solve(B)
     assert preconditioned.steps < 0.7 * plain.steps
-    eigenvalues = torch.linalg.eigvals(Nystrom(Scaled(Matrix(H), torch.ones(200, dtype=F64)), 200).apply(H)).real
+    eigenvalues = torch.linalg.eigvals(
+        Nystrom(ScaledOperator(Matrix(H), torch.ones(200, dtype=F64)), 200).apply(H)
+    ).real
     assert float(eigenvalues.max() / eigenvalues.min()) < 1.01  # with full rank it is the inverse
 
 
@@ -92,7 +94,7 @@ def test_a_stall_is_refused():
 @pytest.mark.parametrize("make", [free_regression, bound_regression, weak_regression, fair_logistic])
 def test_influence_is_the_same_without_the_matrix(make):
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = train.remove_each()
     for kind, options in (
         (dif.DirectionalInfluence, {}),
@@ -108,7 +110,7 @@ def test_influence_is_the_same_without_the_matrix(make):
 
 def test_products_and_matrix_agree():
     _, problem, _ = fair_logistic(batch_size=7)
-    solution = solved(problem)
+    solution = fit_problem(problem)
     curvature = solution.curvature.with_rows(solution.G, torch.tensor([2.0, 3.0], dtype=F64), damping=0.1)
     V = torch.randn(4, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
     expected = solution.hessian + solution.G.T @ torch.diag(torch.tensor([2.0, 3.0], dtype=F64)) @ solution.G
@@ -146,7 +148,7 @@ def test_tangent_curvature_by_lanczos(monkeypatch):
 
 def test_refinement_reaches_double_precision_with_single_precision_work():
     train, problem, _ = fair_logistic(batch_size=25)
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = train.remove_each()
     dense = dif.DirectionalInfluence(solution).scores(train, removals)
     refined = dif.DirectionalInfluence(solution, solver=Refinement).scores(train, removals)

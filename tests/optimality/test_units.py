@@ -6,7 +6,7 @@ from collections import namedtuple
 import numpy as np
 import pytest
 import torch
-from problems import F64, class_data, logistic, regression_data, solved, squared, weak_regression, zeros
+from problems import F64, class_data, fit_problem, logistic, regression_data, squared, weak_regression, zeros
 
 import dif
 
@@ -54,7 +54,7 @@ def test_raw_income_and_age():
 @pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6, 1e6])
 def test_multipliers_of_weak_rows_are_recovered_as_zero(scale):
     train, problem = weak_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     scaled = dif.Problem(scale * train.mean(), problem.constraints)
     again = dif.Solution.from_params(scaled, solution.params)
     assert again.converged
@@ -178,7 +178,7 @@ def test_structures_of_data(data, read):
     values = []
     for given, how in ((data, read), ((X, Y), lambda z: z)):
         train = dif.Samples(lambda p, z, how=how: logistic(p, how(z)), given, name="train", batch_size=7)
-        solution = solved(dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear([1.0, 1.0, 1.0, 0.0]) == 0.2]))
+        solution = fit_problem(dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear([1.0, 1.0, 1.0, 0.0]) == 0.2]))
         influence = dif.DirectionalInfluence(solution)
         newton = dif.NewtonInfluence(solution).change(train.remove([2, 5])).flat
         values.append(
@@ -190,7 +190,7 @@ def test_structures_of_data(data, read):
 
 def test_numpy_numbers_scale_perturbations():
     train, problem = weak_regression()
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(fit_problem(problem))
     expected = influence.change(0.01 * train.remove(3)).flat
     for factor in (np.float64(0.01), np.float32(0.01), torch.tensor(0.01, dtype=F64)):
         for perturbation in (factor * train.remove(3), train.remove(3) * factor):
@@ -201,7 +201,7 @@ def test_numpy_numbers_scale_perturbations():
 
 def test_multipliers_keyed_by_constraint():
     _, problem = weak_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     keyed = dict(zip(problem.constraints, solution.multipliers, strict=True))
     assert torch.equal(dif.Solution(problem, solution.params, keyed).lam, solution.lam)
 
@@ -225,7 +225,7 @@ def test_sums_that_cancel():
     alone = train.mean(where=torch.arange(40) == 7)
     cancelled = 0.1 * alone + 0.2 * alone - 0.3 * alone
     problem = dif.Problem(train.mean() + cancelled, [dif.linear([1.0, 0.0, 0.0, 0.0]) <= -1.0])
-    change = dif.DirectionalInfluence(solved(problem)).change(train.remove(7))
+    change = dif.DirectionalInfluence(fit_problem(problem)).change(train.remove(7))
     assert bool(torch.isfinite(change.flat).all())
 
 

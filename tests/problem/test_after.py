@@ -17,7 +17,7 @@ def squared(p, z):
     return (z[0] @ p["t"] - z[1]) ** 2
 
 
-def drawn(seed, n=24, d=3, dataset=False):
+def draw_problem(seed, n=24, d=3, dataset=False):
     """A population with a view in a constraint, a group mean in another, and a bound."""
     rng = np.random.default_rng([3, seed])
     X, y = torch.tensor(rng.normal(size=(n, d))), torch.tensor(rng.normal(size=n))
@@ -32,7 +32,7 @@ def drawn(seed, n=24, d=3, dataset=False):
     return rng, train, problem
 
 
-def solved(problem, d=3):
+def solve(problem, d=3):
     return dif.fit(problem, {"t": torch.zeros(d, dtype=F64)}, **QUIET)
 
 
@@ -57,10 +57,10 @@ def perturbations(rng, train, problem):
 
 @pytest.mark.parametrize("seed", range(5))
 def test_after_is_what_retraining_solves(seed):
-    rng, train, problem = drawn(seed)
-    solution = solved(problem)
+    rng, train, problem = draw_problem(seed)
+    solution = solve(problem)
     for name, perturbation in perturbations(rng, train, problem).items():
-        stated = solved(problem.after(perturbation))
+        stated = solve(problem.after(perturbation))
         found = dif.Retraining(solution, tol=1e-12, **QUIET).change(perturbation)
         torch.testing.assert_close(solution.theta + found.flat, stated.theta, rtol=1e-7, atol=1e-8, msg=name)
         torch.testing.assert_close(solution.lam + found.multipliers.flat, stated.lam, rtol=1e-6, atol=1e-7, msg=name)
@@ -68,12 +68,12 @@ def test_after_is_what_retraining_solves(seed):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
-    rng, train, problem = drawn(seed)
-    solution = solved(problem)
+    rng, train, problem = draw_problem(seed)
+    solution = solve(problem)
     name = list(perturbations(rng, train, problem))[seed % 10]
     first = perturbations(rng, train, problem)[name]
     end = dif.PathInfluence(solution, **QUIET).follow(first).end
-    again = solved(end.problem)
+    again = solve(end.problem)
     torch.testing.assert_close(end.theta, again.theta, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(end.lam, again.lam, rtol=1e-6, atol=1e-7)
     people = end.problem.people[0]  # the same people, or with others among them
@@ -86,31 +86,31 @@ def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
     np.testing.assert_array_equal(dif.Influence.load(tmp_path / "s.npz").values.numpy(), scores.values.numpy())
     second = people.remove(rest[1:3])
     retrained = dif.Retraining(end, tol=1e-12, **QUIET).change(second).flat
-    twice = solved(end.problem.after(second))
+    twice = solve(end.problem.after(second))
     torch.testing.assert_close(end.theta + retrained, twice.theta, rtol=1e-8, atol=1e-8)
 
 
 def test_removing_twice_is_removing_both():
-    _, train, problem = drawn(0)
+    _, train, problem = draw_problem(0)
     twice = problem.after(train.remove([3])).after(train.remove([8]))
     once = problem.after(train.remove([3, 8]))
-    torch.testing.assert_close(solved(twice).theta, solved(once).theta, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(solve(twice).theta, solve(once).theta, rtol=1e-9, atol=1e-10)
 
 
 def test_added_samples_join_a_dataset():
-    rng, train, problem = drawn(1, dataset=True)
-    _, plain, other = drawn(1)
+    rng, train, problem = draw_problem(1, dataset=True)
+    _, plain, other = draw_problem(1)
     new = (torch.tensor(rng.normal(size=(2, 3))), torch.tensor(rng.normal(size=2)))
     added = problem.after(train.add(new, like=[0, 1]))
     assert len(added.people[0]) == 26
     same = other.after(plain.add(new, like=[0, 1]))
-    torch.testing.assert_close(solved(added).theta, solved(same).theta, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(solve(added).theta, solve(same).theta, rtol=1e-9, atol=1e-10)
     back = added.after(added.people[0].remove([24, 25]))
-    torch.testing.assert_close(solved(back).theta, solved(problem).theta, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(solve(back).theta, solve(problem).theta, rtol=1e-9, atol=1e-10)
 
 
 def test_what_cannot_be_carried_out_is_refused():
-    _, train, problem = drawn(0)
+    _, train, problem = draw_problem(0)
     stranger = dif.Samples(squared, (torch.randn(5, 3, dtype=F64), torch.randn(5, dtype=F64)), name="stranger")
     for wrong, meaning in (
         (None, "A problem is stated after one perturbation, which may remove or add many samples."),

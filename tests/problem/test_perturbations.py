@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import class_data, logistic, solved, zeros
+from problems import class_data, fit_problem, logistic, zeros
 
 import dif
 
@@ -32,7 +32,7 @@ def after(problem):
 @pytest.fixture(scope="module")
 def base():
     train, problem = state(X, Y, GROUP)
-    solution = solved(problem)
+    solution = fit_problem(problem)
     assert 0 in solution.active.binding
     return train, problem, solution
 
@@ -104,7 +104,7 @@ def test_added_samples_join_means_over_everyone():
     problem = dif.Problem(train.mean() + dif.ridge(0.05), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= 0.1])
     new = (X[:1] * 0.5, -Y[:1])
     again = dif.Samples(logistic, (torch.cat([X, new[0]]), torch.cat([Y, new[1]])))
-    check(solved(problem), train.add(new), dif.Problem(again.mean() + dif.ridge(0.05), problem.constraints))
+    check(fit_problem(problem), train.add(new), dif.Problem(again.mean() + dif.ridge(0.05), problem.constraints))
 
 
 def test_replaced_samples(base):
@@ -130,7 +130,7 @@ def test_reweighting_adds_weight_times_the_coefficient():
         2.0 * again.weighted(w) + dif.ridge(0.05),
         [again.weighted(v) <= again.weighted(w) - 0.02, again.weighted(s) <= 18.0],
     )
-    check(solved(problem), train.reweight(dw), rebuilt)
+    check(fit_problem(problem), train.reweight(dw), rebuilt)
 
 
 def test_shifted_bounds_move_as_written(base):
@@ -140,7 +140,7 @@ def test_shifted_bounds_move_as_written(base):
     low = (dif.linear([[1.0, 0.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]]) >= [1.5, -0.3]).named("low")
     problem = dif.Problem(train.mean() + dif.ridge(0.05), [low])
     raised = dif.Problem(train.mean() + dif.ridge(0.05), [dif.linear([[1.0, 0, 0, 0], [0, 1.0, 0, 0]]) >= [1.6, -0.1]])
-    check(solved(problem), low.shift([0.1, 0.2]), raised)
+    check(fit_problem(problem), low.shift([0.1, 0.2]), raised)
 
 
 def test_sums_and_scales(base):
@@ -185,7 +185,7 @@ def test_numpy_and_tensor_indices(base):
 def test_a_sample_in_no_term_has_no_influence():
     train = dif.Samples(logistic, (X, Y), name="train")
     problem = dif.Problem(train.mean(where=GROUP != 0) + dif.ridge(0.05))
-    scores = dif.DirectionalInfluence(solved(problem)).scores(train.mean(), train.remove_each()).values[:, 0]
+    scores = dif.DirectionalInfluence(fit_problem(problem)).scores(train.mean(), train.remove_each()).values[:, 0]
     assert bool((scores[GROUP == 0] == 0).all())
     assert bool((scores[GROUP != 0] != 0).all())
 
@@ -200,7 +200,7 @@ def test_constraint_data_of_its_own():
         return again, dif.Problem(train.mean() + dif.ridge(0.05), [again.mean() <= 0.45])
 
     audit, problem = stated(X[40:])
-    solution = solved(problem)
+    solution = fit_problem(problem)
     assert solution.active.binding == (0,)
     check(solution, audit.remove([2]), stated(torch.cat([X[40:42], X[43:]]))[1])
 

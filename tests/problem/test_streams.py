@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import F64, class_data, fair_logistic, logistic, solved, zeros
+from problems import F64, class_data, fair_logistic, fit_problem, logistic, zeros
 from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
@@ -34,7 +34,7 @@ class Several(Items):
         return [(X[i], Y[i]) for i in indices]
 
 
-def scored(data, **options):
+def score(data, **options):
     train = dif.Samples(logistic, data, name="train", **options)
     group, risk = torch.arange(60) % 3, train.mean()
     constraints = [(train.mean(where=group == g) <= risk + (-0.02 if g == 1 else 0.3)).named(f"{g}") for g in (1, 2)]
@@ -59,8 +59,8 @@ def test_the_same_scores_from_anywhere(kind, tmp_path):
         "shuffled loader": lambda: DataLoader(TensorDataset(X, Y), batch_size=16, shuffle=True),
     }[kind]()
     state = torch.random.get_rng_state()
-    found = scored(data)
-    np.testing.assert_allclose(found, scored((X, Y)), rtol=1e-9, atol=1e-13)
+    found = score(data)
+    np.testing.assert_allclose(found, score((X, Y)), rtol=1e-9, atol=1e-13)
     assert torch.equal(state, torch.random.get_rng_state())
 
 
@@ -109,7 +109,7 @@ def test_loaders_that_leave_samples_out_are_refused(options, found):
 
 def test_scores_go_to_disk_as_they_come(tmp_path):
     train, problem, _ = fair_logistic()
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(fit_problem(problem))
     held = influence.scores(train, train.remove_each())
     path = tmp_path / "scores.npy"
     written = influence.scores(train, train.remove_each(), out=path)
@@ -137,7 +137,7 @@ def test_scores_go_to_disk_as_they_come(tmp_path):
 def test_slopes_both_ways_are_one(monkeypatch):
     """Forward mode and per-sample gradients times V, whatever the price list says; and in passes of any size."""
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     direction = Direction(solution.program, train.remove_each())
     V = torch.randn(4, 5, dtype=F64, generator=torch.Generator().manual_seed(0))
     weights = solution.program.weights(solution.lam)
@@ -269,7 +269,7 @@ def test_one_column_is_the_gradient_along_it(loss):
 def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeypatch):
     """What scoring costs is counted, not timed: N is one sweep, m and T one solve each, and nothing else grows."""
     train, problem, _ = fair_logistic(batch_size=7)
-    solution = solved(problem)
+    solution = fit_problem(problem)
     columns, fetched = [], []
 
     class Counted(dif.linalg.cholesky.DenseCholesky):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import bound_regression, fair_logistic, solved
+from problems import bound_regression, fair_logistic, fit_problem
 
 import dif
 from dif import plots
@@ -20,7 +20,7 @@ def ax():
 @pytest.fixture(scope="module")
 def scored():
     train, problem, *_ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     estimator = dif.DirectionalInfluence(solution)
     return train, solution, estimator, estimator.scores([train.mean()], train.remove_each(), show_progress=False)
 
@@ -68,7 +68,7 @@ def test_multipliers(scored, ax):
 
 def test_path(ax):
     train, problem, *_ = bound_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removal = train.remove([0])
     predicted, actual = dif.DirectionalInfluence(solution).change(removal), dif.Retraining(solution).change(removal)
     followed = dif.PathInfluence(solution).follow(removal, stops=[0.5])
@@ -82,7 +82,7 @@ def test_path(ax):
 
 def test_paths_of_multipliers_and_bounds(ax):
     train, problem, *_ = bound_regression()
-    solution, order = solved(problem), problem.constraints[1]
+    solution, order = fit_problem(problem), problem.constraints[1]
     followed = dif.PathInfluence(solution).follow(order.shift(1.0))
     assert [event.binds for event in followed.events] == [False]
     assert plots.multiplier_path(followed, ax) is ax

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from problems import F64, class_data, fair_logistic, solved
+from problems import F64, class_data, fair_logistic, fit_problem
 
 import dif
 
@@ -28,7 +28,7 @@ def python(*command, **options):
 @pytest.fixture(scope="module")
 def scored():
     train, problem, _ = fair_logistic()
-    influence = dif.DirectionalInfluence(solved(problem))
+    influence = dif.DirectionalInfluence(fit_problem(problem))
     return train, influence, influence.scores(train, train.remove_each())
 
 
@@ -290,9 +290,9 @@ def test_a_results_file_of_a_newer_version(kind, scored, tmp_path):
 FULL = """
 import sys, resource, dif, torch
 from pathlib import Path
-from problems import fair_logistic, solved
+from problems import fair_logistic, fit_problem
 train, problem, _ = fair_logistic()
-influence, folder = dif.DirectionalInfluence(solved(problem)), Path(sys.argv[1])
+influence, folder = dif.DirectionalInfluence(fit_problem(problem)), Path(sys.argv[1])
 works = {
     "npz": lambda: influence.scores(train, train.remove_each()).save(folder / "scores.npz"),
     "npy": lambda: influence.scores(train, train.remove_each(), out=folder / "scores.npy"),
@@ -326,9 +326,9 @@ def test_a_full_disk(scored, tmp_path):
 
 READ_ONLY = """
 import sys, os, dif, torch
-from problems import fair_logistic, solved
+from problems import fair_logistic, fit_problem
 train, problem, _ = fair_logistic()
-influence = dif.DirectionalInfluence(solved(problem))
+influence = dif.DirectionalInfluence(fit_problem(problem))
 if os.getuid() == 0:
     os.setuid(65534)  # nobody: for root there are no read-only folders
 for work in (

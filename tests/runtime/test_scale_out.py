@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from joblib import parallel_config
-from problems import fair_logistic, retrainings, solved
+from problems import fair_logistic, fit_problem, retrainings
 
 import dif
 
@@ -27,7 +27,7 @@ def estimators(solution, **options):
 @pytest.fixture(scope="module")
 def serial():
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     retraining, influence = estimators(solution)
     removals = train.remove_each()
     return (
@@ -71,10 +71,10 @@ def test_dask(serial, cluster):
         assert_the_same(serial)
 
 
-def doomed(tmp_path):
+def build_doomed(tmp_path):
     """A problem whose losses, in the first worker that evaluates them, write its number and wait to be killed."""
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     parent, flag = os.getpid(), tmp_path / "victim"
 
     def loss(params, z, usual=train.loss):
@@ -104,8 +104,8 @@ def killer(flag, kept):
     return thread, finished
 
 
-def killed_in_the_middle(serial, tmp_path, removals=24):
-    train, solution, flag = doomed(tmp_path)
+def kill_in_the_middle(serial, tmp_path, removals=24):
+    train, solution, flag = build_doomed(tmp_path)
     kept = tmp_path / "kept"
     kept.mkdir()
     thread, finished = killer(flag, kept)
@@ -126,19 +126,19 @@ def killed_in_the_middle(serial, tmp_path, removals=24):
 
 def test_a_killed_process_costs_its_task(serial, tmp_path):
     with parallel_config(backend="loky"):
-        said, _ = killed_in_the_middle(serial, tmp_path)  # joblib ends the other process too: its task is begun again
+        said, _ = kill_in_the_middle(serial, tmp_path)  # joblib ends the other process too: its task is begun again
     assert any("A worker was lost" in words for words in said)
 
 
 def test_a_killed_worker_of_dask_costs_its_task(serial, cluster, tmp_path):
     with parallel_config(backend="dask"):
-        _, again = killed_in_the_middle(serial, tmp_path)
+        _, again = kill_in_the_middle(serial, tmp_path)
     assert again == []
 
 
 def test_work_that_kills_every_worker_ends(tmp_path):
     train, problem, _ = fair_logistic()
-    solution, parent = solved(problem), os.getpid()
+    solution, parent = fit_problem(problem), os.getpid()
 
     def loss(params, z, usual=train.loss):
         if os.getpid() != parent:

@@ -6,7 +6,17 @@ import cvxpy as cp
 import numpy as np
 import pytest
 import torch
-from problems import F64, bound_regression, class_data, fair_logistic, logistic, regression_data, solved, squared, zeros
+from problems import (
+    F64,
+    bound_regression,
+    class_data,
+    fair_logistic,
+    fit_problem,
+    logistic,
+    regression_data,
+    squared,
+    zeros,
+)
 
 import dif
 
@@ -22,7 +32,7 @@ def test_against_cvxpy_linear_and_quadratic_constraints():
         dif.linear([1.0, 0.0, 0.0, 1.0]) == -0.8,
         train.mean(where=torch.arange(40) < 10) <= 0.9,
     ]
-    solution = solved(dif.Problem(train.mean(), constraints))
+    solution = fit_problem(dif.Problem(train.mean(), constraints))
     theta = cp.Variable(4)
     x, y = X.numpy(), Y.numpy()
     rows = [
@@ -44,7 +54,7 @@ def test_against_cvxpy_logistic():
     problem = dif.Problem(
         train.mean() + dif.ridge(0.1), [train.mean(where=y > 0) <= 0.28, dif.linear(torch.eye(4)) >= -0.5]
     )
-    solution = solved(problem)
+    solution = fit_problem(problem)
     theta = cp.Variable(4)
     losses = cp.logistic(cp.multiply(-y.numpy(), x.numpy() @ theta))
     up = np.flatnonzero(y.numpy() > 0)
@@ -58,12 +68,12 @@ def test_against_cvxpy_logistic():
 @pytest.mark.parametrize("row_scale", [1e-3, 1.0, 1e3])
 def test_scales_do_not_matter(objective_scale, row_scale):
     train, problem = bound_regression()
-    expected = solved(problem)
+    expected = fit_problem(problem)
     scaled = [
         row_scale * c.term == row_scale * c.tau if c.kind.value == "==" else row_scale * c.term <= row_scale * c.tau
         for c in problem.constraints
     ]
-    solution = solved(dif.Problem(objective_scale * train.mean(), scaled))
+    solution = fit_problem(dif.Problem(objective_scale * train.mean(), scaled))
     np.testing.assert_allclose(solution.theta, expected.theta, rtol=1e-9)
     np.testing.assert_allclose(solution.lam * row_scale / objective_scale, expected.lam, rtol=1e-8, atol=1e-12)
     assert solution.active.binding == expected.active.binding
@@ -78,9 +88,9 @@ def test_flat_directions_held_by_constraints():
     problem = dif.Problem(
         train.mean(), [dif.linear([1.0, 0.0, 0.0, -1.0]) == 0.0, dif.linear([0.0, 1.0, 0.0, 0.0]) <= 0.5]
     )
-    solution = solved(problem)
+    solution = fit_problem(problem)
     half = dif.Samples(squared, (torch.cat([2 * X[:, :1], X[:, 1:3]], 1), Y))
-    three = solved(dif.Problem(half.mean(), [dif.linear([0.0, 1.0, 0.0]) <= 0.5]), d=3)
+    three = fit_problem(dif.Problem(half.mean(), [dif.linear([0.0, 1.0, 0.0]) <= 0.5]), d=3)
     np.testing.assert_allclose(solution.theta[:3], three.theta, atol=1e-10)
     removal = dif.DirectionalInfluence(solution).change(train.remove([3])).flat
     np.testing.assert_allclose(removal[:3], dif.DirectionalInfluence(three).change(half.remove([3])).flat, atol=1e-10)
@@ -100,7 +110,7 @@ def test_limits_are_respected_and_reported():
 
 def test_multipliers_are_recovered():
     for problem in (bound_regression()[1], fair_logistic()[1]):
-        fitted = solved(problem)
+        fitted = fit_problem(problem)
         again = dif.Solution.from_params(problem, fitted.params)
         np.testing.assert_allclose(again.lam, fitted.lam, atol=1e-9)
         assert again.active.binding == fitted.active.binding
@@ -112,7 +122,7 @@ def test_multipliers_are_recovered():
 
 def test_multipliers_by_position_name_and_constraint():
     _, problem = bound_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     for j, (name, constraint) in enumerate(zip(problem.names, problem.constraints, strict=True)):
         assert torch.equal(solution.multipliers[j], solution.multipliers[name])
         assert torch.equal(solution.multipliers[j], solution.multipliers[constraint])
@@ -133,7 +143,7 @@ def test_a_module_is_read_and_not_changed():
     problem = dif.Problem(train.mean(), [dif.linear([1.0, 1.0, 1.0, 1.0], of="weight") == 0.3])
     solution = dif.fit(problem, model)
     plain = dif.Samples(squared, (X, Y))
-    expected = solved(dif.Problem(plain.mean(), [dif.linear([1.0] * 4) == 0.3]))
+    expected = fit_problem(dif.Problem(plain.mean(), [dif.linear([1.0] * 4) == 0.3]))
     np.testing.assert_allclose(solution.params["weight"][0], expected.params["theta"], atol=1e-10)
     change = dif.DirectionalInfluence(solution).change(train.remove([1]))
     assert change.theta["weight"].shape == (1, 4)
@@ -179,7 +189,7 @@ def test_a_dataset_is_read_item_by_item():
     tensors, items = (dif.Samples(squared, data, batch_size=16) for data in ((X, Y), Pairs()))
     values = []
     for train in (tensors, items):
-        solution = solved(dif.Problem(train.mean(), [dif.linear([1.0, 1.0, 0.0, 0.0]) <= -1.0]))
+        solution = fit_problem(dif.Problem(train.mean(), [dif.linear([1.0, 1.0, 0.0, 0.0]) <= -1.0]))
         values.append(dif.DirectionalInfluence(solution).scores(train, train.remove_each()).values)
     np.testing.assert_allclose(values[0], values[1], rtol=1e-10, atol=1e-14)
 
@@ -190,14 +200,14 @@ def test_dict_data_and_several_tensors():
     named = dif.Samples(lambda p, z: 0.5 * (z["x"] @ p["w"] + p["b"] - z["y"]) ** 2, {"x": X[:, :3], "y": Y})
     flat = dif.Samples(squared, (x, Y))
     a = dif.fit(dif.Problem(named.mean(), [dif.linear([[0.0, 0.0, 1.0, 1.0]]) == 0.2]), {"w": w, "b": b})
-    c = solved(dif.Problem(flat.mean(), [dif.linear([[0.0, 0.0, 1.0, 1.0]]) == 0.2]))
+    c = fit_problem(dif.Problem(flat.mean(), [dif.linear([[0.0, 0.0, 1.0, 1.0]]) == 0.2]))
     np.testing.assert_allclose(a.theta, c.theta, atol=1e-10)
     assert {k: v.shape for k, v in a.params.items()} == {"w": (3,), "b": (1,)}
 
 
 def test_warm_start_from_the_solution_is_immediate():
     _, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = dif.fit(problem, solution.params, multipliers=solution.multipliers, max_iter=2)
@@ -205,7 +215,7 @@ def test_warm_start_from_the_solution_is_immediate():
 
 
 def test_text_of_the_active_set():
-    text = str(solved(bound_regression()[1]).active)
+    text = str(fit_problem(bound_regression()[1]).active)
     assert "order: binding" in text
     assert "far: inactive" in text
     assert "tangent curvature" in text

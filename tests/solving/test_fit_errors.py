@@ -10,7 +10,7 @@ from refusals import F64, PROBLEM, TRAIN, invalid, logistic, point, refused, roo
 import dif
 
 
-def violated(error):
+def read_violation(error):
     """Return the constraint that an InfeasibleError names, and its violation."""
     match = re.fullmatch(r"The least infeasible point found violates '(.+)' by (\S+)\.", error.found)
     return match[1], float(match[2])
@@ -22,11 +22,11 @@ def test_an_infeasible_problem_is_named_with_its_violation():
         dif.InfeasibleError, lambda: solve(TRAIN.mean(), [low, high]), "The constraints contradict each other"
     )
     assert error.allowed == "At least one point must satisfy all constraints."
-    name, violation = violated(error)
+    name, violation = read_violation(error)
     assert name in ("low", "high")
     assert violation == pytest.approx(1.5, rel=1e-3)  # half of the gap for each
     twice = [dif.linear([1.0, 0.0]) == 1.0, dif.linear([1.0, 0.0]) == 2.0]
-    name, violation = violated(refused(dif.InfeasibleError, lambda: solve(TRAIN.mean(), twice)))
+    name, violation = read_violation(refused(dif.InfeasibleError, lambda: solve(TRAIN.mean(), twice)))
     assert name.startswith("constraint")
     assert violation == pytest.approx(0.5, rel=1e-3)
 
@@ -34,7 +34,7 @@ def test_an_infeasible_problem_is_named_with_its_violation():
 def test_an_infeasible_constraint_on_the_data():
     least = float(solve(TRAIN.mean()).objective)
     action = lambda: solve(dif.ridge(1.0) + 0 * TRAIN.mean(), [(TRAIN.mean() <= 0.01).named("tight")])  # noqa: E731
-    name, violation = violated(refused(dif.InfeasibleError, action, "Loosen that bound"))
+    name, violation = read_violation(refused(dif.InfeasibleError, action, "Loosen that bound"))
     assert name == "tight"
     assert violation == pytest.approx(least - 0.01, rel=1e-2)
 

@@ -29,7 +29,7 @@ def tanh_model():
     return torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Tanh(), torch.nn.Linear(16, 10)).double()
 
 
-def certified(model, l2, tau):
+def certify(model, l2, tau):
     """Return a solution with one binding and one weak group constraint, its training and its test samples.
 
     The bound of the weak constraint is the value of the group's risk at the solution without it.
@@ -52,7 +52,7 @@ def certified(model, l2, tau):
 )
 def test_matrix_free_agrees_with_dense(make, l2, d):
     torch.manual_seed(0)
-    train, test, solution = certified(make(), l2, tau=0.01)
+    train, test, solution = certify(make(), l2, tau=0.01)
     assert solution.theta.numel() == d
     assert (solution.active.binding, solution.active.weak) == ((0,), (1,))
     assert solution.active.curvature > 0

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from problems import F64, class_data, fair_logistic, regression_data, solved, squared, weak_regression, zeros
+from problems import F64, class_data, fair_logistic, fit_problem, regression_data, squared, weak_regression, zeros
 from torch import nn
 
 import dif
@@ -214,7 +214,7 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
 def test_every_estimator_without_a_matrix(make, monkeypatch):
     """Without assembling the Hessian, in fit or after it, the answers are the same."""
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     kinds = (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining)
     removals = train.remove_groups([[0], [1, 2], [30]])
     dense = [kind(solution).scores(train, removals).values for kind in kinds]
@@ -242,7 +242,7 @@ def solve_together(solution, changes, max_iter=1000):
 @pytest.mark.parametrize("make", [fair_logistic, weak_regression])
 def test_solving_together_agrees_with_one_by_one(make):
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     groups = train.remove_groups([[0], [1, 2, 3], list(range(5, 15)), [20]]) + problem.constraints[0].shift(0.01)
     together = solve_together(solution, groups)[-1][0]
     assert bool(together.reached.all())
@@ -325,7 +325,7 @@ def test_programs_that_cannot_be_mapped_are_retrained_one_by_one():
     for loss in (squared, branching):
         train = dif.Samples(loss, (x, y), name="train")
         problem = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= -0.2])
-        answers.append(dif.Retraining(solved(problem)).scores(train.mean(), train.remove_each(range(5))).values)
+        answers.append(dif.Retraining(fit_problem(problem)).scores(train.mean(), train.remove_each(range(5))).values)
     np.testing.assert_allclose(answers[0], answers[1], atol=1e-10)
 
 

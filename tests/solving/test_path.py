@@ -5,7 +5,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from problems import fair_logistic, solved
+from problems import fair_logistic, fit_problem
 
 import dif
 
@@ -48,7 +48,7 @@ def test_fifty_random_quadratic_programs():
 
 def test_every_point_of_a_path_solves_its_problem():
     train, problem, *_ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     group = train.remove(list(range(0, len(train), 4)))
     path = dif.PathInfluence(solution).follow(group)
     retraining = dif.Retraining(solution)
@@ -62,7 +62,7 @@ def test_every_point_of_a_path_solves_its_problem():
 @pytest.mark.parametrize("share", [0.05, 0.33])
 def test_groups_that_the_first_order_cannot_predict(share):
     train, problem, *_ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     n = len(train)
     groups = train.remove_groups(
         [torch.randperm(n, generator=torch.Generator().manual_seed(k))[: int(share * n)].tolist() for k in range(4)]
@@ -115,7 +115,7 @@ def test_a_lost_path_is_reported():
 
 def test_stops_and_changes_along_a_path():
     train, problem, *_ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removal = train.remove(list(range(0, 60, 5)))
     path = dif.PathInfluence(solution).follow(removal, stops=[0.3, 0.35, 0.9])
     assert {0.0, 0.3, 0.35, 0.9, 1.0} <= set(path.epsilons.tolist())

@@ -1,1 +1,1 @@
-"""Adapters to CVXPY, Cooper, scikit-learn and checkpoint files. They use only the public API of dif."""
+"""Adapters to CVXPY, Cooper, scikit-learn and checkpoint files. They use only the public names of dif, no rooms."""

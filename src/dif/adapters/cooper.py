@@ -21,7 +21,7 @@ try:
 except ImportError as error:
     raise ImportError('dif.adapters.cooper needs Cooper: pip install "dif[cooper]"') from error
 
-Params = nn.Module | dict[str, Tensor]
+Params = nn.Module | dict[str, Tensor]  # parameters that Cooper trains
 
 
 class Constrained(cooper.ConstrainedMinimizationProblem):

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError('dif.adapters.cvxpy needs CVXPY: pip install "dif[cvxpy]"') from error
 
-Array = NDArray[np.float64]
+Array = NDArray[np.float64]  # dense, double precision
 _VALUE_TOLERANCE = 1e-3  # relative difference of two optimal values that count as equal
 _SOLVER_TOLERANCE = 1e-8  # absolute tolerance of interior-point solvers
 # Attributes of a Parameter that change how CVXPY stores its value

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from dif import DegenerateError
 
-Array = NDArray[np.float64]
+Array = NDArray[np.float64]  # dense, double precision
 _FIRST_STEP = 1e-2  # first step of the difference quotients, relative to the parameters
 _MAX_HALVINGS = 40  # largest number of step halvings
 _ORDERS = 5  # powers of the step that the extrapolation eliminates

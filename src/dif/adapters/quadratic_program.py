@@ -14,7 +14,7 @@ from scipy.sparse.linalg import splu
 
 from dif import DegenerateError, NotConvergedError
 
-Array = NDArray[np.float64]
+Array = NDArray[np.float64]  # dense, double precision
 _ZERO = 1e-8  # size below which a slack or a multiplier counts as 0, relative to the terms of its row
 _NOISE = 1e-12  # size below which it counts as a rounding error, relative to the whole right-hand side
 _ROUNDS = 50  # rounds of adding rows to the active set and dropping rows from it

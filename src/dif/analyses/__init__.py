@@ -1,1 +1,1 @@
-"""Analyses built on estimators: sets to remove, prices of bounds, self-influence, and the verdict on predictions."""
+"""Analyses that use estimators: sets to remove, prices of bounds, self-influence, verdicts. No new estimators here."""

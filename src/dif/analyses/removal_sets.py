@@ -21,7 +21,7 @@ from dif.runtime.inputs import as_index, as_numbers
 from dif.runtime.progress import Reporter, progress
 from dif.solving.fit import fit
 
-_PATIENCE = 5  # failed attempts in a row after which no removal counts as helpful
+_PATIENCE = 5  # failed attempts in a row after which no removal is expected to help
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from dif.evaluation.weight_change import find_indispensable
 from dif.problem.samples import Samples
 from dif.runtime.progress import progress
 
-_CHUNK = 128  # samples scored at once
+_CHUNK = 128  # samples scored at once: the scores of a chunk are (128, 128), of which the diagonal is kept
 
 
 def self_influence(

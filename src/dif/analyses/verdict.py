@@ -9,10 +9,11 @@ from typing import Any
 from dif.estimators.influence import TRUSTED
 from dif.optimality.certificate import BAD, GOOD, NOTE
 
+# Beginning of the verdict where predictions cannot be trusted
 _REFUSED = "Predictions for this model cannot be trusted"
-
-
+# What to do about a target with kinks
 _SMOOTH = "Derivatives do not see jumps or kinks: use a smooth target (a probability, for example), or retrain."
+# What to do about perturbations that are too large
 _TOO_LARGE = (
     "These removals are too large for a first-order prediction: ask for an accuracy (--accuracy 0.05, or "
     "dif.AdaptiveInfluence), retrain, or use a larger ridge or more samples."

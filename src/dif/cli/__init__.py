@@ -1,4 +1,4 @@
-"""The command-line program `dif`. It parses options and prints results; the computing is done elsewhere."""
+"""The command-line program `dif`: parses options and prints results. It computes nothing itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from dif.cli import model
-from dif.cli.output import debugging, print_error, show_tracebacks
+from dif.cli.output import is_debugging, print_error, show_tracebacks
 from dif.cli.studies import Out, paper_studies, reproduce
 
 app = typer.Typer(
@@ -72,7 +72,7 @@ def main() -> None:
         code = 130
     except Exception as error:
         format_usage_error = getattr(error, "format_message", None)  # only click's usage errors have it
-        if format_usage_error is None or debugging():
+        if format_usage_error is None or is_debugging():
             raise
         context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from dif.report.description import Description
     from dif.report.report import Report
 
+# Arguments and options that several commands share
 File = Annotated[
     Path, typer.Argument(help="Python file that defines `solution` and `targets`; `dif init` writes an example.")
 ]
@@ -243,10 +244,10 @@ def _predict(
     if accuracy is not None:
         if estimator is not Estimator.dif:
             fail(f"--accuracy selects the estimator itself, so leave out --estimator {estimator.value}.")
-        adaptive = dif.AdaptiveInfluence(solution, accuracy=accuracy, strict=False, show_progress=not silent)
-        return adaptive.scores(target, removals), None
+        adaptive = dif.AdaptiveInfluence(solution, accuracy=accuracy, strict=False)
+        return adaptive.scores(target, removals, show_progress=not silent), None
     if estimator is Estimator.newton:
-        return dif.NewtonInfluence(solution, show_progress=not silent).scores(target, removals), None
+        return dif.NewtonInfluence(solution).scores(target, removals, show_progress=not silent), None
     if estimator is Estimator.classical:
         return dif.ClassicalInfluence(solution).scores(target, removals, show_progress=not silent), None
     switching: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}[estimator]
@@ -317,10 +318,9 @@ def _retrain(
     if known is None or stale or accuracy is not None:  # another model, another target or too few samples
         known = _score(description, target, top, out, Estimator.dif, accuracy, silent)
     listed = [sample["index"] for sample in known.samples[:top] if sample["score"] is not None]
-    retraining = dif.Retraining(
-        description.solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=not silent
-    )
-    actual = retraining.scores(term, description.train.remove_each(listed))
+    retraining = dif.Retraining(description.solution, keep=out / "retrained", strict=False)
+    removals = description.train.remove_each(listed)
+    actual = retraining.scores(term, removals, jobs=jobs, show_progress=not silent)
     result = known.with_actual(listed, actual, command=_command())
     _write_report(result, out)
     return result

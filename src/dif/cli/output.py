@@ -25,7 +25,7 @@ _EXTRAS = ("cvxpy", "matplotlib", "pooch")  # optional packages that `pip instal
 _PIPE_WIDTH = 160  # characters per line where the output is not a terminal
 _SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}  # symbol of each verdict
 _COLOURS = {"good": "green", "note": "yellow", "bad": "red"}  # colour of each verdict
-_state = {"debug": False}
+_state = {"debug": False}  # whether errors print their traceback
 
 
 def show_tracebacks() -> None:
@@ -33,7 +33,7 @@ def show_tracebacks() -> None:
     _state["debug"] = True
 
 
-def debugging() -> bool:
+def is_debugging() -> bool:
     """Return whether errors print their traceback."""
     return _state["debug"]
 
@@ -68,7 +68,7 @@ def report_errors() -> Iterator[None]:
 
 def fail(message: str, code: int = 2, cause: BaseException | None = None) -> None:
     """Print a message on stderr and exit; with --debug, raise the cause instead."""
-    if debugging() and cause is not None:
+    if is_debugging() and cause is not None:
         raise cause
     print_error(message)
     raise typer.Exit(code) from cause
@@ -155,7 +155,7 @@ def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool
     if result.terms:
         table.caption = "mostly through: the term of the problem that contributes most to the score"
     for sample in samples:
-        cells = [_signed(sample["score"]), *([_signed(sample.get("actual"))] if retrained else [])]
+        cells = [_format_signed(sample["score"]), *([_format_signed(sample.get("actual"))] if retrained else [])]
         if result.terms:
             sizes = [abs(x or 0.0) for x in sample["parts"]]
             cells.append(escape_text(result.terms[sizes.index(max(sizes))]) if any(sizes) else "—")
@@ -171,5 +171,5 @@ def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool
     typer.echo(f"Report: {(out / 'report.html').resolve()}")
 
 
-def _signed(x: float | None) -> str:
+def _format_signed(x: float | None) -> str:
     return "—" if x is None else f"{x:+.4g}"

@@ -1,1 +1,1 @@
-"""Answers to one question: what does a perturbation change? Each estimator stands alone."""
+"""Estimators of what a perturbation changes, their protocol and results. Uses of scores belong in `analyses`."""

@@ -41,7 +41,7 @@ class AdaptiveInfluence:
             is above 3 %.
         strict: Raise where no estimator has an answer (for example where the changed constraints contradict each
             other); False gives NaN.
-        show_progress: Default of `scores`.
+        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "adaptive"

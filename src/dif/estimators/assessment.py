@@ -23,8 +23,8 @@ from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
 _ASSESSED_WITHOUT_HESSIAN = 4  # the same, at most, where each step is solved by conjugate gradients
-_SCORES_READ = 2**20  # scores read at once
-_LARGEST_RATIO = 0.9  # of successive steps, in the extrapolation of further steps
+_SCORES_READ = 2**20  # scores read at once: 8 MiB
+_LARGEST_RATIO = 0.9  # largest ratio of successive steps in their extrapolation, which is finite only below 1
 _SMALL_STEP = 0.1  # first step, relative to the change, up to which one step is enough (unless thorough)
 _SETTLED_RATIO = 0.3  # ratio of the second step to the first up to which two steps are enough
 _MORE_STEPS = 12  # steps at most where two are not enough
@@ -32,7 +32,7 @@ _MORE_TOLERANCE = 1e-6  # relative KKT residual at which these stop
 _ROUNDING = 32  # differences of a target below this many eps · |target| count as rounding
 
 Ends = Callable[[list[int]], tuple[Tensor, Tensor]]  # rows → Δθ, (P, d), and the multipliers after it, (P, m)
-Assess = Callable[[Targets, Perturbation, Values, Ends], dict[str, Any]]
+Assess = Callable[[Targets, Perturbation, Values, Ends], dict[str, Any]]  # returns the entry "assessment"
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,7 +184,7 @@ class Assessor:
         """Name the constraints that are active at θ̄ but not under multipliers ν, (P, m), or the reverse."""
         active, program = self.solution.active, self.solution.program
         switched = (
-            (program.kinds.pushing(nu) != active.mask(active.binding))
+            (program.kinds.has_force(nu) != active.mask(active.binding))
             & ~active.mask(active.weak)
             & program.kinds.one_sided
         )

@@ -125,7 +125,9 @@ class DirectionalInfluence(FirstOrderEstimator):
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
         change = super().change(perturbation)
         if self.switching:
-            change.diagnostics["switched"] = bool(self._switched(change.multipliers.flat[None] + self.solution.lam))
+            change.diagnostics["switched"] = bool(
+                self._find_switched(change.multipliers.flat[None] + self.solution.lam)
+            )
         return change
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
@@ -184,9 +186,9 @@ class DirectionalInfluence(FirstOrderEstimator):
         near = next(rows for rows, linearisation in self._linearised.items() if linearisation is lin)
         return {**self._diagnostics, "within_reach": [names[j] for j in near]}
 
-    def _switched(self, lam: Tensor) -> Tensor:
+    def _find_switched(self, lam: Tensor) -> Tensor:
         if not self.switching:
-            return super()._switched(lam)
+            return super()._find_switched(lam)
         active = self.solution.active
-        pushing = self.solution.program.kinds.pushing(lam)
-        return (active.mask(active.binding) & ~pushing | active.mask(active.inactive) & pushing).any(1)
+        forced = self.solution.program.kinds.has_force(lam)
+        return (active.mask(active.binding) & ~forced | active.mask(active.inactive) & forced).any(1)

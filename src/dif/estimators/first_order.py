@@ -21,9 +21,10 @@ from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
 from dif.runtime.workers import check_jobs, run_in_order
 
-_SLOPES = 2**25  # slopes in memory at once
-_STEPS = 2**25  # entries of Δθ in memory at once
-_CHUNKS, _SMALLEST = 64, 2**14  # chunks of a sweep at most, perturbations in one at least (memory permitting)
+_SLOPES = 2**25  # slopes in memory at once: 256 MiB in double precision
+_STEPS = 2**25  # entries of Δθ in memory at once: likewise
+_CHUNKS = 64  # largest number of chunks, memory permitting: each is a sweep over the data
+_SMALLEST = 2**14  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
 
 
 class FirstOrderEstimator:
@@ -33,7 +34,7 @@ class FirstOrderEstimator:
 
     def __init__(self, solution: Solution, damping: float, strict: bool, **settings: Any) -> None:
         self.solution, self.strict = expect_solution(solution), strict
-        self.title = self.name  # with the variant of the estimator, as results show it
+        self.title = self.name  # name and variant, shown in results
         self.damping = check_number(
             damping,
             "damping",
@@ -103,7 +104,7 @@ class FirstOrderEstimator:
 
     def _score(self, lin: Linearisation, columns: Tensor, chunk: Perturbation) -> ScoredChunk:
         values, response = lin.scores(columns, Direction(self.solution.program, chunk))
-        switched = self._switched(self.solution.lam + lin.multiplier_change(response.nu))
+        switched = self._find_switched(self.solution.lam + lin.multiplier_change(response.nu))
         about = {"switched": int(switched.sum()), "unanswered": response.unanswered}
         return ScoredChunk(values.double().cpu(), about)
 
@@ -131,8 +132,8 @@ class FirstOrderEstimator:
         """Return what results say about the point and the settings."""
         return self._diagnostics
 
-    def _switched(self, lam: Tensor) -> Tensor:
-        """Return under which multipliers after a step, (P, m), a constraint has switched, (P,) bool."""
+    def _find_switched(self, lam: Tensor) -> Tensor:
+        """Return for which perturbations a constraint has switched, (P,) bool, from λ after their steps, (P, m)."""
         return torch.zeros(len(lam), dtype=torch.bool)
 
 

@@ -19,10 +19,10 @@ from dif.evaluation.program import PerConstraint, Program
 from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically
 from dif.runtime.inputs import as_index
-from dif.runtime.score_file import Values, beside, intact_chunks, opened, read_journal, streamed
+from dif.runtime.score_file import Values, companion_path, intact_chunks, is_filled_in_chunks, open_values, read_journal
 
 _FORMAT = "dif influence 1"  # name and version of the file format
-_LABELS = 4096  # labels written at once
+_LABELS = 4096  # labels written at once, to save memory
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
 
 
@@ -177,7 +177,7 @@ class Influence:
 
     def describe(self, path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> None:
         """Write everything but the values to a JSON file next to the file of values, which scoring fills."""
-        with open_atomically(beside(path)) as file:
+        with open_atomically(companion_path(path)) as file:
             file.writelines(chunk.encode() for chunk in self._about(streamed=record))
 
     @classmethod
@@ -190,9 +190,9 @@ class Influence:
         if not os.path.exists(path):
             raise FileNotFoundError(f"There is no influence file {os.fspath(path)!r}.")
         try:
-            if streamed(path):
-                about = json.loads(beside(path).read_text())
-                values = opened(path)
+            if is_filled_in_chunks(path):
+                about = json.loads(companion_path(path).read_text())
+                values = open_values(path)
             else:
                 with np.load(path, allow_pickle=False) as file:
                     values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
@@ -201,15 +201,15 @@ class Influence:
         except ImportError:
             raise
         except Exception as error:
-            raise _unreadable(path, f"{type(error).__name__}: {error}") from error
+            raise _unreadable_error(path, f"{type(error).__name__}: {error}") from error
         if written_as != _FORMAT or tuple(values.shape) != shape:
-            raise _unreadable(path, f"format {written_as!r} with values of shape {tuple(values.shape)}")
-        if streamed(path):
+            raise _unreadable_error(path, f"format {written_as!r} with values of shape {tuple(values.shape)}")
+        if is_filled_in_chunks(path):
             _, pieces = read_journal(path) or ({}, [])
             good = intact_chunks(values, pieces)
             rows = good[-1]["end"] if good else 0
             if len(good) < len(pieces):
-                raise _unreadable(path, f"values from row {rows} on differ from those that were written")
+                raise _unreadable_error(path, f"values from row {rows} on differ from those that were written")
             fields["diagnostics"] = {**fields["diagnostics"], "rows": rows}
         return cls(
             values, tuple(fields["perturbations"]), tuple(fields["targets"]), fields["estimator"], fields["diagnostics"]
@@ -219,7 +219,7 @@ class Influence:
         return f"Influence({self.estimator}: {len(self)} perturbations × {len(self.targets)} targets)"
 
 
-def _unreadable(path: str | os.PathLike[str], reason: str) -> InvalidInputError:
+def _unreadable_error(path: str | os.PathLike[str], reason: str) -> InvalidInputError:
     """Build the error for a file that is no sound influence file."""
     return InvalidInputError(
         f"The influence file {os.fspath(path)!r} cannot be read ({reason}).",

@@ -1,4 +1,4 @@
-"""The problem linearised at (θ̄, λ̄): what perturbations do to first order. Prepared once, for any number of them."""
+"""The problem linearised at (θ̄, λ̄): prepared once, it gives the first-order effect of any number of perturbations."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SWEEP_OVERHEAD = 500  # samples whose gradients cost as much as starting a swee
 
 @dataclass(frozen=True)
 class Response:
-    """What some perturbations do to the linearised problem."""
+    """The effect of some perturbations on the linearised problem."""
 
     b: Tensor  # (P, columns) the change of ∇L along the columns asked for
     r: Tensor  # (P, m) the change of f − τ at θ̄
@@ -50,7 +50,8 @@ class Linearisation:
         from_point: Whether rows begin at their slack c₀ and multiplier λ₀ at θ̄, so that they may switch; else both
             are zero, which gives the derivative.
         strict: Raise where a perturbation has no answer, instead of returning NaN.
-        lenient: Treat a row as holding where it would be released though the convexity of the Lagrangian rests on it.
+        lenient: Accept negative multipliers of inequalities that are solved as equalities for the sake of convexity.
+            Otherwise a perturbation with such a multiplier has no answer.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class Linearisation:
         self.c0, self.lam0 = (x[rows] if from_point else torch.zeros_like(x[rows]) for x in (at.c, at.lam))
         self.strict = strict
         _ = system.V  # solved now, once for any number of perturbations
-        # rows solved as equalities whose multipliers must nevertheless stay ≥ 0
-        self.must_push = self.equal & at.program.kinds.one_sided[rows] & (from_point and not lenient)
+        # inequalities that are solved as equalities: their multipliers must stay ≥ 0
+        self.sign_checked = self.equal & at.program.kinds.one_sided[rows] & (from_point and not lenient)
 
     def respond(self, direction: Direction, columns: Tensor) -> Response:
         """Return the response to perturbations, with bᵀ·columns, for columns (d, k + …) that begin with V."""
@@ -87,16 +88,16 @@ class Linearisation:
         unanswered = {direction.perturbation[p].labels[0]: reason for p, reason in failed.items()}
         if unanswered and self.strict:
             raise no_step_error(*next(iter(unanswered.items())))
-        for p in torch.nonzero((nu[:, self.must_push] < 0).any(1)).reshape(-1).tolist():
-            error = self._released(nu[p])
+        for p in torch.nonzero((nu[:, self.sign_checked] < 0).any(1)).reshape(-1).tolist():
+            error = self._released_error(nu[p])
             if self.strict:
                 raise error
             force[p] = float("nan")
             unanswered[direction.perturbation[p].labels[0]] = str(error)
         return Response(b, r, nu, force, unanswered)
 
-    def _released(self, nu: Tensor) -> DegenerateError:
-        j = int(torch.where(self.must_push, nu, float("inf")).argmin())
+    def _released_error(self, nu: Tensor) -> DegenerateError:
+        j = int(torch.where(self.sign_checked, nu, float("inf")).argmin())
         return DegenerateError(
             f"The multiplier of {self.at.program.names[int(self.rows[j])]} would be {float(nu[j]):.3g} after the step.",
             "The multiplier of an inequality must be at least 0.",
@@ -176,7 +177,7 @@ class Linearisation:
 
         def split(direction: Direction) -> tuple[Tensor, Response]:
             response = self.respond(direction, system.V)
-            holds = self.equal | at.program.kinds.take(self.rows).pushing(response.nu)  # (P, k)
+            holds = self.equal | at.program.kinds.take(self.rows).has_force(response.nu)  # (P, k)
             patterns, which = holds[:1], torch.zeros(len(holds), dtype=torch.long, device=holds.device)
             if len(self.rows):
                 patterns, which = torch.unique(holds, dim=0, return_inverse=True)

@@ -24,7 +24,7 @@ from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.runtime.workers import check_jobs
 
-_STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed
+_STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed: 256 MiB
 
 _Step = tuple[Tensor, Tensor, str]  # ω, (d,); the multipliers after it, (m,); why there is no step, if it is NaN
 
@@ -40,7 +40,7 @@ class NewtonInfluence:
         solution: A certified solution.
         strict: Raise where the point is not a solution or is degenerate, or where a step does not exist. False records
             the former and gives NaN for the latter.
-        show_progress: Default of `scores`.
+        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "Newton"

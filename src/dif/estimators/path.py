@@ -36,7 +36,7 @@ class PathInfluence:
         max_steps: Limit on steps per perturbation, each a gradient and a solve.
         strict: Raise where the point is not a solution or is degenerate, or where a path cannot be continued; False
             gives NaN for the latter.
-        show_progress: Default of `scores`.
+        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "path"

@@ -18,16 +18,16 @@ from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
 from dif.solving.newton import damped_newton
 
-_ITERATIONS = 400  # Newton steps, and halvings of them, to the penalised minimiser
-_SHORTEST = 1e-12  # of a Newton step
+_ITERATIONS = 400  # largest number of Newton steps, halved ones included; ill-conditioned penalties need many
+_SHORTEST = 1e-12  # smallest fraction of a Newton step that is tried
 
 
 class PenaltyInfluence(FirstOrderEstimator):
     """Classical influence on f₀ + ρ/2 Σ_eq (f − τ)² + k Σ_ineq (f − τ)₊³ (paper, appendix).
 
-    As printed it is taken at the constrained solution θ̄, where the cubic term of an inequality has no curvature, so
-    that only equalities count. With `at_minimiser=True` it is taken at the minimiser of the penalised objective, where
-    inequalities are violated a little and count too. Data in the constraints count as well.
+    As printed it is taken at the constrained solution θ̄. There the cubic term of an inequality has no curvature, so
+    only equalities contribute. With `at_minimiser=True` it is taken at the minimiser of the penalised objective, where
+    inequalities are slightly violated and contribute too. Samples in constraints contribute as well.
 
     Args:
         solution: A certified solution.
@@ -67,11 +67,14 @@ class PenaltyInfluence(FirstOrderEstimator):
         self.linearisation = Linearisation(at, weights, system, every, None)
 
     def linearise(self, perturbations: Perturbation) -> Linearisation:
-        """Return the linearised penalised objective; its Δλ is the change of the penalties' forces."""
+        """Return the linearised penalised objective. Its Δλ is the change of the first derivatives of the penalties."""
         return self.linearisation
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the penalties' first derivatives (behind a 1 for f₀), (1 + m,), and their second, (m,)."""
+        """Return the weights of the rows, (1 + m,), and the second derivatives of the penalties, (m,).
+
+        The weight of f₀ is 1, that of each constraint the first derivative of its penalty.
+        """
         first, second = self.solution.program.kinds.penalty(c, self.rho, self.k)
         return self.solution.program.weights(first), second
 

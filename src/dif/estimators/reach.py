@@ -10,10 +10,10 @@ from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.problem.perturbation import Perturbation
 
 _PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one
-_STEPS = 2**25  # entries of these steps at most
+_STEPS = 2**25  # entries of these steps at most: 256 MiB in double precision
 _MIXTURES = 8  # random mixtures of the perturbations, where there are more
 _MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
-_MARGIN = 3.0  # a row is within reach up to this many times the typical move of its slack or multiplier
+_MARGIN = 3.0  # a row is within reach up to this many times the estimated move of its slack or multiplier
 _ROWS = 64  # rows at most whose moves are computed under every perturbation
 _ROUNDING = 1e-10  # relative size up to which a violation counts as rounding
 

@@ -1,4 +1,4 @@
-"""Scores of many perturbations, chunk by chunk, into memory or a file: everything but the arithmetic."""
+"""Score many perturbations chunk by chunk, into memory or a file. Estimators provide the arithmetic."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from dif.runtime.score_file import FileScores, MemoryScores
 from dif.runtime.workers import check_jobs, run_in_order
 
 Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy or .zarr
-ONE_BY_ONE = 16  # perturbations in a chunk, of an estimator that takes them one by one
-_SHARES = 4  # chunks per job
+ONE_BY_ONE = 16  # perturbations in a chunk, for estimators that solve them one by one: little is lost on interruption
+_SHARES = 4  # chunks per job, so that jobs finish at about the same time
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ScoredChunk:
     about: dict[str, Any]  # diagnostics of the chunk: numbers, lists and dicts, see `_join`
 
 
-Finish = Callable[[Influence], None]
+Finish = Callable[[Influence], None]  # completes the diagnostics of a result
 
 
 @dataclass(frozen=True)

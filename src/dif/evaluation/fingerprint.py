@@ -27,13 +27,13 @@ from dif.evaluation.rows import Rows
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves
 
-READ = 2**12  # samples read per batch
+READ = 2**12  # samples read per batch, so that data on disk are not loaded as a whole
 # Folders of installed code, which is identified by name.
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parents[1])  # folder of dif
+_OURS = str(Path(__file__).parents[1])  # folder of dif, whose code is identified by name too
 # Types whose repr identifies the value.
 _PLAIN = (type(None), type(Ellipsis), bool, int, float, complex, str, bytes, range, slice, np.generic, torch.dtype)
-_METHODS = (FunctionType, staticmethod, classmethod, property)  # kinds of dunder attributes of a class that count
+_METHODS = (FunctionType, staticmethod, classmethod, property)  # types of the dunder attributes that are encoded
 
 
 def encode_tensor(tensor: Tensor) -> bytes:
@@ -55,8 +55,14 @@ def hash_all(parts: Iterable[bytes]) -> bytes:
 
 def fingerprint_program(program: Program) -> bytes:
     """Hash everything that defines a problem, except the values of its parameters."""
-    bounds, walk, layout = map(encode_tensor, (program.tau, program.kinds.equal)), Look(), program.parameters
-    return hash_all(chain(bounds, encode_rows(program.rows), walk.at_module(layout.module), walk.at(layout.fixed)))
+    bounds, encoder, layout = (
+        map(encode_tensor, (program.tau, program.kinds.equal)),
+        ObjectEncoder(),
+        program.parameters,
+    )
+    return hash_all(
+        chain(bounds, encode_rows(program.rows), encoder.encode_module(layout.module), encoder.encode(layout.fixed))
+    )
 
 
 def encode_rows(rows: Rows) -> Iterator[bytes]:
@@ -70,23 +76,25 @@ def encode_rows(rows: Rows) -> Iterator[bytes]:
         yield f"{function.name} {function.ridge!r} {function.of!r}".encode()
         yield b"" if smooth.matrix is None else encode_tensor(smooth.matrix)
         if smooth.matrix is None and function.ridge is None:
-            yield from Look().at(function.fn)
+            yield from ObjectEncoder().encode(function.fn)
 
 
 def encode_samples(samples: SampleLosses) -> Iterator[bytes]:
     """Yield the encoded loss and all data of the samples."""
-    yield from Look().at((samples.loss,) if samples.parted is None else samples.parted)
+    yield from ObjectEncoder().encode((samples.loss,) if samples.parted is None else samples.parted)
     for _, batch in samples.batches(at_most=READ):
         yield from map(encode_tensor, leaves(batch))
 
 
-class Look:
-    """A walk over an object and everything it refers to; each object is visited once."""
+class ObjectEncoder:
+    """Encodes an object and everything it refers to as bytes. An object that occurs again is encoded by its number."""
 
     def __init__(self) -> None:
-        self.seen: dict[int, tuple[int, Any]] = {}  # id → number of the visit, and the object to keep it alive
+        self.seen: dict[
+            int, tuple[int, Any]
+        ] = {}  # id → number of the object, and the object, so that its id stays valid
 
-    def at(self, thing: Any) -> Iterator[bytes]:
+    def encode(self, thing: Any) -> Iterator[bytes]:
         """Yield the encoding of an object and of everything it refers to."""
         if isinstance(thing, _PLAIN):
             yield f"{type(thing).__name__} {thing!r}".encode()
@@ -97,72 +105,74 @@ class Look:
         self.seen[id(thing)] = len(self.seen), thing
         yield type(thing).__qualname__.encode()
         try:
-            yield from self._walk_contents(thing)
+            yield from self._encode_contents(thing)
         except Exception:  # it cannot be inspected
             yield os.urandom(16)
 
-    def _walk_contents(self, thing: Any) -> Iterator[bytes]:
+    def _encode_contents(self, thing: Any) -> Iterator[bytes]:
         """Yield the encoding of what an object contains, by its type."""
         if isinstance(thing, Tensor):
             yield encode_tensor(thing)
         elif isinstance(thing, np.ndarray):
             yield f"{thing.dtype} {thing.shape}".encode()
-            yield from self.at(thing.tolist()) if thing.dtype.hasobject else (np.ascontiguousarray(thing).tobytes(),)
+            yield from (
+                self.encode(thing.tolist()) if thing.dtype.hasobject else (np.ascontiguousarray(thing).tobytes(),)
+            )
         elif isinstance(thing, tuple | list):
             for item in thing:
-                yield from self.at(item)
+                yield from self.encode(item)
         elif isinstance(thing, set | frozenset):
-            yield from sorted(hashlib.sha256(b" ".join(Look().at(item))).digest() for item in thing)
+            yield from sorted(hashlib.sha256(b" ".join(ObjectEncoder().encode(item))).digest() for item in thing)
         elif isinstance(thing, Mapping):
             for key, value in thing.items():
-                yield from self.at(key)
-                yield from self.at(value)
+                yield from self.encode(key)
+                yield from self.encode(value)
         elif isinstance(thing, CodeType):
             yield thing.co_code
             yield " ".join((*thing.co_names, *thing.co_varnames)).encode()
-            yield from self.at(thing.co_consts)
+            yield from self.encode(thing.co_consts)
         elif isinstance(thing, FunctionType):
-            yield from self._walk_function(thing)
+            yield from self._encode_function(thing)
         elif isinstance(thing, MethodType):
-            yield from self.at(thing.__func__)
-            yield from self.at(thing.__self__)
+            yield from self.encode(thing.__func__)
+            yield from self.encode(thing.__self__)
         elif isinstance(thing, BuiltinFunctionType):
             yield f"{thing.__module__} {thing.__qualname__}".encode()
             if not isinstance(thing.__self__, ModuleType | type(None)):
-                yield from self.at(thing.__self__)
+                yield from self.encode(thing.__self__)
         elif isinstance(thing, ModuleType):
             yield thing.__name__.encode()
         elif isinstance(thing, type):
-            yield from self._walk_class(thing)
+            yield from self._encode_class(thing)
         elif isinstance(thing, staticmethod | classmethod):
-            yield from self.at(thing.__func__)
+            yield from self.encode(thing.__func__)
         elif isinstance(thing, property):
-            yield from self.at((thing.fget, thing.fset))
+            yield from self.encode((thing.fget, thing.fset))
         elif isinstance(thing, enum.Enum):
-            yield from self.at((type(thing), thing.name, thing.value))
+            yield from self.encode((type(thing), thing.name, thing.value))
         elif hasattr(thing, "__wrapped__"):  # for example functools.cache
-            yield from self.at(thing.__wrapped__)
+            yield from self.encode(thing.__wrapped__)
         else:
             arguments, state, items, pairs = (*thing.__reduce_ex__(4)[1:5], None, None, None)[:4]
-            yield from self.at((type(thing), arguments, state, list(items or ()), list(pairs or ())))
+            yield from self.encode((type(thing), arguments, state, list(items or ()), list(pairs or ())))
 
-    def at_module(self, module: nn.Module | None) -> Iterator[bytes]:
+    def encode_module(self, module: nn.Module | None) -> Iterator[bytes]:
         """Yield the encoded classes and attributes of a module and its submodules, without their tensors."""
         tensors = ("_parameters", "_buffers", "_modules")
         for name, part in () if module is None else module.named_modules():
             yield name.encode()
-            yield from self.at(type(part))
-            yield from self.at({k: v for k, v in vars(part).items() if k not in tensors})
+            yield from self.encode(type(part))
+            yield from self.encode({k: v for k, v in vars(part).items() if k not in tensors})
 
-    def _walk_function(self, function: FunctionType) -> Iterator[bytes]:
+    def _encode_function(self, function: FunctionType) -> Iterator[bytes]:
         """Yield the encoded code, defaults, attributes, closure and used globals of a function."""
         if _is_installed(function):
             yield f"{function.__module__} {function.__qualname__}".encode()
             return
-        yield from self.at((function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)))
+        yield from self.encode((function.__code__, function.__defaults__, function.__kwdefaults__, vars(function)))
         for cell in function.__closure__ or ():
             try:
-                yield from self.at(cell.cell_contents)
+                yield from self.encode(cell.cell_contents)
             except ValueError:  # not filled yet
                 yield b"empty"
         names = sorted(set(_used_names(function.__code__)))
@@ -170,16 +180,18 @@ class Look:
             if name in function.__globals__:
                 value = function.__globals__[name]
                 yield name.encode()
-                yield from self.at(value)
+                yield from self.encode(value)
                 if isinstance(value, ModuleType) and not _is_installed(value):
-                    yield from self.at({other: vars(value)[other] for other in names if other in vars(value)})
+                    yield from self.encode({other: vars(value)[other] for other in names if other in vars(value)})
 
-    def _walk_class(self, thing: type) -> Iterator[bytes]:
+    def _encode_class(self, thing: type) -> Iterator[bytes]:
         """Yield the encoded attributes and methods of a class and its bases."""
         for base in thing.__mro__:
             yield f"{base.__module__} {base.__qualname__}".encode()
             if not _is_installed(base):
-                yield from self.at({k: v for k, v in vars(base).items() if k[:2] != "__" or isinstance(v, _METHODS)})
+                yield from self.encode(
+                    {k: v for k, v in vars(base).items() if k[:2] != "__" or isinstance(v, _METHODS)}
+                )
 
 
 def _used_names(code: CodeType) -> Iterator[str]:

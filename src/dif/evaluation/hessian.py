@@ -174,10 +174,10 @@ class Curvature:
         if self.cheap:
             return coordinate_curvature(self._dense)
         if self.plain is None or self.G is None or self.R is None:
-            return self._estimated_scale() if self.assumed is None else self.assumed
+            return self._estimate_scale() if self.assumed is None else self.assumed
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
-    def _estimated_scale(self) -> Tensor:
+    def _estimate_scale(self) -> Tensor:
         """Estimate the curvature of each coordinate, (d,).
 
         For the samples, squared gradients give the ratios between coordinates and a few Hessian-vector products give

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import mapped
+from dif.problem.structure import map_tensors
 
 # Operators on parameters that only rearrange or select entries.
 _VIEWS = (
@@ -79,7 +79,7 @@ class _Traced(Tensor):
             name = getattr(func, "__name__", "")
             attribute = getattr(func.__self__, "__name__", "") if name == "__get__" else name
             unwrap = _value if attribute in _METADATA else _record
-            return func(*mapped(args, unwrap), **mapped(kwargs, unwrap))
+            return func(*map_tensors(args, unwrap), **map_tensors(kwargs, unwrap))
 
 
 class _Tape:
@@ -189,7 +189,7 @@ def _run(samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: An
     index = parameters.tensors(torch.arange(len(theta), device=theta.device))
     traced = {name: _Traced.of(t, tape, index[name]) for name, t in parameters.tensors(theta).items()}
     out: Any = samples.loss(parameters.bind(traced), batch)  # type: ignore[arg-type]
-    return mapped(out, _record), tape
+    return map_tensors(out, _record), tape
 
 
 def measure_maps(

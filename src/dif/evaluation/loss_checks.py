@@ -30,7 +30,7 @@ from dif.evaluation.sweeps import (
 )
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import PLAIN_ATTENTION, SampleLosses
-from dif.runtime.user_code import unsupported
+from dif.runtime.user_code import is_unsupported
 
 _PROBE_SAMPLES = 10  # samples on which methods are compared; torch may use other kernels for large batches
 _GROUPS = 8  # groups of tensors with gradients of similar size, so that large gradients do not hide a small wrong one
@@ -95,7 +95,7 @@ def check_slopes(samples: SampleLosses, parameters: Parameters, theta: Tensor, v
     if bool(wrong.any()):
         k = int(wrong.nonzero()[0])
         gap = abs(float((slope[k] - second[k]) / second[k]))
-        raise _wrong_derivative(f"gradient of the loss of {samples.name}[{int(index[k])}]", gap)
+        raise _wrong_derivative_error(f"gradient of the loss of {samples.name}[{int(index[k])}]", gap)
 
 
 class _Check:
@@ -127,7 +127,7 @@ class _Check:
         for names, mask in {"all of them": torch.ones_like(self.theta), **groups}.items():
             if not self._agrees(partial(self.gradient_gap, mask)):
                 suffix = f" in {names}" if names in groups else ""
-                raise _wrong_derivative(f"gradient of the {what}{suffix}", self.smallest_gap)
+                raise _wrong_derivative_error(f"gradient of the {what}{suffix}", self.smallest_gap)
 
     def _groups(self, parameters: Parameters) -> dict[str, Tensor]:
         """Group tensors by the size of their gradients: names of the group → mask of its coordinates (0 or 1), (d,)."""
@@ -143,21 +143,21 @@ class _Check:
 
     def check_other_methods(self, what: str) -> None:
         """Replace the methods that are wrong, and refuse a loss whose second derivative no method gives."""
-        mapped = self.replace_if_wrong(NO_VMAP, self.mapped_gap)
+        vmapped = self.replace_if_wrong(NO_VMAP, self.vmap_gap)
         self.replace_if_wrong(NO_FORWARD, self.slope_gap)
         curved = self.replace_if_wrong(NO_FORWARD_OVER_REVERSE, self.curvature_gap)
         if curved and self.replace_if_wrong(NO_VMAP, self.curvature_gap):
-            mapped = True
-        for gap in (self.mapped_gap,) * mapped + (self.curvature_gap,) * curved:
+            vmapped = True
+        for gap in (self.vmap_gap,) * vmapped + (self.curvature_gap,) * curved:
             if not self._agrees(gap):
-                raise _wrong_derivative(f"second derivative of the {what}", self.smallest_gap)
+                raise _wrong_derivative_error(f"second derivative of the {what}", self.smallest_gap)
 
     def replace_if_wrong(self, fallback: str, gap: Callable[[int], float]) -> bool:
         """Add the fallback if a method is wrong or unsupported by torch; return whether it was added."""
         try:
             wrong = not self._agrees(gap)
         except Exception as error:
-            if not unsupported(error):
+            if not is_unsupported(error):
                 raise
             wrong = True
         if wrong:
@@ -181,7 +181,7 @@ class _Check:
         excess = (W @ differences - self.plain @ (mask * self.directions[number])).abs() - W.abs() @ uncertainty
         return _largest_ratio(excess, W.abs() @ differences.abs())
 
-    def mapped_gap(self, number: int) -> float:
+    def vmap_gap(self, number: int) -> float:
         """Compare gradients by vmap, over several weights and over several θ, with plain ones."""
         pulled = pull_back(self.losses, self.theta, self.weights, None, self.fallbacks)[1]
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
@@ -280,7 +280,7 @@ def _largest_ratio(excess: Tensor, size: Tensor) -> float:
     return float(ratio.nan_to_num(0.0, 0.0, 0.0).max().clamp(min=0.0))
 
 
-def _wrong_derivative(what: str, gap: float) -> InvalidInputError:
+def _wrong_derivative_error(what: str, gap: float) -> InvalidInputError:
     return InvalidInputError(
         f"The {what} differs from finite differences by {gap:.2g} of its size.",
         "The relative difference must be below 1e-4 in float64 and 2e-2 in float32.",

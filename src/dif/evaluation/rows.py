@@ -25,11 +25,11 @@ from dif.evaluation.sweeps import (
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Function, SampleSum, Term
-from dif.runtime.distributed import added, is_single_process, span
+from dif.runtime.distributed import is_single_process, span, sum_over_processes
 from dif.runtime.memory import retry_with_smaller_batches
 from dif.runtime.user_code import convert_errors
 
-_FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once
+_FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once, to limit memory
 _STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
 
 
@@ -233,7 +233,7 @@ class Rows:
         for table in self.tables:
             losses, pull = self._local_losses(table, theta)
             pulls.append(pull)
-            values.append(added(table.U[:, span(len(table.samples))] @ losses))
+            values.append(sum_over_processes(table.U[:, span(len(table.samples))] @ losses))
         for f in self.functions:
             value, pull = f.evaluate_with_pullback(theta)
             pulls.append(pull)
@@ -246,7 +246,7 @@ class Rows:
                 sample_part = sample_part + pull(w @ self.tables[number].U)
             else:
                 function_part = function_part + pull(w)
-        return f_values, (function_part + added(sample_part)).detach()
+        return f_values, (function_part + sum_over_processes(sample_part)).detach()
 
     def _local_losses(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the losses of this process's samples, and the map w → Σᵢ wᵢ∇ℓᵢ over them; w has all n weights."""
@@ -343,7 +343,7 @@ class Rows:
                 chunk_size = columns_per_chunk(table.samples, self.parameters, theta, place.stop - place.start)
                 total += hessian_products(scalar, theta, V, chunk_size, table.samples.fallbacks)
                 pending, remaining = None, None if is_single_process() else remaining
-        total = added(total) + ridge * V
+        total = sum_over_processes(total) + ridge * V
         return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
 
 

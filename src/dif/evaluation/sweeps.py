@@ -18,18 +18,18 @@ from dif.evaluation.cost import cost
 from dif.evaluation.linear_structure import NotLinearError, assemble_hessian
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import leaves, mapped
-from dif.runtime.distributed import added, everywhere, gathered, span
+from dif.problem.structure import leaves, map_tensors
+from dif.runtime.distributed import gather_rows, holds_in_all_processes, span, sum_over_processes
 from dif.runtime.memory import numbers_at_once, retry_with_smaller_batches
-from dif.runtime.user_code import UserCodeError, find_cure, is_out_of_memory, unsupported
+from dif.runtime.user_code import UserCodeError, find_cure, is_out_of_memory, is_unsupported
 
-_PASS = 2**21  # numbers (inputs and intermediates) of one batch on the CPU, sized for its caches; results are the same
+_PASS = 2**21  # numbers (inputs and intermediates) in one batch on the CPU: 16 MiB, so that they stay in its caches
 _PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is more: each batch creates vectors of size d
-_SHARED = 32  # number of columns that should go through a batch at once
+_SHARED = 32  # columns that should go through a batch at once, to share its forward pass
 _FEWEST = 128  # smallest number of samples per batch when many columns go through it
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
-_GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU
+_GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
 
 # Fallbacks, listed in diagnostics["fallbacks"]: what is done instead, and why.
 NO_FORWARD = "slopes from gradients: an operator of the loss has no forward mode"
@@ -86,7 +86,7 @@ def sample_losses(
     with torch.no_grad():
         batches = [loss(theta) for _, _, loss in sweep_batches(samples, parameters, theta, indices)]
     losses = torch.cat(batches) if batches else theta.new_zeros(0)  # of this process
-    return gathered(losses, len(samples) if indices is None else len(indices))
+    return gather_rows(losses, len(samples) if indices is None else len(indices))
 
 
 @retry_with_smaller_batches
@@ -97,7 +97,7 @@ def sample_gradients(
     sweep = sweep_batches(samples, parameters, theta, indices)
     batches = [batch_gradients(samples, parameters, theta, batch) for _, batch, _ in sweep]
     total = len(samples) if indices is None else len(indices)
-    return gathered(torch.cat([theta.new_zeros((0, len(theta))), *batches]).detach(), total)
+    return gather_rows(torch.cat([theta.new_zeros((0, len(theta))), *batches]).detach(), total)
 
 
 @retry_with_smaller_batches
@@ -127,7 +127,7 @@ def sample_slopes(
         losses.append(value)
         slopes.append(slope)
     total = len(samples) if indices is None else len(indices)
-    return gathered(torch.cat(losses), total), gathered(torch.cat(slopes), total)
+    return gather_rows(torch.cat(losses), total), gather_rows(torch.cat(slopes), total)
 
 
 def evaluate_with_pullback(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -162,7 +162,7 @@ def weighted_gradients(
         losses, part = pull_back(loss, theta, w, chunk_size, samples.fallbacks)
         value = value + w @ losses
         gradient = gradient + part
-    return added(value), added(gradient)
+    return sum_over_processes(value), sum_over_processes(gradient)
 
 
 def push_forward(
@@ -181,7 +181,7 @@ def push_forward(
             value, slope = vmap(lambda v: jvp(fn, (theta,), (v,))[:2], 1, chunk_size=chunk_size, randomness="same")(V)
             return value[0].detach(), slope.T.detach()
         except Exception as error:
-            if not unsupported(error):
+            if not is_unsupported(error):
                 raise
             fallbacks.add(NO_FORWARD)
     value, gradients = pull_back(fn, theta, torch.eye(len(fn(theta))).to(theta), chunk_size, fallbacks)
@@ -222,7 +222,7 @@ def hessian_products(
                 return jvp(grad(scalar), (theta,), (V[:, 0],))[1].detach()[:, None]
             return map_columns(lambda v: jvp(grad(scalar), (theta,), (v,))[1], V, chunk_size, fallbacks)
         except Exception as error:
-            if not unsupported(error):
+            if not is_unsupported(error):
                 raise
             fallbacks.add(NO_FORWARD_OVER_REVERSE)
     return _reverse_over_reverse(scalar, theta, V, chunk_size, fallbacks)
@@ -260,7 +260,7 @@ def structured_hessian(
         if is_out_of_memory(error):
             raise
         H = None
-    return added(H) if everywhere(H is not None, theta) and H is not None else None
+    return sum_over_processes(H) if holds_in_all_processes(H is not None, theta) and H is not None else None
 
 
 def batch_gauss_newton_products(
@@ -297,7 +297,7 @@ def _reverse_over_reverse(
     try:
         return map_columns(evaluate_with_pullback(grad(scalar), theta)[1], V, chunk_size, fallbacks)
     except Exception as error:
-        if isinstance(error, UserCodeError) or not unsupported(error):
+        if isinstance(error, UserCodeError) or not is_unsupported(error):
             raise
         raise InvalidInputError(
             f"Torch cannot differentiate a loss or function twice: {str(error).splitlines()[0].rstrip('.')}.",
@@ -365,7 +365,7 @@ def _map_stacked(fn: Callable[..., Any], chunk_size: int, *arguments: Tensor) ->
         try:
             return vmap(fn, chunk_size=chunk_size, randomness="same")(*arguments)
         except Exception as error:
-            if not unsupported(error):
+            if not is_unsupported(error):
                 raise
     results = [fn(*items) for items in zip(*arguments, strict=True)]
     if isinstance(results[0], Tensor):
@@ -377,13 +377,13 @@ def batch_gradients(samples: SampleLosses, parameters: Parameters, theta: Tensor
     """Return ∇ℓ of each sample of a batch, (n, d), by vmap, or from the whole batch if vmap over samples fails."""
 
     def loss_of_one(t: Tensor, z: Any) -> Tensor:
-        return batch_loss(samples, parameters, mapped(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
+        return batch_loss(samples, parameters, map_tensors(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
 
     if NO_MAP not in samples.fallbacks:
         try:
             return vmap(grad(loss_of_one), in_dims=(None, 0), randomness="same")(theta, batch)
         except Exception as error:
-            if not unsupported(error):
+            if not is_unsupported(error):
                 raise
             samples.fallbacks.add(NO_MAP)
     count = len(leaves(batch)[0])

@@ -135,7 +135,7 @@ class Direction:
             losses, slopes = losses[place], slopes[place]
             bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
             if bool(bad.any()):
-                raise _not_finite(block.samples.name, f"{int(bad.sum())} of {len(bad)}")
+                raise _not_finite_error(block.samples.name, f"{int(bad.sum())} of {len(bad)}")
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
             _accumulate(df, block.owner, losses[:, None] * row_weights)
             _accumulate(bV, block.owner, (row_weights @ weights)[:, None] * slopes)
@@ -181,7 +181,7 @@ class Direction:
         """Return δf, (1 + m,), and δ∇f, (1 + m, d), of perturbation p at θ, given p(θ) as `parts` and its gradients."""
         df, DJ = self.changed_samples(p).gradients(theta)
         if not bool(torch.isfinite(df).all() and torch.isfinite(DJ).all()):
-            raise _not_finite(", ".join(sorted({block.samples.name for block in self.blocks})), "some")
+            raise _not_finite_error(", ".join(sorted({block.samples.name for block in self.blocks})), "some")
         A = self.rescaling(p)
         return df + A @ parts, DJ + A @ Dp
 
@@ -260,7 +260,7 @@ def find_indispensable(program: Program, samples: SampleLosses) -> dict[int, str
 def _resolve_entries(piece: Removal | Addition, table: Table, used: Tensor, refilled: bool):
     """Return alpha, s, index and owner of the Block of a removal or addition.
 
-    `refilled`: the same perturbation adds samples, as a replacement does, so that a sum may lose all that it has.
+    `refilled`: the same perturbation also adds samples, as a replacement does. A sum may then lose all its members.
     """
     U, entries, sign = table.U, piece.entries, 1 if isinstance(piece, Addition) else -1
     owner, index = entries.owner.to(U.device), entries.index.to(U.device)
@@ -290,8 +290,8 @@ def _weigh_added(piece: Addition, table: Table, used: Tensor) -> Tensor:
         return U.T[piece.like.to(U.device)[index]]
     unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
     if unclear:
-        raise piece.unknown_in(unclear)
-    weights = (U.sum(1) / (U != 0).sum(1).clamp(min=1)).expand(len(index), len(U))  # that of the average member
+        raise piece.membership_error(unclear)
+    weights = (U.sum(1) / (U != 0).sum(1).clamp(min=1)).expand(len(index), len(U))  # the mean weight of the members
     return weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
 
 
@@ -320,7 +320,7 @@ def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
         total.index_add_(0, owner, entries)
 
 
-def _not_finite(name: str, count: str) -> InvalidInputError:
+def _not_finite_error(name: str, count: str) -> InvalidInputError:
     return InvalidInputError(
         f"The losses or gradients of {count} perturbed samples of {name!r} are not finite.",
         "They must all be finite.",

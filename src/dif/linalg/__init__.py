@@ -1,1 +1,1 @@
-"""Linear algebra on tensors: operators, solvers, small quadratic programs. Nothing here knows losses or data."""
+"""Linear algebra on tensors: operators, solvers, small quadratic programs. No losses and no data here."""

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_DEPTH = 10  # past steps that are combined
-_MAX_NUMBERS = 2**26  # numbers that the stored steps of all problems may take
-_NEGLIGIBLE = 1e-12  # eigenvalue, per stored step, of the Gram matrix of normalised moves that counts as 0
+_DEPTH = 10  # past steps that are combined, at most: one per direction of slow convergence
+_MAX_NUMBERS = 2**26  # numbers that the stored steps of all problems may take: 512 MiB in double precision
+_NEGLIGIBLE = 1e-12  # eigenvalue of the Gram matrix of unit moves, per stored step, below which it is rounding
 
 
 class Extrapolation:
     """Anderson acceleration: combine the latest move r(z) with past ones so that their sum is as small as possible.
 
     The iteration z → z + r(z) may converge slowly along a few directions only, for example because the Hessian in use
-    differs from the true one by a few samples. As many past steps identify these directions. No derivatives of r are
-    needed.
+    differs from the true one by a few samples. One past step per such direction identifies them. No derivatives of r
+    are needed.
 
     >>> A = torch.diag(torch.tensor([1.9, 1.0, 0.2])).double()
     >>> extrapolation, z = Extrapolation(1, 3, lambda moves: moves), torch.ones(1, 3).double()

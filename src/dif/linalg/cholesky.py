@@ -16,8 +16,9 @@ from dif.linalg.operator import Operator
 class LinearSolver(Protocol):
     """Interface of a solver for H_ρ X = B.
 
-    It raises rather than return what did not converge: a DegenerateError in the constructor where H_ρ is not positive
-    definite (the weight R of the rows is then raised and a new solver prepared), a NotConvergedError in `solve`.
+    A solver never returns a solution that did not converge. The constructor raises a DegenerateError where H_ρ is not
+    positive definite; a new solver is then prepared with a larger weight R of the rows. `solve` raises a
+    NotConvergedError.
     """
 
     residual: float  # largest relative residual of all solves so far
@@ -36,7 +37,7 @@ class LinearSolver(Protocol):
         ...
 
 
-# How estimators take a solver: a function that prepares one for an operator; None: chosen by its size
+# The argument `solver` of estimators: a function that prepares a solver for an operator; None: chosen by its size
 Solver = Callable[[Operator], LinearSolver] | None
 
 
@@ -103,9 +104,9 @@ def prepare(
 ) -> tuple[LinearSolver, Tensor]:
     """Prepare a solver for H_ρ = H + GᵀRG (+ δI), for rows G that are equalities; return it and the diagonal of R.
 
-    With rho=None, R is chosen: each row adds curvature of the size of H, and ten times more as long as H_ρ is not
-    positive definite. On {Gω = −r} the added term is constant, so the answer does not depend on R. With solver=None,
-    H_ρ is factorised where it can be assembled; otherwise conjugate gradients are used.
+    With rho=None, R is chosen such that each row adds curvature of the size of H. It is raised tenfold, up to six
+    times, until H_ρ is positive definite. On {Gω = −r} the added term is constant, so the answer does not depend on R.
+    With solver=None, H_ρ is factorised where it can be assembled; otherwise conjugate gradients are used.
     """
     make_solver = solver or ((lambda H: DenseCholesky(H.dense())) if H.assembled else ConjugateGradients)
     if rho is not None or len(G) == 0:

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from dif.errors import NotConvergedError
 from dif.linalg.operator import Operator
-from dif.linalg.preconditioner import Preconditioner, Scaled, choose_preconditioner, not_positive
+from dif.linalg.preconditioner import Preconditioner, ScaledOperator, choose_preconditioner, negative_curvature_error
 
 _PATIENCE = 300  # iterations without progress after which the routine gives up
-_CHECK = 30  # iterations of the first look for negative curvature
+_CHECK = 30  # iterations of the test for negative curvature, before a preconditioner is built
 
 
 @dataclass(frozen=True)
-class Solved:
+class CGResult:
     """Result of `conjugate_gradients`."""
 
     X: Tensor  # (d, c)
-    R: Tensor  # (d, c) residual B − A X, as the recursion has it
+    R: Tensor  # (d, c) residual B − A X, from the recursion, not recomputed
     reached: Tensor  # (c,) bool, columns whose residual is within the tolerance
     negative: Tensor  # (c,) curvature along the direction that stopped a column; +inf if none did
     iterations: int
@@ -34,7 +34,7 @@ def conjugate_gradients(
     limit: int,
     precondition: Callable[[Tensor], Tensor] | None = None,
     radius: float = float("inf"),
-) -> Solved:
+) -> CGResult:
     """Solve A X = B, starting from zero, until the relative residual of every column is at most its tolerance.
 
     A column that meets negative curvature stops. With a finite radius (Steihaug's method) it first goes to the border
@@ -43,10 +43,10 @@ def conjugate_gradients(
     Args:
         product: Returns A·D for some columns D (d, k) and their numbers (k,) among the columns of B.
         B: Right-hand sides, (d, c).
-        tolerance: (c,) to reach.
-        limit: Iterations at most.
+        tolerance: (c,) relative residual to reach in each column.
+        limit: Largest number of iterations.
         precondition: Applies an approximate inverse of A to columns.
-        radius: Of the ball.
+        radius: Radius of the ball.
     """
     precondition = precondition or torch.clone
     X, R = torch.zeros_like(B), B.clone()
@@ -80,7 +80,7 @@ def conjugate_gradients(
         live &= sizes > goal
         worst = float((sizes[live] / goal[live]).max()) if bool(live.any()) else 0.0
         best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
-    return Solved(X, R, sizes <= goal, negative, used)
+    return CGResult(X, R, sizes <= goal, negative, used)
 
 
 def _distance_to_border(x: Tensor, d: Tensor, radius: float) -> Tensor:
@@ -90,19 +90,19 @@ def _distance_to_border(x: Tensor, d: Tensor, radius: float) -> Tensor:
 
 
 class ConjugateGradients:
-    """A solver for H_ρ X = B without the matrix: preconditioner prepared once, then any number of right-hand sides.
+    """Solves H_ρ X = B by products with H_ρ. The preconditioner is prepared once, for any number of right-hand sides.
 
-    Every solve ends with a residual that is computed afresh; where it misses the tolerance the solve goes on from
-    there. It raises where it meets negative curvature and where it stalls.
+    After every solve the residual is computed anew; where it misses the tolerance, the solve continues from there.
+    An error is raised where the curvature is negative and where the residual no longer falls.
 
     Args:
         curvature: H_ρ as an operator.
         tolerance: ‖B − H X‖ / ‖B‖ to reach in every column, in coordinates scaled to equal curvature (None: 3e-11 in
             float64, 3e-5 in float32).
         max_iter: Limit on iterations per solve.
-        rank: Of the Nyström preconditioner; 0 for the diagonal only. Where the matrix of a part of the samples can be
-            assembled, its inverse is the preconditioner instead.
-        preconditioner: One that was built for a similar curvature.
+        rank: Rank of the Nyström preconditioner; 0 for the diagonal only. Where the matrix of some of the samples can
+            be assembled, its inverse is the preconditioner instead.
+        preconditioner: A preconditioner to reuse, built for a similar curvature.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ConjugateGradients:
         rank: int = 64,
         preconditioner: Preconditioner | None = None,
     ) -> None:
-        self.curvature = Scaled(curvature, curvature.scale().sqrt())
+        self.curvature = ScaledOperator(curvature, curvature.scale().sqrt())
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter
         self.residual = 0.0  # largest relative residual of all solves
@@ -159,14 +159,14 @@ class ConjugateGradients:
         root = self.curvature.root[:, None]
         return self._precondition(B / root) / root
 
-    def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> Solved:
+    def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> CGResult:
         """Run conjugate gradients in scaled coordinates; raise where the curvature is negative."""
         product = lambda D, _: self.curvature.product(D)  # noqa: E731
         solved = conjugate_gradients(product, B, tolerance, limit, self._precondition)
         self.steps += solved.iterations
         negative = solved.negative[solved.negative != float("inf")]
         if len(negative):
-            raise not_positive(float(negative.min()))
+            raise negative_curvature_error(float(negative.min()))
         return solved
 
     def _precondition(self, R: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dif.linalg.operator import Operator
 
-_MAX_STEPS = 60  # Lanczos steps
+_MAX_STEPS = 60  # largest number of Lanczos steps
 _CHECK_EVERY = 6  # steps between two tests for convergence
 _TOLERANCE = 1e-4  # relative residual of the smallest Ritz pair; the value is accurate to about its square
 _ROUGH_TOLERANCE = 0.03  # the same where only the size of the eigenvalue matters

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-_FLOOR = 1e-7  # smallest eigenvalue that is used, relative to the largest
+_FLOOR = 1e-7  # eigenvalues are raised to this, relative to the largest, so that flat directions do not get huge steps
 
 
 @dataclass(frozen=True, eq=False)

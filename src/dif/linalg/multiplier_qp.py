@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 
 from dif.errors import DegenerateError
 
-Array = NDArray[Any]
+Array = NDArray[Any]  # float64
 
 _SIGN_TOLERANCE = 1e-12  # a sign counts as wrong beyond this, relative to the largest entry of its right-hand side
 _SINGULAR = 1e-11  # smallest pivot of the scaled S above which rows count as independent
-_ROUNDS = 40  # rounds of block pivoting, plus two per row
+_ROUNDS = 40  # largest number of rounds of block pivoting, plus two per row; DAQP solves what is left
 _PATIENCE = 3  # rounds without fewer wrong signs before rows change sides one at a time
-_NO_LIMIT = 1e30  # upper bound that DAQP takes for infinite
+_NO_LIMIT = 1e30  # DAQP takes bounds of this size as infinite
 
 
 def solve_reduced_qp(S: Array, a: Array, equal: NDArray[np.bool_]) -> tuple[Array, dict[int, str]]:
@@ -46,7 +46,7 @@ def solve_reduced_qp(S: Array, a: Array, equal: NDArray[np.bool_]) -> tuple[Arra
         if len(w):
             M = S[np.ix_(w, w)] - S_ew.T @ _cholesky_solve(factor, S_ew)
             c = a[:, w] - _cholesky_solve(factor, a[:, e].T).T @ S_ew
-            nu[:, w], converged = _block_pivoting(M, c)
+            nu[:, w], converged = _pivot_blocks(M, c)
         nu[:, e] = _cholesky_solve(factor, (a[:, e] - nu[:, w] @ S_ew.T).T).T
     for p in np.flatnonzero(~converged).tolist():
         try:
@@ -56,7 +56,7 @@ def solve_reduced_qp(S: Array, a: Array, equal: NDArray[np.bool_]) -> tuple[Arra
     return nu * scale, failed
 
 
-def _block_pivoting(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
+def _pivot_blocks(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
     """Find ν ≥ 0 with Mν − c ≥ 0 and ν·(Mν − c) = 0 for each row of c (P, k); also return which converged, (P,).
 
     All entries with a wrong sign change sides while that leaves fewer wrong signs. Otherwise only the last of them does

@@ -46,7 +46,7 @@ class Operator(Protocol):
     def sketched(self, evaluations: float | None = None) -> Operator | None:
         """Estimate the matrix from some samples if that is much cheaper; else return None.
 
-        evaluations: Most evaluations of all losses that it may cost.
+        evaluations: Largest cost of the estimate, in evaluations of all losses.
         """
         ...
 

@@ -24,7 +24,7 @@ class Preconditioner(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Scaled:
+class ScaledOperator:
     """D^−½ H D^−½: the operator in coordinates scaled to equal curvature."""
 
     operator: Operator
@@ -46,7 +46,7 @@ class Nystrom:
     P⁻¹ = s·U S⁻¹ Uᵀ + (I − U Uᵀ), with the leading eigenpairs U, S of the sketch and s the smallest of them.
     """
 
-    def __init__(self, curvature: Scaled, rank: int = 64, seed: int = 0) -> None:
+    def __init__(self, curvature: ScaledOperator, rank: int = 64, seed: int = 0) -> None:
         omega = torch.linalg.qr(curvature.draw(min(rank, len(curvature.root)), seed)).Q
         Y = curvature.product(omega)
         shift = torch.finfo(Y.dtype).eps * float(Y.norm())
@@ -54,7 +54,7 @@ class Nystrom:
         core = omega.T @ Y
         L, failed = torch.linalg.cholesky_ex(0.5 * (core + core.T))
         if int(failed):
-            raise not_positive(float(torch.linalg.eigvalsh(0.5 * (core + core.T))[0]))
+            raise negative_curvature_error(float(torch.linalg.eigvalsh(0.5 * (core + core.T))[0]))
         B = torch.linalg.solve_triangular(L, Y.T, upper=False).T
         U, S, _ = torch.linalg.svd(B, full_matrices=False)
         self.U = U
@@ -66,10 +66,10 @@ class Nystrom:
         return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
 
 
-def choose_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None:
-    """Build one from a part of the samples where their matrix can be assembled, else Nyström's; None for rank 0.
+def choose_preconditioner(curvature: ScaledOperator, rank: int) -> Preconditioner | None:
+    """Build a preconditioner from some of the samples if their matrix can be assembled, else by Nyström's method.
 
-    The former is |H_ρ|⁻¹ of the matrix of these samples: absolute eigenvalues, the smallest raised.
+    The former is |H_ρ|⁻¹ of these samples, with absolute eigenvalues and the smallest raised. Rank 0 gives None.
     """
     if not rank:
         return None
@@ -80,7 +80,7 @@ def choose_preconditioner(curvature: Scaled, rank: int) -> Preconditioner | None
     return metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
 
 
-def not_positive(found: float) -> DegenerateError:
+def negative_curvature_error(found: float) -> DegenerateError:
     """Build the error for negative curvature."""
     return DegenerateError(
         f"The linear solver found curvature {found:.3g} along one direction.",

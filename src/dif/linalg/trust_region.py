@@ -29,9 +29,9 @@ def exact_step(eigenvalues: Tensor, vectors: Tensor, g: Tensor, radius: float) -
     low = max(0.0, -lowest)
     p = step(low)
     if lowest > 0 and float(p.norm()) <= radius:
-        pass  # Newton's own step
+        pass  # the Newton step lies inside the ball
     elif lowest <= 0 and not float(slope[eigenvalues <= lowest].norm()) > 1e-14 * size and float(p.norm()) < radius:
-        p[0] = (radius**2 - float(p.norm()) ** 2) ** 0.5  # no slope along the most negative direction: either way down
+        p[0] = (radius**2 - float(p.norm()) ** 2) ** 0.5  # no slope along this direction: both signs are as good
     else:
         high = low + size / radius
         for _ in range(200):  # bisection on the secular equation ‖p(shift)‖ = radius
@@ -48,7 +48,7 @@ def steihaug_step(
 ) -> tuple[Tensor, Tensor]:
     """Minimise gᵀp + ½pᵀHp over ‖p‖ ≤ radius by conjugate gradients; return p and Hp.
 
-    It stops at the border, at negative curvature (followed to the border), or where the residual is small.
+    It stops at the border, or where the residual is small. A direction of negative curvature is followed to the border.
     """
     B = -g[:, None]
     tolerance = torch.full_like(B[0], accuracy)

@@ -1,1 +1,1 @@
-"""One point (θ, λ): how well it satisfies the optimality conditions, and the system linearised there."""
+"""One point (θ, λ): its residuals, active set, certificate and linearised KKT system. It is not moved here."""

@@ -17,7 +17,10 @@ from dif.problem.kinds import Kinds
 
 @dataclass(frozen=True)
 class Margin:
-    """How far single perturbations move the number that decides whether a row binds: its slack or its multiplier."""
+    """How far single perturbations move a row towards switching: the largest and the median absolute change.
+
+    For a binding row this is the change of its multiplier, for any other row that of f − τ.
+    """
 
     largest: float
     median: float
@@ -38,10 +41,10 @@ class ActiveSet:
     slack: Tensor  # (m,) scaled, in relative units of θ
     force: Tensor  # (m,) scaled multipliers
     tolerance: float
-    margins: Tensor  # (m,) distance of the deciding number from the tolerance
+    margins: Tensor  # (m,) how far the slack or multiplier that decides the class is from the tolerance; inf if equal
     licq: float  # smallest singular value of the active gradients, rows scaled to length 1; 1 with none active
     curvature: float  # smallest eigenvalue of ∇²L on the tangent space of the binding rows; inf if that is {0}
-    relative_curvature: float  # the same with every coordinate scaled to curve alike: of ∇²L / √(D Dᵀ)
+    relative_curvature: float  # the same of ∇²L / √(D Dᵀ), in which all coordinates have curvature 1
     licq_floor: float  # at or below it the gradients count as dependent
     curvature_floor: float  # at or below it the relative curvature counts as zero
 
@@ -53,7 +56,7 @@ class ActiveSet:
         """Classify the rows from c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
         slack, force = scales.slack(c), scales.multiplier(lam)
         active = kinds.at_bound(slack, tolerance)
-        binding = active & kinds.pushing(force, tolerance)
+        binding = active & kinds.has_force(force, tolerance)
         weak, inactive = active & ~binding, ~active
         curvature, relative = tangent_curvature(H, G[binding], scales.root)
         deciding = torch.where(inactive, slack - tolerance, force - tolerance)
@@ -89,7 +92,7 @@ class ActiveSet:
 
     @property
     def uncertain(self) -> tuple[int, ...]:
-        """Rows whose deciding number lies within a factor of 100 of the tolerance."""
+        """Rows whose class is decided by a slack or multiplier within a factor of 100 of the tolerance."""
         slack, force = self.slack.abs(), self.force.abs()
         weak = torch.where(self.mask(self.weak), torch.maximum(slack, force), force)
         deciding = torch.where(self.mask(self.inactive), slack, weak)

@@ -1,4 +1,4 @@
-"""The certificate of a point: is it a solution at which influence exists? Each question with its answer in words."""
+"""The certificate of a point: questions on whether it is a solution at which influence exists, with their answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dif.optimality.active_set import Margin
 from dif.optimality.finding import BAD, GOOD, NOTE, Finding
 from dif.optimality.solution import Solution
 
-BINDING = "binding"
+BINDING = "binding"  # state of a row; the others are "weak" and "inactive"
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Row:
     slack: float  # τ − f, in the constraint's own units
     multiplier: float
     uncertain: bool
-    largest: float | None = None  # how far single removals move the slack (the multiplier, if binding), at most,
-    median: float | None = None  # and in the median; None where that was not computed
+    largest: float | None = None  # largest change of slack (of multiplier, if binding) by a single removal
+    median: float | None = None  # median of these changes; both are None where they were not computed
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,11 @@ class Certificate:
         findings = list(solution.findings())
         if solution.program.m:
             findings.append(solution.active.independence())
-        findings += [solution.active.strict_minimum(), *_weak(solution)]
+        findings += [solution.active.strict_minimum(), *_judge_weak_rows(solution)]
         rows = _rows(solution, margins or [None] * solution.program.m)
         if solution.program.m:
-            findings += _uncertain(solution) if margins is None else _reached(rows)
-        findings += [*_smoothness(solution), *_doubles(solution)]
+            findings += _judge_clarity(solution) if margins is None else _judge_reach(rows)
+        findings += [*_judge_smoothness(solution), *_judge_same_data(solution)]
         verdicts = [finding.verdict for finding in findings]
         first_bad = verdicts.index(BAD) if BAD in verdicts else len(findings)
         # good findings after a bad one mean nothing: they assume a regular solution
@@ -77,7 +77,7 @@ class Certificate:
         }
 
 
-def _weak(solution: Solution) -> list[Finding]:
+def _judge_weak_rows(solution: Solution) -> list[Finding]:
     active = solution.active
     if not active.weak:
         return []
@@ -86,7 +86,7 @@ def _weak(solution: Solution) -> list[Finding]:
     return [Finding("Are constraints weakly active?", NOTE, f"{names}.", meaning)]
 
 
-def _uncertain(solution: Solution) -> list[Finding]:
+def _judge_clarity(solution: Solution) -> list[Finding]:
     active = solution.active
     what, threshold = "Is it clear which constraints bind?", f"{active.tolerance:.0e}"
     if not active.uncertain:
@@ -98,7 +98,7 @@ def _uncertain(solution: Solution) -> list[Finding]:
     return [Finding(what, NOTE, f"{names} (threshold {threshold}).", meaning, cure)]
 
 
-def _reached(rows: Sequence[Row]) -> list[Finding]:
+def _judge_reach(rows: Sequence[Row]) -> list[Finding]:
     """Compare the margin of each constraint with how far one removal moves it."""
     what = "Is it clear which constraints bind, whoever is removed?"
     compared = [row for row in rows if row.largest is not None]
@@ -111,7 +111,7 @@ def _reached(rows: Sequence[Row]) -> list[Finding]:
         return f"{row.name}: {which} {number:.3g}, {moves}"
 
     def times(row: Row) -> float:
-        """Return how many of the largest moves the margin is."""
+        """Return the margin as a multiple of the largest move."""
         number = row.multiplier if row.state == BINDING else row.slack
         return number / row.largest if row.largest else float("inf")
 
@@ -126,7 +126,7 @@ def _reached(rows: Sequence[Row]) -> list[Finding]:
     return [Finding(what, GOOD, describe(min(compared, key=times)) + ".", meaning)]
 
 
-def _smoothness(solution: Solution) -> list[Finding]:
+def _judge_smoothness(solution: Solution) -> list[Finding]:
     what = "Are the losses smooth?"
     if not solution.kinks:
         return [Finding(what, GOOD, "Probing found no kink.", "The losses look smooth.")]
@@ -137,7 +137,7 @@ def _smoothness(solution: Solution) -> list[Finding]:
     return [Finding(what, NOTE, kinks, meaning, "Retrain the strongest, or use a smooth loss or activation.")]
 
 
-def _doubles(solution: Solution) -> list[Finding]:
+def _judge_same_data(solution: Solution) -> list[Finding]:
     what, pairs = "Are all losses of a person changed together?", solution.problem.same_data
     return [Finding(what, NOTE, f"{a.name}, {b.name}.", SameDataWarning.words(a.name, b.name)) for a, b in pairs]
 

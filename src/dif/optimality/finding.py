@@ -1,4 +1,4 @@
-"""One condition of a solution, judged: the certificate shows it, and an error is raised from it where it fails."""
+"""A finding: one condition of a solution and whether it holds. Certificates list findings; bad ones raise errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dif.errors import DifError
 
-GOOD, NOTE, BAD = "good", "note", "bad"
+GOOD, NOTE, BAD = "good", "note", "bad"  # verdicts: the condition holds, holds with a reservation, fails
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Finding:
 
     @property
     def measured(self) -> str:
-        """What was found, and what is allowed."""
+        """The text of `found`, followed by that of `allowed` if there is one."""
         return f"{self.found} {self.allowed}".strip()
 
     def check(self) -> None:

@@ -20,15 +20,16 @@ from dif.linalg.multiplier_qp import no_step_error, solve_reduced_qp
 from dif.linalg.operator import Operator
 from dif.problem.kinds import Kinds
 
-Solve = Callable[[Tensor], Tensor]
+Solve = Callable[[Tensor], Tensor]  # applies an inverse of H_ρ to columns
 
 
 @dataclass(eq=False)
 class KKTSystem:
-    """g + Hω + Gᵀ(ν − λ) = 0, where c + Gω = 0 on equal rows; on the others c + Gω ≤ 0, ν ≥ 0 and ν·(c + Gω) = 0.
+    """The linearised KKT conditions of a step ω and the multipliers ν after it: g + Hω + Gᵀ(ν − λ) = 0.
 
-    The rows that are `firm` hold as equalities. On them H may be replaced by H_ρ = H + GᵀRG, which changes nothing
-    about the solution and makes the matrix positive definite.
+    On equal rows c + Gω = 0. On the others c + Gω ≤ 0, ν ≥ 0 and ν·(c + Gω) = 0. The rows marked `firm` are solved as
+    equalities. Because of these rows, H can be replaced by H_ρ = H + GᵀRG: the solution stays the same, and the matrix
+    is positive definite.
     """
 
     H: Operator  # ∇²L
@@ -36,7 +37,7 @@ class KKTSystem:
     firm: Tensor  # (m,) bool
     R: Tensor  # (m,) diagonal, zero on rows that are not firm
     solver: LinearSolver  # for H_ρ
-    # the last rows and their V, for exact and for approximate solves
+    # the rows of the last call of `_eliminate` and their V, by whether the solve was exact
     _columns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     @classmethod
@@ -56,7 +57,7 @@ class KKTSystem:
 
     @classmethod
     def prepare_convex(cls, H: Operator, G: Tensor, kinds: Kinds, binding: Tensor, **options: Any) -> KKTSystem:
-        """Prepare with the equal rows firm; where H is not convex on these alone, with the binding rows firm too."""
+        """Prepare with the equal rows firm. If H is not convex on these alone, the binding rows are firm too."""
         try:
             return cls.prepare(H, G, kinds.equal, **options)
         except DegenerateError:
@@ -82,8 +83,8 @@ class KKTSystem:
             equal: (m,) bool, rows solved as equalities; None for rows without multipliers (penalties).
 
         Returns:
-            ν, (P, m); the forces, (P, m), with which ω = −H_ρ⁻¹(g + Gᵀ·force); and a reason for each number that has
-            no solution.
+            ν, (P, m); the forces, (P, m), that give ω = −H_ρ⁻¹(g + Gᵀ·force); and why there is no solution, by number
+            p of those that have none.
         """
         stiffness = self.R * c
         moved = c - gV - stiffness @ self.S
@@ -106,7 +107,7 @@ class KKTSystem:
             solve: Applies an inverse of H_ρ; the exact one if left out.
 
         Returns:
-            ω and ν, NaN where there is no solution, and the reasons by number.
+            ω and ν, NaN where there is no solution; and the reasons for that, by number p.
         """
         free, V = self._eliminate(g, c, rows, solve)
         omega, some, failed = complete_step(free, V, self.G[rows], c[:, rows], lam[:, rows], equal[rows])
@@ -116,7 +117,7 @@ class KKTSystem:
         return omega, nu, failed
 
     def hold(self, g: Tensor, c: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Solve for ω, (d,), and forces, (m,), with the rows of a mask as equalities; NaN where they are dependent."""
+        """Solve for ω, (d,), and forces, (m,), with the rows in `held` as equalities; NaN if these are dependent."""
         rows = torch.nonzero(held).reshape(-1)
         free, V = self._eliminate(g[None], c[None], rows)
         force = torch.zeros_like(c)
@@ -126,7 +127,7 @@ class KKTSystem:
         return free[0] - V @ force[rows], force
 
     def _eliminate(self, g: Tensor, c: Tensor, rows: Tensor, solve: Solve | None = None) -> tuple[Tensor, Tensor]:
-        """Return the step without forces, (P, d), and V = H_ρ⁻¹Gᵀ of some rows, (d, k), by one solve for both."""
+        """Return the step with all forces zero, (P, d), and V = H_ρ⁻¹Gᵀ of some rows, (d, k), from one joint solve."""
         exact, solve = solve is None, solve or self.solver.solve
         b = (g + (self.R * c) @ self.G).T
         known = self._columns.get(exact)
@@ -140,27 +141,28 @@ class KKTSystem:
 def complete_step(
     free: Tensor, V: Tensor, G: Tensor, c: Tensor, lam: Tensor, equal: Tensor
 ) -> tuple[Tensor, Tensor, dict[int, str]]:
-    """Add to a step without forces what the rows demand: ω = free − V(ν − λ).
+    """Find the forces that make a step satisfy the rows, and add their effect: ω = free − V(ν − λ).
 
     Args:
-        free: (P, d) the step without forces.
-        V: (d, k), or (P, d, k) for systems of their own.
+        free: (P, d) the step with all forces zero.
+        V: (d, k), or (P, d, k) if each p has a system of its own.
         G: (k, d) or (P, k, d).
         c: (P, k) values of the rows.
         lam: (P, k) multipliers that the step contains.
         equal: (k,) bool, rows solved as equalities.
 
     Returns:
-        ω, (P, d), ν, (P, k), and the reasons by number where there is no solution (NaN).
+        ω, (P, d), and ν, (P, k), NaN where there is no solution; and the reasons for that, by number p.
     """
     nu, failed = solve_multipliers(G @ V, c + (free[:, None] @ G.mT)[:, 0], lam, equal)
     return free - ((nu - lam)[:, None] @ V.mT)[:, 0], nu, failed
 
 
 def solve_multipliers(S: Tensor, moved: Tensor, lam: Tensor, equal: Tensor) -> tuple[Tensor, dict[int, str]]:
-    """Find ν, (P, k), that take the rows from `moved`, (P, k), to where they must be: moved − S(ν − λ).
+    """Find the multipliers ν, (P, k), for which the values of the rows, moved − S(ν − λ), satisfy the constraints.
 
-    S is (k, k), or (P, k, k). Where no ν exists it is NaN, and the reason is given by number.
+    `moved`, (P, k), are the values of the rows after the step with all forces zero. S is (k, k), or (P, k, k). Where
+    no ν exists it is NaN, and the reason is returned by number p.
     """
     S = 0.5 * (S + S.mT)
     a = (moved + (lam[:, None] @ S)[:, 0]).double().cpu().numpy()

@@ -47,8 +47,8 @@ class Scales:
     Lengths are measured in u = √D·θ, where D is the absolute diagonal of ∇²L, so that they do not depend on the units
     of the features. A coordinate with little curvature and a large force (a slack variable, say) is given the
     curvature with which that force causes a step of a thousand units. The unit is how far random weights on the
-    samples move u, which is the scale of influence itself; where θ is so large that rounding hides it, a small part of
-    ‖u‖.
+    samples move u: the scale of influence itself. Where θ is so large that rounding hides such moves, the unit is a
+    small part of ‖u‖.
     """
 
     root: Tensor  # (d,) √D

@@ -22,12 +22,13 @@ from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.inputs import check_number
 
-_MODERATE = 1e3  # ratio of a sample's weights in the Lagrangian and in the objective below which multipliers are fine
+_MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
 _UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
-_BENT = 10.0  # ratio of finite-difference and exact curvature above which the point counts as a kink
-_OFF = 10.0  # difference of finite-difference and exact slope that is allowed, in steps times curvature
-_NOISE = 50.0  # rounding error of a sum of losses, in units of eps
+_BENT = 10.0  # ratio of finite-difference to exact curvature above which the point is on a kink
+_OFF = 10.0  # largest gap between the slopes by differences and by the gradient, in units of step · curvature
+_NOISE = 50.0  # rounding error of a sum of losses, as a multiple of eps · (sum of absolute values)
 _CANCELLING = 1e6  # ratio of a constraint's force and the objective's gradient above which forces cancel each other
+# What to do about a point that is not a solution
 _POLISH = "Train on, or polish it: dif.fit(problem, solution.params). If that does not converge, add a ridge."
 
 
@@ -288,7 +289,11 @@ class Solution:
         return Finding(what, GOOD, found, "Torch returns the derivatives of the losses.")
 
     def feasibility(self) -> Finding | None:
-        """Judge a violated constraint that huge multipliers hide, as samples weighted by them set the units."""
+        """Judge whether huge multipliers hide a violated constraint; None if they do not.
+
+        Multipliers weight the samples that set the units of `kkt`, so huge ones make every residual look small. Here
+        violations are measured in the units of the objective alone.
+        """
         forces = self.lam.abs() * torch.linalg.vector_norm(self.G, dim=1)
         if not bool((forces > _CANCELLING * self.J[0].norm()).any()):
             return None

@@ -27,7 +27,7 @@ class Targets:
         self._parameters.check_mode()
         theta = solution.theta
         known = {id(table.samples) for table in solution.program.rows.tables}
-        self.alike = isinstance(target, Samples)  # whether all targets have one unit
+        self.alike = isinstance(target, Samples)  # whether all targets are in the same unit
         if isinstance(target, Samples):
             self.samples, self.rows, self.constant = target, None, theta.new_zeros(())
             self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))

@@ -1,1 +1,1 @@
-"""The statement of a problem: samples, terms, constraints, perturbations. Nothing is evaluated here."""
+"""Definition of a problem: samples, losses, terms, constraints, perturbations. Sums and derivatives: `evaluation`."""

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
 from dif.errors import InvalidInputError, few
-from dif.problem.structure import cast, leaves, mapped, to_tensors
+from dif.problem.structure import cast, leaves, map_tensors, to_tensors
 from dif.runtime.inputs import as_tensor
 
-_CHECKED = 2**22  # numbers that are checked for NaN at once, so that data on disk are never read whole
+_CHECKED = 2**22  # numbers checked for NaN at once, 32 MiB: data on disk must not be loaded as a whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class Storage:
         if self.data is other.data:
             return True
         mine, others = ({t.data_ptr() for t in leaves(getattr(s.data, "tensors", s.data))} for s in (self, other))
-        return bool((mine & others) - {0})  # 0: an empty tensor
+        return bool((mine & others) - {0})  # 0 is the address of every empty tensor
 
     def choose(self, indices: Tensor) -> Storage:
         """Return the samples with these indices; nothing is copied."""
@@ -79,7 +79,7 @@ class Storage:
         if is_tensors:
             first, *rest = (storage._take(slice(0, len(storage))) for storage in storages)
             following = [iter(leaves(data)) for data in rest]
-            data = mapped(first, lambda t: torch.cat([t, *(next(tensors).to(t) for tensors in following)]))
+            data = map_tensors(first, lambda t: torch.cat([t, *(next(tensors).to(t) for tensors in following)]))
         else:
             data = ConcatDataset([_Items(storage) for storage in storages])
         collate = default_collate if self.is_tensors else self.collate
@@ -133,7 +133,7 @@ class Storage:
             items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(list(indices))
             return self._cast(self.collate(items))
         where = self._in_data(where)
-        return mapped(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
+        return map_tensors(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
 
     def _fetch_ahead(self, batches: list[Sequence[int]]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""
@@ -161,7 +161,7 @@ class _Items(Dataset[Any]):
     def __getitem__(self, i: int) -> Any:
         storage, where = self.storage, slice(i, i + 1)
         if storage.is_tensors:
-            return mapped(storage._take(where), lambda t: t[0])
+            return map_tensors(storage._take(where), lambda t: t[0])
         return storage.data[storage._indices(where)[0]]
 
 

@@ -1,4 +1,4 @@
-"""What each kind of constraint demands of its value and of its multiplier; other rooms ask here."""
+"""What each kind of constraint requires of its value and its multiplier. Other rooms ask here, not for the kind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Kind(Enum):
 class Kinds:
     """The kinds of all rows: f = τ with any λ on equal rows; f ≤ τ, λ ≥ 0 and λ(f − τ) = 0 on the others.
 
-    In what follows c is f − τ, slack is τ − f and force is λ, these two in whatever units they are compared in.
+    In the methods, c is f − τ, slack is τ − f and force is λ; slack and force may be scaled by their caller.
     """
 
     equal: Tensor  # (m,) bool
@@ -56,16 +56,21 @@ class Kinds:
         return torch.where(self.equal, torch.zeros_like(gap), gap)
 
     def inadmissible(self, lam: Tensor) -> Tensor:
-        """Rows whose multiplier has a sign that it may not have, (..., m) bool."""
+        """Return which rows have a multiplier of the wrong sign, (..., m) bool."""
         return self.one_sided & (lam < 0)
 
     def at_bound(self, slack: Tensor, tolerance: float) -> Tensor:
-        """Rows that are active, (m,) bool."""
+        """Return which rows are active, (m,) bool: equal rows, and those with a slack of at most the tolerance."""
         return self.equal | (slack <= tolerance)
 
-    def pushing(self, force: Tensor, tolerance: float = 0.0) -> Tensor:
-        """Rows that push: those whose constraint could not be dropped, (..., m) bool."""
+    def has_force(self, force: Tensor, tolerance: float = 0.0) -> Tensor:
+        """Return which rows act on the solution, (..., m) bool: equal rows, and those with a force above the tolerance.
+
+        Dropping one of these constraints would move the solution.
+        """
         return self.equal | (force > tolerance)
+
+    pushing = has_force  # former name, still used by evaluation/training_step.py
 
     def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor]:
         """Return the first two derivatives of the paper's penalty of each row: ½ρc² if equal, else k·max(c, 0)³."""

@@ -61,7 +61,7 @@ class _PerSamples:
     samples: SampleLosses
     entries: Entries  # indices of the samples of each perturbation
     renormalise: bool
-    terms: tuple[Any, ...] | None  # that are changed; None means all
+    terms: tuple[Any, ...] | None  # terms that are changed; None means all
 
     def __len__(self) -> int:
         return len(self.entries)
@@ -105,8 +105,8 @@ class Addition(_PerSamples):
         """Describe each perturbation."""
         return [f"add {self.new.name}[{text}]" for text in self.entries.describe()]
 
-    def unknown_in(self, terms: Sequence[str]) -> InvalidInputError:
-        """Build the error for terms in which nobody knows whether the new samples belong to them."""
+    def membership_error(self, terms: Sequence[str]) -> InvalidInputError:
+        """Build the error for terms that do not tell whether the new samples belong to them."""
         return InvalidInputError(
             f"The membership of the samples added to {self.samples.name!r} is unknown in {', '.join(terms)}.",
             "It must be known in every term.",
@@ -121,7 +121,7 @@ class Reweighting(_Single):
 
     samples: SampleLosses
     dw: Tensor  # (n,)
-    terms: tuple[Any, ...] | None  # that are changed; None means all
+    terms: tuple[Any, ...] | None  # terms that are changed; None means all
 
     def labels(self) -> list[str]:
         """Describe the perturbation."""
@@ -162,7 +162,7 @@ def unused_error(samples: SampleLosses) -> InvalidInputError:
     )
 
 
-Action = Removal | Addition | Reweighting | Shift
+Action = Removal | Addition | Reweighting | Shift  # what one summand of a Perturbation does
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,7 @@ from dif.problem.perturbation import Addition, Perturbation, Removal, Reweightin
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Constraint, SampleSum, Term
 
-WeightAction = Removal | Addition | Reweighting
+WeightAction = Removal | Addition | Reweighting  # actions that change weights
 
 
 def apply_perturbation(
@@ -73,10 +73,10 @@ def _extend(
             starts[id(addition)] = start
             start += len(addition.new)
         storage = population.storage.join([addition.new.storage for addition in additions])
-        extended[id(population)] = population.holding(storage)
+        extended[id(population)] = population.with_data(storage)
         for view in samples:
             if view.population is population and view is not population:
-                extended[id(view)] = view.holding(storage, extended[id(population)])
+                extended[id(view)] = view.with_data(storage, extended[id(population)])
     return extended, starts
 
 
@@ -122,6 +122,6 @@ def _weigh_new(part: SampleSum, addition: Addition) -> Tensor:
     if addition.like is not None:
         return part.weights[addition.like]
     if not part.everyone:
-        raise addition.unknown_in([part.words])
+        raise addition.membership_error([part.words])
     members = part.weights[part.weights != 0]
-    return members.mean().expand(len(addition.new))  # that of the average member
+    return members.mean().expand(len(addition.new))  # the mean weight of the members

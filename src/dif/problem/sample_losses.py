@@ -14,11 +14,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dif.errors import InvalidInputError, few
 from dif.problem.data_source import Storage
-from dif.problem.structure import mapped
+from dif.problem.structure import map_tensors
 from dif.runtime.inputs import as_index
 from dif.runtime.user_code import convert_errors
 
-# the entry of `fallbacks` that makes attention be computed by matrix products
+# Entry of `fallbacks`: attention is computed by matrix products, which can be differentiated twice
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
 
 
@@ -103,23 +103,23 @@ class SampleLosses:
         positions = [slice(begin, min(begin + step, last)) for begin in range(first, last, step)]
         fetched = self.storage.fetch([position if indices is None else indices[position] for position in positions])
         for position, batch in zip(positions, fetched, strict=True):
-            yield position, batch if device is None else mapped(batch, lambda t: t.to(device, non_blocking=True))
+            yield position, batch if device is None else map_tensors(batch, lambda t: t.to(device, non_blocking=True))
 
     def take(self, indices: Tensor | None) -> Self:
         """Return the listed samples as Samples of their own (None: these Samples); nothing is copied."""
-        return self if indices is None else self.holding(self.storage.choose(indices))
+        return self if indices is None else self.with_data(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Self:
         """Return the same samples with floating-point data in another precision."""
-        return self.holding(self.storage.to(dtype))
+        return self.with_data(self.storage.to(dtype))
 
     def same_loss(self, other: SampleLosses) -> bool:
         """Return whether both evaluate the same loss function, on whatever data."""
         return self.loss is other.loss if self.parted is None else self.parted == other.parted
 
     def under(self, view: Self) -> Self:
-        """Return these new samples under the loss of a view of the samples that they are added to."""
-        return self if self.loss is view.loss else view.holding(self.storage)
+        """Return these samples with the loss of `view`: samples that are added get the loss of each view in turn."""
+        return self if self.loss is view.loss else view.with_data(self.storage)
 
     def check_indices(self, indices: int | Iterable[int]) -> list[int]:
         """Return sample indices as a list; each must exist and appear once."""
@@ -147,8 +147,8 @@ class SampleLosses:
             )
         return known
 
-    def holding(self, storage: Storage, population: SampleLosses | None = None) -> Self:
-        """Return the same loss over other data; `population` is set for a view, None makes the result independent."""
+    def with_data(self, storage: Storage, population: SampleLosses | None = None) -> Self:
+        """Return the same loss over other data, as a view of `population`, or as Samples of its own for None."""
         other = copy(self)
         other.storage = storage
         other.population = other if population is None else population

@@ -154,7 +154,7 @@ class Samples(SampleLosses):
     def _new_samples(self, data: Any, kind: str) -> Samples:
         """Return Samples of new data with the same loss; refuse data of another structure, shape or dtype."""
         name = f"{kind} {self.population.name}"
-        new = self.holding(Storage.of(data, name))
+        new = self.with_data(Storage.of(data, name))
         old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
         if old_structure != new_structure:
             raise InvalidInputError(

@@ -11,27 +11,30 @@ from torch import Tensor
 from dif.runtime.inputs import as_tensor
 
 
-def mapped(item: Any, fn: Callable[[Tensor], Any]) -> Any:
+def map_tensors(item: Any, fn: Callable[[Tensor], Any]) -> Any:
     """Apply a function to every tensor of a structure, and return the same structure of the results."""
     if isinstance(item, Tensor):
         return fn(item)
     if isinstance(item, Mapping):
-        return {k: mapped(v, fn) for k, v in item.items()}
+        return {k: map_tensors(v, fn) for k, v in item.items()}
     if isinstance(item, tuple | list):
-        parts = [mapped(v, fn) for v in item]
+        parts = [map_tensors(v, fn) for v in item]
         return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
     return item
 
 
+mapped = map_tensors  # former name, still used by the modules of training
+
+
 def cast(data: Any, dtype: torch.dtype) -> Any:
     """Convert the floating-point tensors of a structure to a dtype."""
-    return mapped(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
+    return map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def leaves(data: Any) -> list[Tensor]:
     """Return the tensors of a structure as a list."""
     tensors: list[Tensor] = []
-    mapped(data, tensors.append)
+    map_tensors(data, tensors.append)
     return tensors
 
 

@@ -1,3 +1,3 @@
-"""Results for users: the report and its HTML page, plots, and the file that describes a model."""
+"""What users see: the report and its HTML page, plots, the file that describes a model. No estimates are made here."""
 
 from dif.report.report import *  # noqa: F403

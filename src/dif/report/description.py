@@ -26,6 +26,7 @@ from dif.problem.samples import Samples
 from dif.problem.structure import leaves
 from dif.problem.term import Expression
 
+# Written by `dif init`
 TEMPLATE = '''"""Describes a model to dif. Use it with `dif check FILE`, `dif score FILE` and `dif retrain FILE`."""
 
 import torch
@@ -98,15 +99,15 @@ class Description:
         variables = _run(path)
         solution = variables.get("solution")
         if not isinstance(solution, Solution):
-            raise _wrong_variable(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
+            raise _wrong_variable_error(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
         targets = variables.get("targets") if need_targets else variables.get("targets", {})
         if not isinstance(targets, Mapping) or (need_targets and not targets):
-            raise _wrong_variable(path, "targets", targets, "a dict of names and targets", _EXAMPLE_TARGETS)
+            raise _wrong_variable_error(path, "targets", targets, "a dict of names and targets", _EXAMPLE_TARGETS)
         targets = {str(name): t.mean() if isinstance(t, Samples) else t for name, t in targets.items()}
         for name, target in targets.items():
             if not isinstance(target, Expression) or len(Targets(target, solution).names) != 1:
                 wanted = "a dif.Term with one value, or dif.Samples"
-                raise _wrong_variable(path, f"targets[{name!r}]", target, wanted, _EXAMPLE_TARGETS)
+                raise _wrong_variable_error(path, f"targets[{name!r}]", target, wanted, _EXAMPLE_TARGETS)
         train = variables.get("train")
         populations = solution.problem.people
         train_is_known = train is not None or len(populations) == 1
@@ -114,13 +115,13 @@ class Description:
             train = populations[0] if len(populations) == 1 or (populations and not need_targets) else None
         if not isinstance(train, Samples):
             wanted = "the dif.Samples from which samples are removed"
-            raise _wrong_variable(path, "train", train, wanted, "dif.Samples(loss, data)")
+            raise _wrong_variable_error(path, "train", train, wanted, "dif.Samples(loss, data)")
         names, groups = (_read_column(path, name, variables.get(name), len(train)) for name in ("names", "groups"))
         features = variables.get("features")
         if features is not None:
             if not hasattr(features, "items"):
                 wanted = "a dict of columns, or a data frame"
-                raise _wrong_variable(path, "features", features, wanted, '{"age": ages}')
+                raise _wrong_variable_error(path, "features", features, wanted, '{"age": ages}')
             features = {
                 str(name): _read_column(path, f"features[{name!r}]", column, len(train))
                 for name, column in features.items()
@@ -287,7 +288,7 @@ def _find_line(error: BaseException, path: Path) -> str:
     return f" (line {lines[-1]})" if lines else ""
 
 
-def _wrong_variable(path: Path, name: str, value: Any, wanted: str, example: str) -> InvalidInputError:
+def _wrong_variable_error(path: Path, name: str, value: Any, wanted: str, example: str) -> InvalidInputError:
     """Return the error for a variable of the file that is missing or has the wrong type."""
     kind = "is an empty dict" if isinstance(value, dict) and not value else f"has type {type(value).__name__}"
     return InvalidInputError(

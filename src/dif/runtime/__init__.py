@@ -1,1 +1,1 @@
-"""Processes, memory, files, progress bars and the checking of user input; no mathematics."""
+"""Processes, memory, files, progress bars, checks of what users pass, errors in their code. No mathematics here."""

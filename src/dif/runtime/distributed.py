@@ -63,7 +63,7 @@ def span(n: int) -> slice:
     return slice(rank * n // world, (rank + 1) * n // world)
 
 
-def added(part: Tensor) -> Tensor:
+def sum_over_processes(part: Tensor) -> Tensor:
     """Add up the parts of all processes; every process gets the bit-identical sum."""
     if is_single_process():
         return part
@@ -72,15 +72,15 @@ def added(part: Tensor) -> Tensor:
     return total
 
 
-def gathered(rows: Tensor, n: int) -> Tensor:
-    """Collect the rows of all processes in order, (n, …)."""
+def gather_rows(rows: Tensor, n: int) -> Tensor:
+    """Collect the rows of all processes, in the order of the samples, (n, …)."""
     if is_single_process():
         return rows
     all_rows = rows.new_zeros((n, *rows.shape[1:]))
     all_rows[span(n)] = rows
-    return added(all_rows)
+    return sum_over_processes(all_rows)
 
 
-def everywhere(condition: bool, like: Tensor) -> bool:
-    """Return whether a condition is true in all processes; `like` gives the device."""
-    return bool(added(torch.tensor(float(not condition), device=like.device)) == 0)
+def holds_in_all_processes(condition: bool, like: Tensor) -> bool:
+    """Return whether a condition is true in all processes; `like` determines the device of the exchange."""
+    return bool(sum_over_processes(torch.tensor(float(not condition), device=like.device)) == 0)

@@ -17,7 +17,7 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor
     Args:
         value: A tensor, an array, a data frame or nested lists.
         what: What the numbers are, for error messages; a noun such as "multipliers".
-        dtype: Of the tensor; None keeps the dtype of the numbers.
+        dtype: Dtype of the result; None keeps that of the numbers.
     """
     masked = getattr(value, "mask", None) if hasattr(value, "filled") else None
     if masked is not None and bool(masked.any() if hasattr(masked, "any") else masked):

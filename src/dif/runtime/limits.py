@@ -15,7 +15,7 @@ class Limits:
     begun: float = field(default_factory=time.monotonic)  # time.monotonic() at the start, seconds
     used: int = 0  # iterations
 
-    def spent(self) -> str | None:
+    def find_reached(self) -> str | None:
         """Return the name of the limit that has been reached, or None."""
         if self.used >= self.max_iter:
             return "max_iter"

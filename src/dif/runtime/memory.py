@@ -15,10 +15,10 @@ from dif.errors import MemoryWarning
 from dif.runtime.distributed import is_single_process
 from dif.runtime.user_code import convert_errors, is_out_of_memory
 
-NUMBERS_AT_ONCE = 2**23  # numbers in memory at once when a batch is evaluated for several columns together, on the CPU
-_ACCELERATED = 2**29  # the same limit on an accelerator, at most
-_HALVINGS = 24  # halvings after which running out of memory is an error
-_short: list[int] = [0]  # halvings so far in this process
+NUMBERS_AT_ONCE = 2**23  # numbers in memory at once while several columns go through a batch on the CPU: 64 MiB
+_ACCELERATED = 2**29  # largest value of the same limit on an accelerator: 4 GiB in double precision
+_HALVINGS = 24  # halvings of the batches after which running out of memory is an error; few numbers are left then
+_short: list[int] = [0]  # how often batches were halved so far in this process
 
 P = ParamSpec("P")
 R = TypeVar("R")

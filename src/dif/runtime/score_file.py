@@ -1,4 +1,4 @@
-"""Scores in a file that is filled chunk by chunk: readable meanwhile, and resumed after an interruption."""
+"""A file of scores that is filled chunk by chunk. It can be read while it grows, and resumed after an interruption."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch import Tensor
 from dif.errors import InvalidInputError
 from dif.runtime.atomic_file import check_folder, open_atomically
 
-_FORMAT = "dif scores in progress 1"  # first entry of the journal
+_FORMAT = "dif scores in progress 1"  # name and version of the journal, its first entry
 _SUFFIXES = (".npy", ".zarr")  # files that can be filled chunk by chunk
 
 
-def streamed(path: str | os.PathLike[str]) -> bool:
+def is_filled_in_chunks(path: str | os.PathLike[str]) -> bool:
     """Return whether the scores of this file are written chunk by chunk."""
     return os.fspath(path).endswith(_SUFFIXES)
 
 
-def beside(path: str | os.PathLike[str], kind: str = "json") -> Path:
+def companion_path(path: str | os.PathLike[str], kind: str = "json") -> Path:
     """Return the path of the description of a score file (`json`), or of its journal (`part`)."""
     return Path(f"{os.fspath(path)}.{kind}")
 
@@ -46,7 +46,7 @@ class ZarrValues:
         self.array[where] = block.numpy()
 
 
-Values = Tensor | ZarrValues
+Values = Tensor | ZarrValues  # scores (P, T), in memory or on disk
 
 
 class MemoryScores:
@@ -95,7 +95,7 @@ class FileScores(MemoryScores):
 
     def finish(self) -> None:
         """Delete the journal: all rows are written."""
-        beside(self.path, "part").unlink(missing_ok=True)
+        companion_path(self.path, "part").unlink(missing_ok=True)
 
     @property
     def record(self) -> dict[str, Any]:
@@ -107,7 +107,7 @@ class FileScores(MemoryScores):
         return {"format": _FORMAT, "fingerprint": self.fingerprint, "shape": list(self.shape)}
 
     def _append_to_journal(self, line: dict[str, Any]) -> None:
-        with open(beside(self.path, "part"), "a") as file:
+        with open(companion_path(self.path, "part"), "a") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -115,14 +115,14 @@ class FileScores(MemoryScores):
     def _start(self) -> Values:
         """Create the file and its journal."""
         self._refuse_foreign()
-        beside(self.path).unlink(missing_ok=True)
-        beside(self.path, "part").unlink(missing_ok=True)
+        companion_path(self.path).unlink(missing_ok=True)
+        companion_path(self.path, "part").unlink(missing_ok=True)
         self._append_to_journal(self._head)  # before the file, so that the file is never without a journal
         return _create(self.path, self.shape, self.rows)
 
     def _refuse_foreign(self) -> None:
         """Refuse to overwrite a file that dif did not write."""
-        if os.path.lexists(self.path) and read_journal(self.path) is None and not beside(self.path).exists():
+        if os.path.lexists(self.path) and read_journal(self.path) is None and not companion_path(self.path).exists():
             raise InvalidInputError(
                 f"`out` is {self.path!r}, which exists and was not written by dif.",
                 "It must be a new file, or one with scores of dif.",
@@ -136,27 +136,27 @@ class FileScores(MemoryScores):
         if journal is None or journal[0] != self._head:
             return None
         try:
-            values = opened(self.path, write=True)
+            values = open_values(self.path, write=True)
             if tuple(values.shape) != self.shape:
                 return None
             self.pieces = intact_chunks(values, journal[1])
         except Exception:  # damaged beyond reading: start from the beginning
             return None
         with open_atomically(
-            beside(self.path, "part")
-        ) as file:  # drop the lines of damaged chunks and half a last line
+            companion_path(self.path, "part")
+        ) as file:  # without the lines of damaged chunks and without an incomplete last line
             file.writelines(f"{json.dumps(line)}\n".encode() for line in (self._head, *self.pieces))
         return values
 
 
 def read_journal(path: str | os.PathLike[str]) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """Read the head and the chunks of a journal; of a finished file they are read from its description."""
+    """Read the head and the chunks of a journal, or of a finished file from its description; None without either."""
     try:
-        lines = beside(path, "part").read_text().split("\n")[:-1]  # a line without line break is incomplete
+        lines = companion_path(path, "part").read_text().split("\n")[:-1]  # a line without line break is incomplete
         head, *chunks = [json.loads(line) for line in lines]
     except (OSError, ValueError):
         try:
-            about = json.loads(beside(path).read_text())
+            about = json.loads(companion_path(path).read_text())
             chunks = about["streamed"].pop("pieces")
             head = about["streamed"]
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -187,7 +187,7 @@ def checksum(block: Tensor) -> int:
 def check_path(path: str | os.PathLike[str]) -> str:
     """Return the path as a string; it must end in .npy or .zarr, and its folder must exist."""
     name = os.fspath(path)
-    if not streamed(name):
+    if not is_filled_in_chunks(name):
         raise InvalidInputError(
             f"`out` is {name!r}.",
             "It must be a name ending in .npy or .zarr.",
@@ -198,7 +198,7 @@ def check_path(path: str | os.PathLike[str]) -> str:
     return name
 
 
-def opened(path: str | os.PathLike[str], write: bool = False) -> Values:
+def open_values(path: str | os.PathLike[str], write: bool = False) -> Values:
     """Open the values of a score file; they are read from disk as needed."""
     name = os.fspath(path)
     if name.endswith(".zarr"):

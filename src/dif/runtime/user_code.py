@@ -13,8 +13,8 @@ import torch
 from dif.errors import DifError, InvalidInputError
 
 _OURS = Path(__file__).parents[1]  # folder of dif: its own exceptions are not blamed on the user
-_CURE = "Call it yourself on a few samples and fix the error."  # where no other cure is known
-_CURES = {  # by a phrase in torch's message
+_CURE = "Call it yourself on a few samples and fix the error."  # if torch's message is not known
+_CURES = {  # what to do, by a phrase in torch's message
     "Jitted": "Pass the module as it was before torch.jit.script.",
     "DataParallel": "Pass the wrapped module, model.module.",
     "saved tensor hooks": "Switch activation checkpointing off for the fit; torch.func does not support it.",
@@ -50,7 +50,7 @@ def convert_errors(what: str) -> Iterator[None]:
     except DifError:
         raise
     except Exception as error:
-        if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
+        if is_out_of_memory(error) or isinstance(error, torch.linalg.LinAlgError) or _is_our_fault(error):  # pyright: ignore[reportPrivateImportUsage]
             raise
         lines = str(error).strip().splitlines() or [""]
         raise UserCodeError(
@@ -72,14 +72,17 @@ def is_out_of_memory(error: Any) -> bool:
     return isinstance(error, MemoryError | torch.OutOfMemoryError) or any(phrase in str(error) for phrase in phrases)
 
 
-def unsupported(error: Exception) -> bool:
+def is_unsupported(error: Exception) -> bool:
     """Return whether a transform of the user's code failed, so that a simpler one should be tried."""
     return isinstance(error, UserCodeError) or not (isinstance(error, DifError) or is_out_of_memory(error))
 
 
-def _our_fault(error: Exception) -> bool:
+unsupported = is_unsupported  # former name, still used by estimators/retraining.py
+
+
+def _is_our_fault(error: Exception) -> bool:
     """Return whether an exception other than a RuntimeError was raised by a line of dif."""
     file = Path(extract_tb(error.__traceback__)[-1].filename)
-    examples = (_OURS / "examples", _OURS / "studies")  # these hold losses, as users write them
+    examples = (_OURS / "examples", _OURS / "studies")  # their losses are user code
     ours = file.is_relative_to(_OURS) and not any(file.is_relative_to(folder) for folder in examples)
     return ours and not isinstance(error, RuntimeError)

@@ -16,7 +16,7 @@ from dif.errors import InvalidInputError
 from dif.runtime.inputs import as_index
 
 R = TypeVar("R")
-_LOST = 3  # workers lost in a row without a finished task after which the error is raised: the work itself kills them
+_LOST = 3  # losses in a row, with no task finished in between, after which the tasks themselves must be the cause
 
 
 def run_unordered(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[tuple[int, R]]:

@@ -1,1 +1,1 @@
-"""Solvers: `fit`, Newton's method on many problems at once, and the path of a solution under a perturbation."""
+"""Solvers: `fit`, many problems at once, paths under a perturbation, training runs. Judging a point: `optimality`."""

@@ -33,7 +33,7 @@ _TOO_MANY = 40  # products per trust-region step above which the sketch counts a
 class AugmentedLagrangian:
     """Rounds of minimising f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between.
 
-    `save(theta, lam, penalty, accuracy)` is called now and then, so that the work can be resumed.
+    `save(theta, lam, penalty, accuracy)` is called between blocks of iterations, so that the work can be resumed.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AugmentedLagrangian:
     def run_round(self) -> bool:
         """Minimise over θ, update λ, and raise ρ unless the violation fell; return False if θ diverged."""
         self.rounds += 1
-        if not self._minimise():  # diverged: a larger penalty may prevent that
+        if not self._minimise():  # it diverged, which a larger penalty may prevent
             if len(self.lam) == 0 or self.raised > PATIENCE:
                 raise UnboundedError(
                     f"The objective still falls {self.divergence} (penalty raised {self.raised} times).",
@@ -125,7 +125,7 @@ class AugmentedLagrangian:
         value, gradient = self._evaluate(self.theta)
         first = value
         for block in range(1, _BLOCKS + 1):
-            if self.limits.spent():
+            if self.limits.find_reached():
                 break
             before = self.theta
             value, gradient = self._descend(value, gradient)
@@ -208,7 +208,7 @@ class AugmentedLagrangian:
             fast = float(self.metric.map_gradient(gradient).norm()) < _FAST * float(slope.norm())
             any_moved, steps = any_moved or moved, steps + 1
             proceed = moved and not coarse and (fast or steps < _TRUST_STEPS)
-            if not proceed or self._relative_size(gradient) <= self.accuracy or self.limits.spent():
+            if not proceed or self._relative_size(gradient) <= self.accuracy or self.limits.find_reached():
                 break
             H = self._curvature()
         if coarse:
@@ -219,9 +219,9 @@ class AugmentedLagrangian:
         """Return the Hessian of the augmented Lagrangian at θ."""
         f, J = self.program.rows.gradients(self.theta)
         lam = self._next_multipliers(f)
-        pushing = self.program.kinds.pushing(lam)
+        forced = self.program.kinds.has_force(lam)
         H = Curvature(self.program.rows, self.theta, self.program.weights(lam))
-        return H.with_rows(J[1:][pushing], (self.penalty / self.row_scale)[pushing])
+        return H.with_rows(J[1:][forced], (self.penalty / self.row_scale)[forced])
 
     def _trust_region_step(
         self,
@@ -242,7 +242,7 @@ class AugmentedLagrangian:
             The value and the gradient at the new θ, and whether θ moved.
         """
         for _ in range(_SHRINKS):
-            if self.limits.spent():
+            if self.limits.find_reached():
                 break
             p, predicted = propose(self.radius)
             trial = self.theta + to_theta(p)

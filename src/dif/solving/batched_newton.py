@@ -18,13 +18,13 @@ from dif.optimality.solution import Solution
 from dif.runtime.memory import numbers_at_once
 from dif.solving.newton import damped_newton
 
-_IN_MEMORY = 2**25  # entries of θ, weights and gradients in memory at once on the CPU
+_IN_MEMORY = 2**25  # entries of θ, weights and gradients in memory at once on the CPU: 256 MiB
 _TRIALS = 30  # Newton steps tried per program, shortened ones included
 _INNER = 200  # iterations of conjugate gradients per Newton step
 _SHORTEST = 1 / 64  # smallest fraction of a Newton step that is tried
 _HALVED = 6  # chord steps within which the residual must halve; else each program's own curvature is used
 _SHARES = (0.2, 0.4, 0.6, 0.8)  # fractions of a large perturbation that are solved on the way to it
-_ROUGH = 1e-4  # relative KKT residual to reach at these
+_ROUGH = 1e-4  # relative KKT residual to reach at these fractions: they are only starting points
 _LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
@@ -60,7 +60,7 @@ class BatchedNewton:
         binding = at.active.mask(at.active.binding)
         self.system = KKTSystem.prepare_convex(at.curvature, at.G, at.program.kinds, binding, solver=solver)
         self.solver = self.system.solver
-        self.rows = self.system.firm | at.active.mask(at.active.active)  # that take part in the steps, (m,) bool
+        self.rows = self.system.firm | at.active.mask(at.active.active)  # rows that take part in the steps, (m,) bool
 
     def solve(
         self, stack: BatchedProgram, tol: float, max_iter: int, scaled: Callable[[float], BatchedProgram]
@@ -84,7 +84,7 @@ class BatchedNewton:
     def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""
         f, g = stack.pullback(theta, self.at.program.weights(lam))
-        solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, but unchecked
+        solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, by factorisation
         return self._chord_step(f[:, 1:] - stack.tau, g, lam, solve)
 
     def settle(self, stack: BatchedProgram, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:
@@ -133,10 +133,10 @@ class BatchedNewton:
             return
         d, m = ends.theta.shape[1], ends.lam.shape[1]
         past = Extrapolation(len(stack), d + m, partial(self.at.scales.lengths, G=self.at.G))
-        mark = torch.full_like(ends.residual, float("inf"))  # the last residual that was half of the mark before it
+        mark = torch.full_like(ends.residual, float("inf"))  # last residual that was at most half of the previous mark
         since = torch.zeros_like(ends.steps)  # steps since then
-        pushed = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # rows with a positive λ
-        further = 1e-3 if self.at.curvature.cheap else 1.0  # beyond the goal, where steps cost little
+        had_force = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # rows with a positive λ
+        further = 1e-3 if self.at.curvature.cheap else 1.0  # continue this far below the goal where steps are cheap
         aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
         theta, lam = ends.theta.clone(), ends.lam.clone()
         for _ in range(max_iter):
@@ -160,9 +160,9 @@ class BatchedNewton:
             live, omega, nu = live[exists.to(live.device)], omega[exists], nu[exists]
             if len(live) == 0:
                 return
-            pushes = self.at.program.kinds.pushing(nu)
-            past.forget(live[(pushes != pushed[live]).any(1).to(live.device)])
-            pushed[live] = pushes
+            has_force = self.at.program.kinds.has_force(nu)
+            past.forget(live[(has_force != had_force[live]).any(1).to(live.device)])
+            had_force[live] = has_force
             here = torch.cat([theta[live], lam[live]], 1)
             there = here + past.combine(live, here, torch.cat([omega, nu - lam[live]], 1))
             theta[live], lam[live] = there[:, :d], self.at.program.kinds.project(there[:, d:])

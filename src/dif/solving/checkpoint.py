@@ -79,10 +79,10 @@ class Checkpoint:
             numbers = {key: about[key] for key in ("epochs", "penalty", "accuracy")}
             fingerprint = about["problem"]
         except Exception as error:
-            raise self._unusable(f"{type(error).__name__}: {error}") from error
+            raise self._unusable_error(f"{type(error).__name__}: {error}") from error
         different = [key for key, value in self._description().items() if stored[key] != value]
         if different:
-            raise self._unusable(", ".join(f"{key} {stored[key]}" for key in different))
+            raise self._unusable_error(", ".join(f"{key} {stored[key]}" for key in different))
         if fingerprint != self._fingerprint:
             warn(
                 f"The checkpoint {os.fspath(self.path)!r} belongs to another problem: its data, weights, bounds or "
@@ -93,7 +93,7 @@ class Checkpoint:
         like = self.program.parameters
         return FitState(theta.to(like.device, like.dtype), lam.to(like.device, like.dtype), **numbers)
 
-    def _unusable(self, reason: str) -> InvalidInputError:
+    def _unusable_error(self, reason: str) -> InvalidInputError:
         return InvalidInputError(
             f"The checkpoint {os.fspath(self.path)!r} cannot be resumed ({reason}).",
             "It must have been written by `fit` for the same parameters and constraints.",

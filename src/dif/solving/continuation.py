@@ -22,8 +22,8 @@ from dif.optimality.targets import Targets
 from dif.problem.kinds import Kinds
 from dif.problem.perturbation import Perturbation
 
-_FIRST_STEP = 0.25  # first step of ε
-_SHORTEST = 1e-7  # smallest step of ε
+_FIRST_STEP = 0.25  # first step of ε; later ones adapt
+_SHORTEST = 1e-7  # smallest step of ε; where it fails, the path is lost
 _CORRECTIONS = 60  # corrector steps per point
 _HALVED = 8  # corrector steps within which the residual must halve
 _EASY = 10  # with at most so many corrections, the next step of ε is doubled
@@ -138,7 +138,7 @@ class PathFollower:
             if there is None:
                 length = 0.25 * step
                 if length < _SHORTEST:
-                    raise self._lost(here)
+                    raise self._lost_error(here)
                 continue
             if bool((self._margins(there, active) < -10 * self.goal).any()):
                 there, row = self._locate(here, there, active)
@@ -175,7 +175,7 @@ class PathFollower:
             G = at.program.rows.gradients(at.theta)[1][1:]
             self.prepared = KKTSystem.prepare_convex(H, G, at.program.kinds, active)
         except DegenerateError as error:
-            raise self._lost(at) from error
+            raise self._lost_error(at) from error
 
     def _derivative(self, at: PathPoint) -> tuple[Tensor, Tensor]:
         """Return ∂∇L/∂ε, (d,), and ∂(f − τ)/∂ε, (m,): differences between ε = 1 and 0, as both are linear in ε."""
@@ -197,7 +197,7 @@ class PathFollower:
         d, scales = theta.numel(), self.at.scales
         past = Extrapolation(1, d + len(lam), partial(scales.lengths, G=self.at.G))
         only = torch.tensor([0], device=theta.device)
-        mark, since = float("inf"), 0  # the last residual that was half of the mark before it, and steps since then
+        mark, since = float("inf"), 0  # last residual of at most half the previous mark, and steps since
         for count in range(_CORRECTIONS):
             weights = program.weights(lam)
             f, g = program.rows.pullback(theta, lambda _, weights=weights: weights)
@@ -210,7 +210,7 @@ class PathFollower:
             if since >= _HALVED or not residual < float("inf"):
                 return None
             if self.steps >= self.max_steps:
-                raise self._lost(self.points[-1])
+                raise self._lost_error(self.points[-1])
             self.steps += 1
             try:
                 omega, mu = self.prepared.hold(g, c, active)
@@ -250,7 +250,7 @@ class PathFollower:
             if point is not None and abs(float(self._margins(point, active)[row])) <= 10 * point.residual:
                 point = self._correct(point.theta, point.lam, point.epsilon, active)  # too rough to know the sign
             if point is None:
-                raise self._lost(low)
+                raise self._lost_error(low)
             margins = self._margins(point, active)
             if bool((margins < -self.goal).any()):
                 high, after = point, margins
@@ -270,7 +270,7 @@ class PathFollower:
             try:
                 ahead = self._resolve(at, active & ~touching, touching)
             except DifError as error:  # the rows that meet here contradict each other beyond it
-                raise self._lost(at) from error
+                raise self._lost_error(at) from error
         else:
             ahead = active ^ touching if bool(active[row]) else self._activate(at, active, row)
         at.lam = torch.where(ahead, at.lam, 0.0)
@@ -287,7 +287,7 @@ class PathFollower:
         lam, firm, kinds = torch.zeros_like(r[rows]), torch.ones_like(active[rows]), Kinds(active[rows])
         _, nu = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, kinds, firm)
         ahead = active.clone()
-        ahead[rows] = kinds.pushing(nu)
+        ahead[rows] = kinds.has_force(nu)
         return ahead
 
     def _activate(self, at: PathPoint, active: Tensor, row: int) -> Tensor:
@@ -306,7 +306,7 @@ class PathFollower:
             return ahead
         decreasing = (share > _DEPENDENT) & self.one_sided[rows]
         if not bool(decreasing.any()):
-            raise self._lost(at)
+            raise self._lost_error(at)
         ratios = torch.where(decreasing, at.lam[rows] / share, float("inf"))
         first = int(ratios.argmin())
         at.lam = at.lam.clone()
@@ -315,7 +315,7 @@ class PathFollower:
         ahead[rows[first]] = False
         return ahead
 
-    def _lost(self, at: PathPoint) -> NotConvergedError:
+    def _lost_error(self, at: PathPoint) -> NotConvergedError:
         return NotConvergedError(
             f"The path of the solution under {self.perturbation.labels[0]!r} was lost at ε = {at.epsilon:.6g} "
             f"after {self.steps} steps.",

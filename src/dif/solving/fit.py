@@ -125,7 +125,7 @@ def fit(
 
 
 def _describe(result: Found, solution: Solution) -> str:
-    """Say what kind of point an unfinished solve ended at."""
+    """Describe the point at which an unfinished solve ended."""
     if result.negative_curvature is not None:
         lowest = result.negative_curvature[0]
         return f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
@@ -180,7 +180,7 @@ def _check_batches(epochs: int, batch_size: int, rate: float, seed: int) -> None
 
 @dataclass
 class Found:
-    """The state of a solve, and its result in the end."""
+    """The state of a solve; at the end, its result."""
 
     theta: Tensor
     lam: Tensor
@@ -224,7 +224,7 @@ def solve(
         rounds.penalty, rounds.accuracy = start.penalty or rounds.penalty, start.accuracy or rounds.accuracy
     waited = 0
     trial = best
-    while rounds is not None and not best.reached and limits.spent() is None:
+    while rounds is not None and not best.reached and limits.find_reached() is None:
         if trial.negative_curvature is not None:
             rounds.escape(trial.negative_curvature[1])
         if not rounds.run_round():
@@ -242,7 +242,7 @@ def solve(
             best.stopped_by = "no further progress"
             break
     else:
-        best.stopped_by = limits.spent() or "converged"
+        best.stopped_by = limits.find_reached() or "converged"
     best.iterations = limits.used
     phase = (rounds.penalty, rounds.accuracy) if rounds is not None and rounds.rounds > 0 else ()
     save(best.theta, best.lam, *phase)
@@ -279,7 +279,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
 
     def step(_: Tensor) -> tuple[Tensor, Tensor]:
         no_step = torch.zeros_like(z), torch.tensor([False])
-        if limits.spent() is not None:
+        if limits.find_reached() is not None:
             return no_step
         limits.used += 1
         report(limits.used, f"(Newton, residual {at.residual:.1e})")
@@ -287,7 +287,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         try:
             gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
             omega, lam = kkt_step(
-                gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, program.kinds.pushing(at.lam), chosen
+                gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, program.kinds.has_force(at.lam), chosen
             )
         except DegenerateError:
             return no_step
@@ -304,7 +304,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
         nonlocal f, J, H, units, convex
         if not bool(moved):
-            stop = float(length) < _SHORTEST or at.reached or limits.spent() is not None
+            stop = float(length) < _SHORTEST or at.reached or limits.find_reached() is not None
             convex = stop and H.cheap
             return torch.tensor([not stop])
         kkt, f, J = trial
@@ -326,7 +326,7 @@ def _polish(program: Program, at: Found, goal: float, limits: Limits, report: Re
     if _newton(program, at, goal, limits, report, solver) or not at.residual <= at.goal:
         return
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    G = program.rows.gradients(at.theta)[1][1:][program.kinds.pushing(at.lam)]
+    G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
     lowest, direction = lanczos(H, G, H.scale().sqrt())
     if lowest < _SADDLE:
         at.negative_curvature = lowest, direction

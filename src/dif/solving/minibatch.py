@@ -14,13 +14,13 @@ from dif.runtime.limits import Limits
 from dif.runtime.progress import Reporter
 
 _ASCENT = 10.0  # step size of λ relative to that of Adam
-_BETAS = (0.9, 0.999)  # decay rates of Adam's two moving averages
+_BETAS = (0.9, 0.999)  # decay rates of Adam's two moving averages, as in torch
 
 
 class PrimalDual:
     """Stochastic descent on the Lagrangian in θ and ascent in λ, with a step size that falls to zero along a cosine.
 
-    It ends near a solution, not at one; the phases after it do the rest.
+    It ends near a solution; the later phases of `fit` continue from there.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class PrimalDual:
         first, second, count = torch.zeros_like(theta), torch.zeros_like(theta), 0
         for epoch in range(done, self.epochs):
             for step, rows in enumerate(self._batches(epoch)):
-                if self.limits.spent():
+                if self.limits.find_reached():
                     return theta, lam, epoch
                 share = (epoch + step / self.steps) / self.epochs
                 rate = self.rate * 0.5 * (1 + math.cos(math.pi * share))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-_DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve
+_DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve (Armijo's condition)
 
 
 def damped_newton(
@@ -23,10 +23,10 @@ def damped_newton(
     Args:
         z: (P, n) the points.
         residual: (P,) their residuals.
-        step: For numbers (k,) of points: their Newton steps, (k, n), and where there is one, (k,) bool.
-        judge: For numbers (k,) and trial points (k, n): the residuals there, (k,); inf where they are unusable.
-        proceed: Called after every trial with the numbers, whether each point moved, and the length of its next trial
-            (1 where a new step is due): which of them go on, (k,) bool.
+        step: Takes the numbers (k,) of some points. Returns their Newton steps, (k, n), and which exist, (k,) bool.
+        judge: Takes numbers (k,) and trial points (k, n). Returns the residuals there, (k,), inf if unusable.
+        proceed: Called after every trial with the numbers of the points, whether each moved, and the length of its
+            next trial (1 where a new step is due). Returns which of them go on, (k,) bool.
         limit: Largest number of trials.
     """
     live = torch.arange(len(z))

@@ -167,6 +167,7 @@ def test_self_influence_is_the_effect_of_removal_on_the_own_loss():
     solution = solved(problem)
     own = dif.self_influence(dif.DirectionalInfluence(solution), train, show_progress=False)
     assert own.values.shape == (60, 1)
+    assert "assessment" not in own.diagnostics
     each = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
     np.testing.assert_allclose(own.values[:, 0], each.values.diagonal(), atol=1e-12)
     exact = dif.self_influence(dif.Retraining(solution, show_progress=False), train, [3, 11], show_progress=False)

@@ -14,6 +14,7 @@ from refusals import (
     F64,
     INF,
     NAN,
+    PROBLEM,
     SADDLE,
     START,
     TRAIN,
@@ -362,6 +363,51 @@ def test_wrong_objects_are_named():
     constant = dif.Term(constant=torch.ones((), dtype=F64))
     text = "A constant does not change with the parameters."
     invalid(lambda: estimator(dif.DirectionalInfluence).scores(constant, TRAIN.remove(0)), "Term(1)", text)
+
+
+SOLVER_MEANING = "A solver is built for each curvature, once that is known."
+SAMPLES_MEANING = "The samples to remove are chosen from Samples, by index."
+SOLUTION_MEANING = "Influence is defined at a solution of a problem."
+ESTIMATOR_MEANING = "The estimator scores the removal of each sample at that solution."
+OPERATOR_MEANING = "The solver works with products of the curvature and vectors."
+
+
+OBJECTS = {
+    "solver a number": (lambda: dif.DirectionalInfluence(solution(), solver=3), "`solver` is 3.", SOLVER_MEANING),
+    "solver a name": (lambda: dif.ClassicalInfluence(solution(), solver="cg"), "`solver` is 'cg'.", SOLVER_MEANING),
+    "solver that builds none": (
+        lambda: dif.DirectionalInfluence(solution(), solver=lambda H: 3),
+        "`solver` returned an object of type int.",
+        "returns a dif.LinearSolver",
+    ),
+    "conjugate gradients": (lambda: dif.ConjugateGradients(3), "`curvature` is of type int.", OPERATOR_MEANING),
+    "refinement": (lambda: dif.Refinement(torch.eye(2)), "`curvature` is of type Tensor.", "must be a dif.Operator"),
+    "choose": (lambda: dif.choose(solution(), TRAIN.mean(), 3, 1), "`samples` is of type int.", SAMPLES_MEANING),
+    "smallest_set": (
+        lambda: dif.smallest_set(solution(), TRAIN.mean(), 3, 0.1),
+        "`samples` is of type int.",
+        "Samples",
+    ),
+    "without": (lambda: PROBLEM.without(3, [1]), "`samples` is of type int.", "must be a dif.Samples"),
+    "samples of self-influence": (
+        lambda: dif.self_influence(estimator(dif.DirectionalInfluence), 3),
+        "`samples` is of type int.",
+        SAMPLES_MEANING,
+    ),
+    "self-influence at a solution": (
+        lambda: dif.self_influence(solution(), TRAIN),
+        "`estimator` is of type Solution.",
+        ESTIMATOR_MEANING,
+        "dif.DirectionalInfluence(solution)",
+    ),
+    "certificate": (lambda: dif.Certificate.of(3), "`solution` is of type int.", SOLUTION_MEANING),
+    "curve": (lambda: dif.bound_curve(PROBLEM, CAP, [1.0]), "`solution` is of type Problem.", "must be a dif.Solution"),
+}
+
+
+@table(OBJECTS)
+def test_objects_of_another_type_are_refused(case):
+    invalid(*case)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

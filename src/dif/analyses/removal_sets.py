@@ -16,7 +16,7 @@ from dif.evaluation.program import Program
 from dif.evaluation.weight_change import find_indispensable
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
-from dif.problem.samples import Samples
+from dif.problem.samples import Samples, expect_samples
 from dif.runtime.inputs import as_index, as_numbers
 from dif.runtime.progress import Reporter, progress
 from dif.solving.fit import fit
@@ -169,7 +169,7 @@ class _RemovalSet:
                 "A set of samples is chosen for one number.",
                 "Add them up with weights of your choice: a sum of Terms is a Term.",
             )
-        needed = find_indispensable(solution.program, samples)
+        needed = find_indispensable(solution.program, expect_samples(samples))
         indices = range(len(samples)) if among is None else samples.check_indices(among)
         candidates = [i for i in indices if i not in needed]
         if not candidates:

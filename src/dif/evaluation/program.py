@@ -16,7 +16,7 @@ from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Constraint, Term
-from dif.runtime.inputs import as_numbers, as_tensor
+from dif.runtime.inputs import as_numbers, as_tensor, check_instance
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +34,13 @@ class Program:
     @classmethod
     def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
         """Check the losses and functions of a problem at θ and compile it."""
-        if not isinstance(problem, Problem):
-            raise InvalidInputError(
-                f"`problem` has type {type(problem).__name__}.",
-                "It must be a dif.Problem.",
-                "An objective and its constraints are stated by dif.Problem(objective, constraints).",
-                "Wrap a Term as dif.Problem(term).",
-            )
+        check_instance(
+            problem,
+            Problem,
+            "problem",
+            meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
+            cure="Wrap a Term as dif.Problem(term).",
+        )
         terms = [problem.objective, *(c.term for c in problem.constraints)]
         functions = list({id(f): f for t in terms for _, f in t.functions}.values())
         probe(problem.samples, functions, parameters, theta)

@@ -10,7 +10,7 @@ from typing import cast
 from dif.errors import InvalidInputError, SameDataWarning, warn
 from dif.problem.perturbation import Action, Perturbation, Shift, check_shift, unused_error
 from dif.problem.perturbed_problem import apply_perturbation
-from dif.problem.samples import Samples
+from dif.problem.samples import Samples, expect_samples
 from dif.problem.term import Constraint, Expression, Term
 
 
@@ -148,7 +148,7 @@ class Problem:
 
     def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
         """Return the problem without some samples: `after(samples.remove(indices))`."""
-        return self.after(samples.remove(indices))
+        return self.after(expect_samples(samples).remove(indices))
 
     def __repr__(self) -> str:
         count = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"

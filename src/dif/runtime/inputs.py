@@ -1,14 +1,16 @@
-"""Convert and check the numbers that users pass: lists, arrays, tensors."""
+"""Convert and check what users pass: numbers, lists, arrays, tensors, objects of dif."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+
+T = TypeVar("T")
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -82,3 +84,19 @@ def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str) 
         allowed = f"It must be a finite number {'≥' if zero else '>'} 0."
         raise InvalidInputError(f"{name} is {value!r}.", allowed, meaning, cure)
     return number
+
+
+def check_instance(value: object, kind: type[T], what: str, *, meaning: str, cure: str) -> T:
+    """Return a value that must be an instance of a public class of dif, or have the members of a public interface.
+
+    Args:
+        value: The value.
+        kind: The class or interface.
+        what: The name of the argument, for the error message.
+        meaning: What the value is for; a sentence of the error message.
+        cure: What to do; a sentence of the error message.
+    """
+    if not isinstance(value, kind):
+        found, allowed = f"`{what}` is of type {type(value).__name__}.", f"It must be a dif.{kind.__name__}."
+        raise InvalidInputError(found, allowed, meaning, cure)
+    return value

@@ -451,8 +451,9 @@ def test_the_number_of_the_perturbation_is_its_place(kind):
         lambda: TRAIN.add((X[:1], Y[:1]), like=np.int64(2)),
         lambda: TRAIN.add((X[:1], Y[:1]), like=torch.tensor(2)),
         lambda: samples(squares, batch_size=np.int64(4)),
+        lambda: solve(TRAIN.mean(), max_iter=np.int64(100)),
     ],
-    ids=["remove", "like", "like a tensor", "batch_size"],
+    ids=["remove", "like", "like a tensor", "batch_size", "max_iter"],
 )
 def test_numpy_integers_are_integers(action):
     action()

@@ -124,6 +124,12 @@ def test_stops_and_changes_along_a_path():
     np.testing.assert_allclose(path.changes(train.mean())[at], expected.values[0], atol=1e-9)
     assert path.start is solution
     assert path.curvatures == 0  # the one at the start was enough
+    for limit in (0, "a", 2.5):
+        with pytest.raises(
+            dif.InvalidInputError, match=f"`max_steps` is {limit!r}. It must be an integer ≥ 1"
+        ) as caught:
+            dif.PathInfluence(solution, max_steps=limit)
+        assert caught.value.meaning == "It limits the steps along one path."
     with pytest.raises(dif.InvalidInputError, match="stops on a path"):
         dif.PathInfluence(solution).follow(removal, stops=["a"])
     with pytest.raises(dif.InvalidInputError, match="A path leads from ε = 0") as caught:

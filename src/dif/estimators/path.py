@@ -17,10 +17,10 @@ from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.inputs import as_numbers
+from dif.runtime.inputs import as_numbers, check_count
 from dif.runtime.workers import check_jobs
 from dif.solving.continuation import Path, PathFollower
-from dif.solving.fit import check_limits, resolve_tolerance
+from dif.solving.fit import resolve_tolerance
 
 
 class PathInfluence:
@@ -47,8 +47,13 @@ class PathInfluence:
     ) -> None:  # fmt: skip
         self.solution = expect_solution(solution)
         self.tol = resolve_tolerance(tol, solution.theta)
-        check_limits(max_steps, None)
-        self.max_steps, self.strict, self.show_progress = max_steps, strict, show_progress
+        self.max_steps = check_count(
+            max_steps,
+            "max_steps",
+            meaning="It limits the steps along one path.",
+            cure="Leave it out for the default.",
+        )
+        self.strict, self.show_progress = strict, show_progress
         if strict:
             solution.check()
             solution.active.check()

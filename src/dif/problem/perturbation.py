@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, few
 from dif.problem.sample_losses import SampleLosses
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,16 +239,14 @@ class Perturbation:
     __radd__ = __add__
 
     def __mul__(self, factor: object) -> Perturbation:
-        if isinstance(factor, str) or not hasattr(factor, "__float__"):
-            return NotImplemented
-        scale = float(factor)  # type: ignore[arg-type]
-        if not abs(scale) < float("inf"):
-            raise InvalidInputError(
-                f"A perturbation was multiplied by {scale}.",
-                "The factor must be finite.",
-                "It says how much of the perturbation is carried out.",
-                "Use 1 for all of it, 0.01 for a hundredth, -1 for the opposite.",
-            )
+        scale = check_number(
+            factor,
+            "the factor of a perturbation",
+            zero=True,
+            negative=True,
+            meaning="It says how much of the perturbation is carried out.",
+            cure="Use 1 for all of it, 0.01 for a hundredth, -1 for the opposite.",
+        )
         return Perturbation(tuple((scale * c, action) for c, action in self.pieces))
 
     __rmul__ = __mul__

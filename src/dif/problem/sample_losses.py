@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dif.errors import InvalidInputError, few
 from dif.problem.data_source import Storage
 from dif.problem.structure import mapped
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_count
 from dif.runtime.user_code import convert_errors
 
 # the entry of `fallbacks` that makes attention be computed by matrix products
@@ -41,19 +41,19 @@ class SampleLosses:
                 "In Samples(loss, data) the loss comes first.",
                 "Pass a function that returns one loss per sample.",
             )
-        if batch_size is not None and (as_index(batch_size) or 0) < 1:
-            raise InvalidInputError(
-                f"`batch_size` of Samples {name!r} is {batch_size!r}.",
-                "It must be an integer ≥ 1, or None.",
-                "It is the number of samples per pass.",
-                "Leave it out to take as many as fit into memory.",
+        if batch_size is not None:
+            batch_size = check_count(
+                batch_size,
+                f"`batch_size` of Samples {name!r}",
+                meaning="It is the number of samples per pass.",
+                cure="Leave it out to take as many as fit into memory.",
             )
         self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name = name
         self.storage = Storage.of(data, name)
         self.population: SampleLosses = self  # for a view, the Samples that it was made from
-        self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
+        self.batch_size = self.storage.batch_size if batch_size is None else batch_size
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
         self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what is done instead

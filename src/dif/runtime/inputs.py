@@ -65,7 +65,7 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str) -> float:
+def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str, negative: bool = False) -> float:
     """Return a number as a float; it must be finite and > 0, or ≥ 0 where `zero` is true.
 
     Args:
@@ -74,16 +74,29 @@ def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str) 
         zero: Whether 0 is accepted.
         meaning: What the number is for; a sentence of the error message.
         cure: What to do; a sentence of the error message.
+        negative: Whether numbers below 0 are accepted.
     """
     try:
-        number = float(value)
+        number = float("nan") if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
-    if not (0 < number < float("inf") or (zero and number == 0)):
-        name = f"`{what}`" if what.isidentifier() else what[0].upper() + what[1:]
-        allowed = f"It must be a finite number {'≥' if zero else '>'} 0."
-        raise InvalidInputError(f"{name} is {value!r}.", allowed, meaning, cure)
+    if not (0 < (abs(number) if negative else number) < float("inf") or (zero and number == 0)):
+        least = "" if negative else f" {'≥' if zero else '>'} 0"
+        raise InvalidInputError(f"{_title(what)} is {value!r}.", f"It must be a finite number{least}.", meaning, cure)
     return number
+
+
+def check_count(value: Any, what: str, *, meaning: str, cure: str) -> int:
+    """Return an integer ≥ 1 as an int; the arguments are those of `check_number`."""
+    number = as_index(value)
+    if number is None or number < 1:
+        raise InvalidInputError(f"{_title(what)} is {value!r}.", "It must be an integer ≥ 1.", meaning, cure)
+    return number
+
+
+def _title(what: str) -> str:
+    """Begin a sentence with the name of an argument, or with a noun phrase."""
+    return f"`{what}`" if what.isidentifier() else what[0].upper() + what[1:]
 
 
 def check_instance(value: object, kind: type[T], what: str, *, meaning: str, cure: str) -> T:

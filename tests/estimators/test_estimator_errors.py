@@ -39,6 +39,7 @@ from torch import nn
 
 import dif
 from dif.linalg.cholesky import DenseCholesky
+from dif.report.report import Report
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -308,6 +309,10 @@ def test_damaged_files_are_refused(case, tmp_path):
 def test_a_missing_file_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         dif.Influence.load(tmp_path / "none.npz")
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no report file '.*none.json'. Write one with `dif score FILE`."
+    ):
+        Report.load(tmp_path / "none.json")
     with pytest.raises(FileNotFoundError):
         influence().save(tmp_path / "none" / "scores.npz")
 

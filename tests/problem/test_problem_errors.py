@@ -10,6 +10,7 @@ from refusals import (
     ESTIMATORS,
     EYE,
     F64,
+    GROUP,
     INF,
     NAN,
     PROBLEM,
@@ -117,12 +118,14 @@ INDICES = {
     "numpy float": (np.array([1.0]), "1.0", "No such sample exists."),
     "float tensor": (torch.tensor([1.0]), "1.0", "No such sample exists."),
     "nan": ([NAN], "nan", "No such sample exists."),
-    "text": (["a"], "a", "No such sample exists."),
+    "text in a list": (["a"], "'a'", "No such sample exists."),
+    "text": ("ab", "'ab'", "No such sample exists."),
+    "slice": (slice(0, 3), "slice(0, 3, None)", "Write a slice as range(begin, end)"),
     "none": (None, "None", "No such sample exists."),
     "nested": ([[1, 2]], "[1, 2]", "No such sample exists."),
-    "boolean mask": (torch.tensor([True, False, True]), "True, False, True", "use torch.nonzero(mask)"),
-    "numpy mask": (np.array([True] * 3), "True, True, True", "use torch.nonzero(mask)"),
-    "single bool": (True, "True", "use torch.nonzero(mask)"),
+    "boolean mask": (torch.tensor([True, False, True]), "True, False, True", "a mask as torch.nonzero(mask)[:, 0]"),
+    "numpy mask": (np.array([True] * 3), "True, True, True", "a mask as torch.nonzero(mask)[:, 0]"),
+    "single bool": (True, "True", "a mask as torch.nonzero(mask)[:, 0]"),
     "empty": ([], "no index was given", "Nothing would change."),
     "twice": (
         [4, 1, 4, 1, 2],
@@ -149,14 +152,14 @@ def test_sample_indices_are_checked(case, method):
         assert len(method(index)) == 8  # None means every sample there
         return
     found = (
-        measured if "given" in measured else f"Samples 'train' has 8 samples, but the indices {measured} were given."
+        measured if "given" in measured else f"Samples 'train' has 8 samples, but the given indices include {measured}."
     )
     invalid(lambda: method(index), found, "'train'", text)
 
 
 def test_many_unknown_indices_are_counted():
     error = refused(dif.InvalidInputError, lambda: TRAIN.remove(range(100)), "92 in all", "integers from 0 to 7")
-    assert error.found.startswith("Samples 'train' has 8 samples, but the indices 8, 9, 10")
+    assert error.found.startswith("Samples 'train' has 8 samples, but the given indices include 8, 9, 10")
 
 
 def test_no_group_is_refused():
@@ -235,7 +238,7 @@ PERTURBATIONS = {
         "slice(None, None, 2)",
         "Perturbations are stored in consecutive rows.",
     ),
-    "empty slice": (lambda: TRAIN.remove_each()[5:2], "slice(5, 2, None)", "inside 0 … 8"),
+    "empty slice": (lambda: TRAIN.remove_each()[5:2], "slice(5, 2, None)", "inside 0 … 8", "perturbations.pick("),
     "sum of different numbers": (
         lambda: TRAIN.remove_groups([[0], [1]]) + TRAIN.remove_each(),
         "2 + 8 perturbations were added.",
@@ -249,6 +252,11 @@ PERTURBATIONS = {
 @table(PERTURBATIONS)
 def test_perturbations_refuse(case):
     invalid(*case)
+
+
+def test_the_cures_of_indices_work():
+    assert TRAIN.remove(torch.nonzero(GROUP == 1)[:, 0]).labels == TRAIN.remove(range(4, 8)).labels
+    assert TRAIN.remove_each().pick([0, 2, 4]).labels == TRAIN.remove_each([0, 2, 4]).labels
 
 
 def test_a_missing_perturbation_ends_iteration():

@@ -143,7 +143,8 @@ class Problem:
             f"{constraint!r} is not a constraint of this problem.",
             "It must be one of the constraint objects that were passed to Problem.",
             "Constraints are told apart by identity, and .named(...) makes a new one.",
-            "Keep the object that you passed to Problem, or use problem.constraints[j].",
+            "Keep the object that you passed to Problem, or use problem.constraints[j]. A perturbed problem has new "
+            "ones: take them from solution.problem.constraints.",
         )
 
     def without(self, samples: Samples, indices: Iterable[int]) -> Problem:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dif.errors import InvalidInputError, few
+from dif.errors import InvalidInputError, count_words, few
 from dif.problem.data_source import Storage
 from dif.problem.structure import mapped
 from dif.runtime.inputs import as_index, check_count
@@ -125,16 +125,17 @@ class SampleLosses:
         """Return sample indices as a list; each must exist and appear once."""
         if hasattr(indices, "tolist"):  # tensors and arrays, also without dimension
             indices = indices.tolist()  # type: ignore[union-attr]
-        given = list(indices) if isinstance(indices, Iterable) else [indices]
+        given = list(indices) if isinstance(indices, Iterable) and not isinstance(indices, str) else [indices]
         index = [as_index(i) for i in given]
         unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < len(self)]
         if unknown or not index:
-            indices_given = f"the indices {few(unknown)} were given" if index else "no index was given"
+            found = f"the given indices include {few(unknown, quoted=True)}" if index else "no index was given"
             raise InvalidInputError(
-                f"Samples {self.name!r} has {len(self)} samples, but {indices_given}.",
+                f"Samples {self.name!r} has {count_words(len(self), 'sample')}, but {found}.",
                 f"Indices must be integers from 0 to {len(self) - 1}, at least one.",
                 "No such sample exists." if index else "Nothing would change.",
-                "Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
+                "Count from 0 in the order of the data. Write a slice as range(begin, end), and a mask as "
+                "torch.nonzero(mask)[:, 0].",
             )
         known = [i for i in index if i is not None]
         if len(set(known)) < len(known):

@@ -188,6 +188,8 @@ class Report:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read a report that `save` wrote."""
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"There is no report file {os.fspath(path)!r}. Write one with `dif score FILE`.")
         try:
             content = json.loads(Path(path).read_text("utf-8"))
             if content.pop("format") != _FORMAT:
@@ -195,8 +197,6 @@ class Report:
             report = cls(**content)
             report._render()  # fails if anything is missing
             return report
-        except FileNotFoundError:
-            raise
         except Exception as error:
             raise InvalidInputError(
                 f"Report file {os.fspath(path)!r} cannot be read ({type(error).__name__}: {error}).",

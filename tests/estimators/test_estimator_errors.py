@@ -48,7 +48,9 @@ def test_change_takes_one_perturbation(kind):
     invalid(lambda: estimator(kind).change(3), "int", text)
     invalid(lambda: estimator(kind).change([TRAIN.remove(0)]), "list", text)
     many = TRAIN.remove_each()
-    invalid(lambda: estimator(kind).change(many), "8", "A Change is the answer to one perturbation.")
+    text = "A change or a path answers one perturbation."
+    for action in (estimator(kind).change, dif.PathInfluence(solution()).follow):
+        invalid(lambda action=action: action(many), "8 perturbations were given.", text, "perturbations[i]")
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS[:3])
@@ -363,7 +365,9 @@ def test_wrong_objects_are_named():
     invalid(lambda: dif.fit(TRAIN.mean(), START), "Term", text)
     invalid(lambda: dif.Function(3.0, name="three"), "float", "A Function is evaluated at many parameters.")
     unreadable = refused(dif.InvalidInputError, lambda: TRAIN.reweight(None), "It cannot be read as numbers.")
-    assert "NoneType" in unreadable.found
+    assert unreadable.found == "An object of type NoneType was given as `dw` of 'train'."
+    found = "An array of dtype <U1 was given as data of Samples 'odd'."
+    invalid(lambda: samples(through, np.array(["a", "b"])), found, "Encode text as numbers")
     invalid(lambda: TRAIN.mean() / 0, "0", "A Term divided by 0 is not defined.")
     constant = dif.Term(constant=torch.ones((), dtype=F64))
     text = "A constant does not change with the parameters."

@@ -46,16 +46,27 @@ SAMPLES = {
         lambda: samples(squares, (X, Y[:3])),
         "lengths 8, 3.",
         "The first dimension of every tensor counts",
+        "Make the first dimensions equal.",
     ),
-    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "The tensors of Samples 'odd'"),
-    "zero samples": (lambda: samples(squares, X[:0]), "lengths 0.", "the same length, at least 1"),
-    "empty tuple": (lambda: samples(squares, ()), "no tensor", "Make the first dimensions equal."),
-    "empty dict": (lambda: samples(squares, {}), "no tensor", "Make the first dimensions equal."),
-    "empty dataset": (lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])), "lengths 0.", "at least 1"),
+    "outputs not callable": (
+        lambda: samples(squares, outputs=3),
+        "`outputs` of Samples 'odd' is of type int.",
+        "The loss takes the outputs of the model in place of the params.",
+        "or leave it out",
+    ),
+    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "Give every tensor a first dimension"),
+    "zero samples": (lambda: samples(squares, X[:0]), "Samples 'odd' is empty.", "the data of at least one sample"),
+    "empty tuple": (lambda: samples(squares, ()), "Samples 'odd' is empty.", "Pass the data of at least one sample."),
+    "empty dict": (lambda: samples(squares, {}), "Samples 'odd' is empty.", "Pass the data of at least one sample."),
+    "empty dataset": (
+        lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])),
+        "Samples 'odd' is empty.",
+        "the data of at least one sample",
+    ),
     "list of numbers": (
         lambda: samples(squares, [1.0, 2.0]),
         "none (a scalar), none (a scalar).",
-        "counts the samples",
+        "pass a list of numbers as torch.tensor(numbers)",
     ),
 }
 
@@ -224,7 +235,7 @@ def test_like_is_checked(case):
 PERTURBATIONS = {
     "new data not finite": (
         lambda: TRAIN.add((X[:1], Y[:1] * NAN)),
-        "NaN or infinite in 1 samples (0)",
+        "NaN or infinite in 1 sample (0).",
         "data of Samples 'new train'",
     ),
     "fewer new than old": (
@@ -272,28 +283,29 @@ TERMS = {
     "matrix bound": (lambda: TRAIN.mean() <= [[1.0, 2.0]], "[[1.0, 2.0]]", "one finite number, or a vector"),
     "linear nan": (
         lambda: dif.linear([[NAN, 1.0]]),
-        "shape (1, 2), 1 entries not finite",
+        "shape (1, 2); 1 of 2 entries are not finite",
         "must be a number or a vector",
     ),
     "linear cube": (
         lambda: dif.linear(torch.ones(1, 1, 1)),
-        "shape (1, 1, 1), 0 entries not finite",
+        "shape (1, 1, 1); 0 of 1 entries are not finite",
         "`A` of linear(A)",
     ),
-    "linear empty": (lambda: dif.linear([]), "shape (0,), 0 entries not finite", "one row of coefficients"),
+    "linear empty": (lambda: dif.linear([]), "shape (0,); 0 of 0 entries are not finite", "one row of coefficients"),
     "ridge negative": (lambda: dif.ridge(-1.0), "-1.0", "with c < 0 has no minimum"),
     "ridge nan": (lambda: dif.ridge(NAN), "nan", "a finite number ≥ 0"),
     "ridge infinite": (lambda: dif.ridge(INF), "inf", "a finite number ≥ 0"),
     "objective samples": (
         lambda: dif.Problem(TRAIN),
         "The objective is of type Samples.",
-        "Constraints are made by comparing Terms",
+        "Only a function of the parameters can be minimised.",
     ),
     "objective a constraint": (lambda: dif.Problem(CAP), "The objective is of type Constraint.", "Samples.mean()"),
     "constraint a bool": (
         lambda: dif.Problem(TRAIN.mean(), [CAP, True]),
-        "The objective is of type Term, and the constraints include objects of type bool.",
-        "a list of Constraints",
+        "The constraints include objects of type bool.",
+        "Constraints are made by comparing Terms: train.mean() <= 0.3.",
+        "Compare a Term, not its value",
     ),
     "constraint twice": (lambda: dif.Problem(TRAIN.mean(), [CAP, CAP]), "cap more than once.", "only once"),
     "unnamed constraint twice": (

@@ -56,10 +56,10 @@ class Direction:
         direction = cls(program, perturbation)
         if direction.P != 1:
             raise InvalidInputError(
-                f"`change` was given {direction.P} perturbations.",
-                "It takes exactly one.",
-                "A Change is the answer to one perturbation.",
-                "Use scores(...) for many, or change(perturbations[i]).",
+                f"{direction.P} perturbations were given.",
+                "There must be exactly one.",
+                "A change or a path answers one perturbation.",
+                "Select one with perturbations[i], or use scores(...), which takes many.",
             )
         return direction
 

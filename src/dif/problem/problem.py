@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import cast
 
-from dif.errors import InvalidInputError, SameDataWarning, warn
+from dif.errors import InvalidInputError, SameDataWarning, count_words, warn
 from dif.problem.perturbation import Action, Perturbation, Shift, check_shift, unused_error
 from dif.problem.perturbed_problem import apply_perturbation
 from dif.problem.samples import Samples, expect_samples
@@ -35,13 +35,19 @@ class Problem:
         several = isinstance(constraints, Iterable)
         listed = tuple(constraints) if several else (constraints,)  # type: ignore[arg-type]
         wrong = [type(c).__name__ for c in listed if not isinstance(c, Constraint)]
-        if not isinstance(objective, Expression) or wrong:
-            others = f", and the constraints include objects of type {', '.join(wrong)}" if wrong else ""
+        if not isinstance(objective, Expression):
             raise InvalidInputError(
-                f"The objective is of type {type(objective).__name__}{others}.",
-                "The objective must be a Term or a Function, and the constraints a list of Constraints.",
+                f"The objective is of type {type(objective).__name__}.",
+                "It must be a Term or a Function.",
+                "Only a function of the parameters can be minimised.",
+                "Build it from Samples.mean(), Samples.sum(), dif.ridge and the like.",
+            )
+        if wrong:
+            raise InvalidInputError(
+                f"The constraints include objects of type {', '.join(wrong)}.",
+                "They must be a list of Constraints.",
                 "Constraints are made by comparing Terms: train.mean() <= 0.3.",
-                "Build the objective from Samples.mean(), Samples.sum(), dif.ridge and the like.",
+                "Compare a Term, not its value, with a number or a Term; leave the list out if there are none.",
             )
         self.objective: Term = objective.as_term()
         self.constraints: tuple[Constraint, ...] = listed
@@ -152,5 +158,4 @@ class Problem:
         return self.after(expect_samples(samples).remove(indices))
 
     def __repr__(self) -> str:
-        count = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"
-        return f"Problem(min {repr(self.objective)[5:-1]}, {count})"
+        return f"Problem(min {repr(self.objective)[5:-1]}, {count_words(len(self.constraints), 'constraint')})"

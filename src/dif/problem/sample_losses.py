@@ -33,13 +33,19 @@ class SampleLosses:
         batch_size: int | None = None,
         outputs: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
-        if not callable(loss) or not (outputs is None or callable(outputs)):
-            argument, value = ("outputs", outputs) if callable(loss) else ("loss", loss)
+        if not callable(loss):
             raise InvalidInputError(
-                f"`{argument}` of Samples {name!r} is of type {type(value).__name__}.",
-                f"It must be a callable {argument}(params, batch).",
+                f"`loss` of Samples {name!r} is of type {type(loss).__name__}.",
+                "It must be a callable loss(params, batch).",
                 "In Samples(loss, data) the loss comes first.",
                 "Pass a function that returns one loss per sample.",
+            )
+        if outputs is not None and not callable(outputs):
+            raise InvalidInputError(
+                f"`outputs` of Samples {name!r} is of type {type(outputs).__name__}.",
+                "It must be a callable outputs(params, batch).",
+                "The loss takes the outputs of the model in place of the params.",
+                "Pass a function that returns the outputs of the model for a batch, or leave it out.",
             )
         if batch_size is not None:
             batch_size = check_count(

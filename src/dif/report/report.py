@@ -23,7 +23,7 @@ from torch import Tensor
 
 import dif
 from dif.analyses.verdict import Verdict
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
 from dif.estimators.influence import Influence
 from dif.optimality.active_set import Margin
@@ -176,8 +176,8 @@ class Report:
         for key, problem in (("why", "cannot be scored"), ("failed", "could not be retrained")):
             missing = [sample for sample in self.samples if sample.get(key)]
             if missing:
-                count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
-                remarks.append(f"{count} {problem}. The first is {missing[0]['name']}: {missing[0][key]}")
+                first, number = missing[0], count_words(len(missing), "sample")
+                remarks.append(f"{number} {problem}. The first is {first['name']}: {first[key]}")
         return remarks
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -34,11 +34,12 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor
     try:
         tensor = torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        given = f"array of dtype {value.dtype}" if hasattr(value, "dtype") else f"object of type {type(value).__name__}"
         raise InvalidInputError(
-            f"An object of type {type(value).__name__} was given as {what} ({str(error).splitlines()[0].rstrip('.')}).",
+            f"An {given} was given as {what}.",
             "Numbers are needed: a tensor, an array, or nested lists of equal lengths.",
             "It cannot be read as numbers.",
-            "Convert it with torch.tensor(...) first and look at the result.",
+            "Encode text as numbers, fill what is missing, and make lists equally long.",
         ) from error
     if tensor.layout != torch.strided or tensor.is_nested:
         raise InvalidInputError(

@@ -426,7 +426,7 @@ def test_change_refuses_perturbed_samples_without_a_derivative(kind):
     refused(dif.InvalidInputError, lambda: kind(at).change(train.add(torch.zeros(1, dtype=F64))), text)
 
 
-@pytest.mark.parametrize("factor", [NAN, INF, "a", "2", None, torch.ones(2), TRAIN.remove(0)], ids=str)
+@pytest.mark.parametrize("factor", [NAN, INF, -INF, np.float64(NAN)])
 def test_perturbations_scale_by_finite_numbers(factor):
     texts = ("It must be a finite number.", "It says how much of the perturbation is carried out.")
     for action in (lambda: TRAIN.remove(0) * factor, lambda: factor * TRAIN.remove(0)):

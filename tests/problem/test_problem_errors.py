@@ -346,6 +346,17 @@ OPERATORS = {
     "plus none": (lambda: TRAIN.mean() + None, "unsupported operand"),
     "square": (lambda: TRAIN.mean() ** 2, "unsupported operand"),
     "divide by a term": (lambda: 1.0 / TRAIN.mean(), "unsupported operand"),
+    "perturbation times text": (
+        lambda: TRAIN.remove(0) * "2",
+        "Perturbation can be multiplied by one number, not by str",
+    ),
+    "text times perturbation": (
+        lambda: "a" * TRAIN.remove(0),
+        "Perturbation can be multiplied by one number, not by str",
+    ),
+    "perturbation times a vector": (lambda: np.ones(2) * TRAIN.remove(0), "by one number, not by ndarray"),
+    "perturbation times a tensor": (lambda: TRAIN.remove(0) * torch.ones(2), "by one number, not by Tensor"),
+    "perturbation times a perturbation": (lambda: TRAIN.remove(0) * TRAIN.remove(1), "not by Perturbation"),
     "perturbation plus number": (lambda: TRAIN.remove(0) + 1, "unsupported operand"),
     "samples as a term": (lambda: TRAIN <= 1.0, "not supported between instances of 'Samples'"),
 }

@@ -244,6 +244,8 @@ class Perturbation:
     __radd__ = __add__
 
     def __mul__(self, factor: object) -> Perturbation:
+        if isinstance(factor, str) or not hasattr(factor, "__float__") or getattr(factor, "ndim", 0):
+            raise TypeError(f"A Perturbation can be multiplied by one number, not by {type(factor).__name__}.")
         scale = check_number(
             factor,
             "the factor of a perturbation",

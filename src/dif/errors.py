@@ -87,7 +87,12 @@ def warn(words: str, category: type[Warning]) -> None:
     warnings.warn(words, category, stacklevel=level)
 
 
-def few(values: Sequence[object]) -> str:
-    """List the values as text; of more than six, the first six and their number."""
-    shown = ", ".join(map(str, values[:6]))
+def few(values: Sequence[object], *, quoted: bool = False) -> str:
+    """List the values as text; of more than six, the first six and their number. `quoted` puts text in quotes."""
+    shown = ", ".join(repr(value) if quoted and isinstance(value, str) else str(value) for value in values[:6])
     return shown if len(values) <= 6 else f"{shown}, … {len(values)} in all"
+
+
+def count_words(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 value", "2 values"."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

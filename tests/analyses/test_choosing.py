@@ -147,19 +147,23 @@ def test_the_only_sample_of_a_constraint_is_not_chosen():
 def test_errors():
     train, problem, _ = fair_logistic()
     solution = fit_problem(problem)
-    meaning = "They limit how many samples are removed in all, and how many in each round."
-    invalid(lambda: dif.choose(solution, train.mean(), train, 0), "`count` is 0 and `per_round` is 1.", meaning)
-    invalid(
-        lambda: dif.smallest_set(solution, train.mean(), train, 0.1, per_round=0),
-        "`limit` is 200 and `per_round` is 0.",
-        meaning,
-    )
+    meaning = "It limits how many samples are removed in all."
+    invalid(lambda: dif.choose(solution, train.mean(), train, 0), "`count` is 0.", meaning)
+    invalid(lambda: dif.smallest_set(solution, train.mean(), train, 0.1, limit=2.5), "`limit` is 2.5.", meaning)
+    meaning = "It says how many samples are removed in each round."
+    invalid(lambda: dif.smallest_set(solution, train.mean(), train, 0.1, per_round=0), "`per_round` is 0.", meaning)
     meaning = "A set of samples is chosen for one number."
     invalid(lambda: dif.choose(solution, train, train, 2), "60 targets were given.", meaning)
     with pytest.raises(dif.InvalidInputError, match="No such sample"):
         dif.choose(solution, train.mean(), train, 2, among=[99])
-    with pytest.raises(dif.InvalidInputError, match="goal"):
-        dif.smallest_set(solution, train.mean(), train, "low")
+    meaning = "Samples are removed until the target is at the goal or beyond it."
+    for goal in ("low", "0.1", None, [0.1, 0.2], float("nan"), float("inf")):
+        invalid(
+            lambda goal=goal: dif.smallest_set(solution, train.mean(), train, goal),
+            f"`goal` is {goal!r}.",
+            "It must be a finite number.",
+            meaning,
+        )
 
 
 def test_self_influence_is_the_effect_of_removal_on_the_own_loss():
@@ -167,6 +171,7 @@ def test_self_influence_is_the_effect_of_removal_on_the_own_loss():
     solution = fit_problem(problem)
     own = dif.self_influence(dif.DirectionalInfluence(solution), train, show_progress=False)
     assert own.values.shape == (60, 1)
+    assert "assessment" not in own.diagnostics
     each = dif.DirectionalInfluence(solution).scores(train, train.remove_each())
     np.testing.assert_allclose(own.values[:, 0], each.values.diagonal(), atol=1e-12)
     exact = dif.self_influence(dif.Retraining(solution, show_progress=False), train, [3, 11], show_progress=False)

@@ -14,6 +14,7 @@ from refusals import (
     F64,
     INF,
     NAN,
+    PROBLEM,
     SADDLE,
     START,
     TRAIN,
@@ -38,6 +39,7 @@ from torch import nn
 
 import dif
 from dif.linalg.cholesky import DenseCholesky
+from dif.report.report import Report
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -46,7 +48,9 @@ def test_change_takes_one_perturbation(kind):
     invalid(lambda: estimator(kind).change(3), "int", text)
     invalid(lambda: estimator(kind).change([TRAIN.remove(0)]), "list", text)
     many = TRAIN.remove_each()
-    invalid(lambda: estimator(kind).change(many), "8", "A Change is the answer to one perturbation.")
+    text = "A change or a path answers one perturbation."
+    for action in (estimator(kind).change, dif.PathInfluence(solution()).follow):
+        invalid(lambda action=action: action(many), "8 perturbations were given.", text, "perturbations[i]")
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS[:3])
@@ -183,7 +187,7 @@ def test_the_gap_of_dependent_bounds_is_measured_whatever_rho():
 def test_penalties_must_be_positive(rho, k):
     action = lambda: dif.PenaltyInfluence(solution(), rho, k)  # noqa: E731
     wrong = rho if rho != 1.0 else k
-    invalid(action, str(wrong), "A penalty of weight 0 is no penalty.", "Use ClassicalInfluence")
+    invalid(action, str(wrong), "It is the price of violating a constraint.", "use ClassicalInfluence")
 
 
 def test_a_penalised_objective_that_cannot_be_minimised():
@@ -307,6 +311,10 @@ def test_damaged_files_are_refused(case, tmp_path):
 def test_a_missing_file_is_a_missing_file(tmp_path):
     with pytest.raises(FileNotFoundError):
         dif.Influence.load(tmp_path / "none.npz")
+    with pytest.raises(
+        FileNotFoundError, match=r"There is no report file '.*none.json'. Write one with `dif score FILE`."
+    ):
+        Report.load(tmp_path / "none.json")
     with pytest.raises(FileNotFoundError):
         influence().save(tmp_path / "none" / "scores.npz")
 
@@ -357,11 +365,58 @@ def test_wrong_objects_are_named():
     invalid(lambda: dif.fit(TRAIN.mean(), START), "Term", text)
     invalid(lambda: dif.Function(3.0, name="three"), "float", "A Function is evaluated at many parameters.")
     unreadable = refused(dif.InvalidInputError, lambda: TRAIN.reweight(None), "It cannot be read as numbers.")
-    assert "NoneType" in unreadable.found
+    assert unreadable.found == "An object of type NoneType was given as `dw` of 'train'."
+    found = "An array of dtype <U1 was given as data of Samples 'odd'."
+    invalid(lambda: samples(through, np.array(["a", "b"])), found, "Encode text as numbers")
     invalid(lambda: TRAIN.mean() / 0, "0", "A Term divided by 0 is not defined.")
     constant = dif.Term(constant=torch.ones((), dtype=F64))
     text = "A constant does not change with the parameters."
     invalid(lambda: estimator(dif.DirectionalInfluence).scores(constant, TRAIN.remove(0)), "Term(1)", text)
+
+
+SOLVER_MEANING = "A solver is built for each curvature, once that is known."
+SAMPLES_MEANING = "The samples to remove are chosen from Samples, by index."
+SOLUTION_MEANING = "Influence is defined at a solution of a problem."
+ESTIMATOR_MEANING = "The estimator scores the removal of each sample at that solution."
+OPERATOR_MEANING = "The solver works with products of the curvature and vectors."
+
+
+OBJECTS = {
+    "solver a number": (lambda: dif.DirectionalInfluence(solution(), solver=3), "`solver` is 3.", SOLVER_MEANING),
+    "solver a name": (lambda: dif.ClassicalInfluence(solution(), solver="cg"), "`solver` is 'cg'.", SOLVER_MEANING),
+    "solver that builds none": (
+        lambda: dif.DirectionalInfluence(solution(), solver=lambda H: 3),
+        "`solver` returned an object of type int.",
+        "returns a dif.LinearSolver",
+    ),
+    "conjugate gradients": (lambda: dif.ConjugateGradients(3), "`curvature` is of type int.", OPERATOR_MEANING),
+    "refinement": (lambda: dif.Refinement(torch.eye(2)), "`curvature` is of type Tensor.", "must be a dif.Operator"),
+    "choose": (lambda: dif.choose(solution(), TRAIN.mean(), 3, 1), "`samples` is of type int.", SAMPLES_MEANING),
+    "smallest_set": (
+        lambda: dif.smallest_set(solution(), TRAIN.mean(), 3, 0.1),
+        "`samples` is of type int.",
+        "Samples",
+    ),
+    "without": (lambda: PROBLEM.without(3, [1]), "`samples` is of type int.", "must be a dif.Samples"),
+    "samples of self-influence": (
+        lambda: dif.self_influence(estimator(dif.DirectionalInfluence), 3),
+        "`samples` is of type int.",
+        SAMPLES_MEANING,
+    ),
+    "self-influence at a solution": (
+        lambda: dif.self_influence(solution(), TRAIN),
+        "`estimator` is of type Solution.",
+        ESTIMATOR_MEANING,
+        "dif.DirectionalInfluence(solution)",
+    ),
+    "certificate": (lambda: dif.Certificate.of(3), "`solution` is of type int.", SOLUTION_MEANING),
+    "curve": (lambda: dif.bound_curve(PROBLEM, CAP, [1.0]), "`solution` is of type Problem.", "must be a dif.Solution"),
+}
+
+
+@table(OBJECTS)
+def test_objects_of_another_type_are_refused(case):
+    invalid(*case)
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
@@ -371,11 +426,11 @@ def test_change_refuses_perturbed_samples_without_a_derivative(kind):
     refused(dif.InvalidInputError, lambda: kind(at).change(train.add(torch.zeros(1, dtype=F64))), text)
 
 
-@pytest.mark.parametrize("factor", [NAN, INF])
-@pytest.mark.parametrize("kind", ESTIMATORS)
-def test_perturbations_scale_by_finite_numbers(kind, factor):
-    text = "It says how much of the perturbation is carried out."
-    invalid(lambda: estimator(kind).change(factor * TRAIN.remove(0)), str(factor), text)
+@pytest.mark.parametrize("factor", [NAN, INF, -INF, np.float64(NAN)])
+def test_perturbations_scale_by_finite_numbers(factor):
+    texts = ("It must be a finite number.", "It says how much of the perturbation is carried out.")
+    for action in (lambda: TRAIN.remove(0) * factor, lambda: factor * TRAIN.remove(0)):
+        invalid(action, f"The factor of a perturbation is {factor!r}.", *texts)
 
 
 def test_damping_does_not_excuse_dependent_constraints():
@@ -392,7 +447,8 @@ def test_damping_must_be_a_number_from_zero(kind, damping):
 
 @pytest.mark.parametrize("rho", [-1.0, NAN, INF, "large"])
 def test_rho_must_be_a_number_from_zero(rho):
-    invalid(lambda: dif.DirectionalInfluence(solution(), rho=rho), str(rho), "It weighs GᵀG in H_ρ.")
+    text = "It weighs GᵀG in H_ρ, makes H_ρ positive definite and does not change the answer."
+    invalid(lambda: dif.DirectionalInfluence(solution(), rho=rho), str(rho), text, "Leave it out to have it chosen.")
 
 
 INCOMPLETE = {

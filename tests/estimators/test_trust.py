@@ -506,10 +506,18 @@ def test_perturbations_are_picked_by_number():
     _, train = centres(9, 1.0)
     removals = train.remove_each()
     assert removals.pick([3, 1]).labels == ["remove train[3]", "remove train[1]"]
-    for wrong in ([-1], [9], [], ["a"]):
+    for wrong, found in (
+        ([-1, 3], "includes -1"),
+        ([9], "includes 9"),
+        ([], "is empty"),
+        (["a"], "includes 'a'"),
+        (3, "is 3"),
+        ("a", "is 'a'"),
+    ):
         with pytest.raises(dif.InvalidInputError) as caught:
             removals.pick(wrong)
-        assert caught.value.meaning == "There is no such perturbation."
+        assert caught.value.found == f"`rows` {found}."
+        assert caught.value.meaning == "Each row is the number of one perturbation."
 
 
 LOSSES = {

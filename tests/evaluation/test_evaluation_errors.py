@@ -226,9 +226,9 @@ def test_programs_refuse(case):
 
 
 MULTIPLIERS = {
-    "too many": ([1.0, 2.0], "2 values, 0 of them not finite", "Every row of every constraint has one multiplier."),
-    "none": ([], "0 values, 0 of them not finite", "1 finite values, one per constraint row"),
-    "nan": (torch.tensor([NAN]), "1 values, 1 of them not finite", "leave them out to have them recovered"),
+    "too many": ([1.0, 2.0], "has 2 values.", "Every row of every constraint has one multiplier."),
+    "none": ([], "has 0 values.", "1 finite value, one per constraint row"),
+    "nan": (torch.tensor([NAN]), "has 1 value, 1 not finite.", "leave them out to have them recovered"),
     "unknown name": (
         {"caps": 1.0},
         "unknown names ['caps'] and lacks the names ['cap']",
@@ -251,6 +251,11 @@ def test_multipliers_are_indexed_by_name_position_or_constraint():
     assert found["cap"] == found[0] == found[CAP]
     with pytest.raises(KeyError, match=r"There is no constraint 'lid'. The constraints are cap."):
         found["lid"]
+    for number in (9, -2):
+        with pytest.raises(IndexError, match=f"There is no constraint {number}. The constraints are cap."):
+            found[number]
+    with pytest.raises(KeyError, match="There is no constraint None"):
+        found[None]
     with pytest.raises(KeyError, match="not a constraint of this problem"):
         found[TRAIN.mean() <= 1.0]
 
@@ -273,6 +278,7 @@ RESOLVED = {
         OTHER.remove(0),
         "Samples 'other' cannot be perturbed: no term of the problem uses these samples.",
         "Samples are told apart by identity.",
+        "take them from solution.problem.samples",
     ),
     "samples that a term does not use": (
         TRAIN.remove(0, terms=[CAP]),
@@ -284,6 +290,7 @@ RESOLVED = {
         "Constraint(Term(mean of train) <= 1)",
         "Constraints are told apart by identity, and .named(...) makes a new one.",
         "problem.constraints[j]",
+        "take them from solution.problem.constraints",
     ),
     "renamed constraint": (CAP.named("lid").shift(1.0), repr(CAP.named("lid")), ".named(...) makes a new one"),
     "equal term": (

@@ -127,6 +127,21 @@ def test_what_cannot_be_carried_out_is_refused():
         assert caught.value.meaning == meaning
 
 
+def test_the_old_samples_are_refused_after_an_addition():
+    rng, train, problem = drawn(0)
+    new = (torch.tensor(rng.normal(size=(1, 3))), torch.tensor(rng.normal(size=1)))
+    end = dif.PathInfluence(solved(problem)).follow(train.add(new, like=0)).end
+    influence = dif.DirectionalInfluence(end)
+    cure = r"A problem to which samples were added has new ones: take them from solution\.problem\.samples\."
+    with pytest.raises(dif.InvalidInputError, match=cure):
+        influence.change(train.remove([0]))
+    assert torch.isfinite(influence.change(end.problem.samples[0].remove([24])).flat).all()
+    cure = r"A perturbed problem has new ones: take them from solution\.problem\.constraints\."
+    with pytest.raises(dif.InvalidInputError, match=cure):
+        influence.change(problem.constraints[0].shift(0.01))
+    assert torch.isfinite(influence.change(end.problem.constraints[0].shift(0.01)).flat).all()
+
+
 def test_what_estimators_refuse_is_refused_here():
     X, y = torch.randn(12, 2, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(12.0, dtype=F64)
     train = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")

@@ -10,6 +10,7 @@ from refusals import (
     ESTIMATORS,
     EYE,
     F64,
+    GROUP,
     INF,
     NAN,
     PROBLEM,
@@ -45,16 +46,27 @@ SAMPLES = {
         lambda: samples(squares, (X, Y[:3])),
         "lengths 8, 3.",
         "The first dimension of every tensor counts",
+        "Make the first dimensions equal.",
     ),
-    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "The tensors of Samples 'odd'"),
-    "zero samples": (lambda: samples(squares, X[:0]), "lengths 0.", "the same length, at least 1"),
-    "empty tuple": (lambda: samples(squares, ()), "no tensor", "Make the first dimensions equal."),
-    "empty dict": (lambda: samples(squares, {}), "no tensor", "Make the first dimensions equal."),
-    "empty dataset": (lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])), "lengths 0.", "at least 1"),
+    "outputs not callable": (
+        lambda: samples(squares, outputs=3),
+        "`outputs` of Samples 'odd' is of type int.",
+        "The loss takes the outputs of the model in place of the params.",
+        "or leave it out",
+    ),
+    "a scalar": (lambda: samples(squares, torch.tensor(1.0)), "a scalar", "Give every tensor a first dimension"),
+    "zero samples": (lambda: samples(squares, X[:0]), "Samples 'odd' is empty.", "the data of at least one sample"),
+    "empty tuple": (lambda: samples(squares, ()), "Samples 'odd' is empty.", "Pass the data of at least one sample."),
+    "empty dict": (lambda: samples(squares, {}), "Samples 'odd' is empty.", "Pass the data of at least one sample."),
+    "empty dataset": (
+        lambda: samples(squares, torch.utils.data.TensorDataset(X[:0])),
+        "Samples 'odd' is empty.",
+        "the data of at least one sample",
+    ),
     "list of numbers": (
         lambda: samples(squares, [1.0, 2.0]),
         "none (a scalar), none (a scalar).",
-        "counts the samples",
+        "pass a list of numbers as torch.tensor(numbers)",
     ),
 }
 
@@ -117,12 +129,14 @@ INDICES = {
     "numpy float": (np.array([1.0]), "1.0", "No such sample exists."),
     "float tensor": (torch.tensor([1.0]), "1.0", "No such sample exists."),
     "nan": ([NAN], "nan", "No such sample exists."),
-    "text": (["a"], "a", "No such sample exists."),
+    "text in a list": (["a"], "'a'", "No such sample exists."),
+    "text": ("ab", "'ab'", "No such sample exists."),
+    "slice": (slice(0, 3), "slice(0, 3, None)", "Write a slice as range(begin, end)"),
     "none": (None, "None", "No such sample exists."),
     "nested": ([[1, 2]], "[1, 2]", "No such sample exists."),
-    "boolean mask": (torch.tensor([True, False, True]), "True, False, True", "use torch.nonzero(mask)"),
-    "numpy mask": (np.array([True] * 3), "True, True, True", "use torch.nonzero(mask)"),
-    "single bool": (True, "True", "use torch.nonzero(mask)"),
+    "boolean mask": (torch.tensor([True, False, True]), "True, False, True", "a mask as torch.nonzero(mask)[:, 0]"),
+    "numpy mask": (np.array([True] * 3), "True, True, True", "a mask as torch.nonzero(mask)[:, 0]"),
+    "single bool": (True, "True", "a mask as torch.nonzero(mask)[:, 0]"),
     "empty": ([], "no index was given", "Nothing would change."),
     "twice": (
         [4, 1, 4, 1, 2],
@@ -149,14 +163,14 @@ def test_sample_indices_are_checked(case, method):
         assert len(method(index)) == 8  # None means every sample there
         return
     found = (
-        measured if "given" in measured else f"Samples 'train' has 8 samples, but the indices {measured} were given."
+        measured if "given" in measured else f"Samples 'train' has 8 samples, but the given indices include {measured}."
     )
     invalid(lambda: method(index), found, "'train'", text)
 
 
 def test_many_unknown_indices_are_counted():
     error = refused(dif.InvalidInputError, lambda: TRAIN.remove(range(100)), "92 in all", "integers from 0 to 7")
-    assert error.found.startswith("Samples 'train' has 8 samples, but the indices 8, 9, 10")
+    assert error.found.startswith("Samples 'train' has 8 samples, but the given indices include 8, 9, 10")
 
 
 def test_no_group_is_refused():
@@ -221,7 +235,7 @@ def test_like_is_checked(case):
 PERTURBATIONS = {
     "new data not finite": (
         lambda: TRAIN.add((X[:1], Y[:1] * NAN)),
-        "NaN or infinite in 1 samples (0)",
+        "NaN or infinite in 1 sample (0).",
         "data of Samples 'new train'",
     ),
     "fewer new than old": (
@@ -235,7 +249,7 @@ PERTURBATIONS = {
         "slice(None, None, 2)",
         "Perturbations are stored in consecutive rows.",
     ),
-    "empty slice": (lambda: TRAIN.remove_each()[5:2], "slice(5, 2, None)", "inside 0 … 8"),
+    "empty slice": (lambda: TRAIN.remove_each()[5:2], "slice(5, 2, None)", "inside 0 … 8", "perturbations.pick("),
     "sum of different numbers": (
         lambda: TRAIN.remove_groups([[0], [1]]) + TRAIN.remove_each(),
         "2 + 8 perturbations were added.",
@@ -251,6 +265,11 @@ def test_perturbations_refuse(case):
     invalid(*case)
 
 
+def test_the_cures_of_indices_work():
+    assert TRAIN.remove(torch.nonzero(GROUP == 1)[:, 0]).labels == TRAIN.remove(range(4, 8)).labels
+    assert TRAIN.remove_each().pick([0, 2, 4]).labels == TRAIN.remove_each([0, 2, 4]).labels
+
+
 def test_a_missing_perturbation_ends_iteration():
     with pytest.raises(IndexError, match="There are 8 perturbations, but index 8 was given"):
         TRAIN.remove_each()[8]
@@ -264,28 +283,29 @@ TERMS = {
     "matrix bound": (lambda: TRAIN.mean() <= [[1.0, 2.0]], "[[1.0, 2.0]]", "one finite number, or a vector"),
     "linear nan": (
         lambda: dif.linear([[NAN, 1.0]]),
-        "shape (1, 2), 1 entries not finite",
+        "shape (1, 2); 1 of 2 entries are not finite",
         "must be a number or a vector",
     ),
     "linear cube": (
         lambda: dif.linear(torch.ones(1, 1, 1)),
-        "shape (1, 1, 1), 0 entries not finite",
+        "shape (1, 1, 1); 0 of 1 entries are not finite",
         "`A` of linear(A)",
     ),
-    "linear empty": (lambda: dif.linear([]), "shape (0,), 0 entries not finite", "one row of coefficients"),
+    "linear empty": (lambda: dif.linear([]), "shape (0,); 0 of 0 entries are not finite", "one row of coefficients"),
     "ridge negative": (lambda: dif.ridge(-1.0), "-1.0", "with c < 0 has no minimum"),
     "ridge nan": (lambda: dif.ridge(NAN), "nan", "a finite number ≥ 0"),
     "ridge infinite": (lambda: dif.ridge(INF), "inf", "a finite number ≥ 0"),
     "objective samples": (
         lambda: dif.Problem(TRAIN),
         "The objective is of type Samples.",
-        "Constraints are made by comparing Terms",
+        "Only a function of the parameters can be minimised.",
     ),
     "objective a constraint": (lambda: dif.Problem(CAP), "The objective is of type Constraint.", "Samples.mean()"),
     "constraint a bool": (
         lambda: dif.Problem(TRAIN.mean(), [CAP, True]),
-        "The objective is of type Term, and the constraints include objects of type bool.",
-        "a list of Constraints",
+        "The constraints include objects of type bool.",
+        "Constraints are made by comparing Terms: train.mean() <= 0.3.",
+        "Compare a Term, not its value",
     ),
     "constraint twice": (lambda: dif.Problem(TRAIN.mean(), [CAP, CAP]), "cap more than once.", "only once"),
     "unnamed constraint twice": (
@@ -326,6 +346,17 @@ OPERATORS = {
     "plus none": (lambda: TRAIN.mean() + None, "unsupported operand"),
     "square": (lambda: TRAIN.mean() ** 2, "unsupported operand"),
     "divide by a term": (lambda: 1.0 / TRAIN.mean(), "unsupported operand"),
+    "perturbation times text": (
+        lambda: TRAIN.remove(0) * "2",
+        "Perturbation can be multiplied by one number, not by str",
+    ),
+    "text times perturbation": (
+        lambda: "a" * TRAIN.remove(0),
+        "Perturbation can be multiplied by one number, not by str",
+    ),
+    "perturbation times a vector": (lambda: np.ones(2) * TRAIN.remove(0), "by one number, not by ndarray"),
+    "perturbation times a tensor": (lambda: TRAIN.remove(0) * torch.ones(2), "by one number, not by Tensor"),
+    "perturbation times a perturbation": (lambda: TRAIN.remove(0) * TRAIN.remove(1), "not by Perturbation"),
     "perturbation plus number": (lambda: TRAIN.remove(0) + 1, "unsupported operand"),
     "samples as a term": (lambda: TRAIN <= 1.0, "not supported between instances of 'Samples'"),
 }
@@ -451,8 +482,9 @@ def test_the_number_of_the_perturbation_is_its_place(kind):
         lambda: TRAIN.add((X[:1], Y[:1]), like=np.int64(2)),
         lambda: TRAIN.add((X[:1], Y[:1]), like=torch.tensor(2)),
         lambda: samples(squares, batch_size=np.int64(4)),
+        lambda: solve(TRAIN.mean(), max_iter=np.int64(100)),
     ],
-    ids=["remove", "like", "like a tensor", "batch_size"],
+    ids=["remove", "like", "like a tensor", "batch_size", "max_iter"],
 )
 def test_numpy_integers_are_integers(action):
     action()

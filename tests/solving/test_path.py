@@ -104,10 +104,14 @@ def test_a_lost_path_is_reported():
     assert re.fullmatch(
         r"The path of the solution under '.*' was lost at ε = 0\.9\d* after \d+ steps\.", caught.value.found
     )
-    assert caught.value.allowed == "It must reach ε = 1 within 5000 steps."
+    assert caught.value.allowed == "It must reach ε = 1."
     assert caught.value.meaning == (
         "No solution was found beyond that ε: the path may fold back, or the constraints contradict each other."
     )
+    with pytest.raises(dif.NotConvergedError, match="Raise max_steps") as caught:
+        dif.PathInfluence(solution, max_steps=1).follow(far)
+    assert caught.value.allowed == "It must reach ε = 1 within 1 step."
+    assert caught.value.meaning == "The limit on steps was reached before the end of the path."
     lenient = dif.PathInfluence(solution, strict=False).scores(point.mean(), far)
     assert bool(lenient.values.isnan().all())
     assert "lost at" in lenient.diagnostics["unanswered"][far.labels[0]]
@@ -124,13 +128,21 @@ def test_stops_and_changes_along_a_path():
     np.testing.assert_allclose(path.changes(train.mean())[at], expected.values[0], atol=1e-9)
     assert path.start is solution
     assert path.curvatures == 0  # the one at the start was enough
+    for limit in (0, "a", 2.5):
+        with pytest.raises(
+            dif.InvalidInputError, match=f"`max_steps` is {limit!r}. It must be an integer ≥ 1"
+        ) as caught:
+            dif.PathInfluence(solution, max_steps=limit)
+        assert caught.value.meaning == "It limits the steps along one path."
     with pytest.raises(dif.InvalidInputError, match="stops on a path"):
         dif.PathInfluence(solution).follow(removal, stops=["a"])
-    with pytest.raises(dif.InvalidInputError, match="A path leads from ε = 0") as caught:
-        dif.PathInfluence(solution).follow(removal, stops=[1.5])
-    assert caught.value.meaning == (
-        "A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out."
-    )
+    for stops, outside in (([1.5], "1.5"), ([0.5, float("nan")], "nan"), ([-1.0, 2.0], "-1.0, 2.0")):
+        with pytest.raises(dif.InvalidInputError, match=r"Pass stops such as \[0\.25, 0\.5\]") as caught:
+            dif.PathInfluence(solution).follow(removal, stops=stops)
+        assert caught.value.found == f"The stops on a path include {outside}."
+        assert caught.value.meaning == (
+            "A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out."
+        )
 
 
 def test_one_constraint_takes_over_from_another():

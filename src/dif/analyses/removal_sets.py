@@ -16,8 +16,8 @@ from dif.evaluation.program import Program
 from dif.evaluation.weight_change import find_indispensable
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
-from dif.problem.samples import Samples
-from dif.runtime.inputs import as_index, as_numbers
+from dif.problem.samples import Samples, expect_samples
+from dif.runtime.inputs import check_count, check_number
 from dif.runtime.progress import Reporter, progress
 from dif.solving.fit import fit
 
@@ -110,7 +110,14 @@ def smallest_set(
         per_round: How many samples are removed in each round.
         show_progress: Show a bar on a terminal.
     """
-    goal = float(as_numbers(goal, "goal").reshape(()))
+    goal = check_number(
+        goal,
+        "goal",
+        zero=True,
+        negative=True,
+        meaning="Samples are removed until the target is at the goal or beyond it.",
+        cure="Pass the value that the target should reach.",
+    )
     limit, per_round = _check_counts("limit", limit, per_round)
     removal = _RemovalSet.start(solution, target, samples, 1.0, among)
     removal.sign = 1.0 if removal.value > goal else -1.0
@@ -125,14 +132,18 @@ def smallest_set(
 
 
 def _check_counts(name: str, limit: int, per_round: int) -> tuple[int, int]:
-    most, each = as_index(limit), as_index(per_round)
-    if most is None or most < 1 or each is None or each < 1:
-        raise InvalidInputError(
-            f"`{name}` is {limit!r} and `per_round` is {per_round!r}.",
-            "Both must be integers of at least 1.",
-            "They limit how many samples are removed in all, and how many in each round.",
-            "Use per_round=1 for the most careful choice.",
-        )
+    most = check_count(
+        limit,
+        name,
+        meaning="It limits how many samples are removed in all.",
+        cure="Pass the largest number of samples that may be removed.",
+    )
+    each = check_count(
+        per_round,
+        "per_round",
+        meaning="It says how many samples are removed in each round.",
+        cure="Use 1 for the most careful choice.",
+    )
     return most, each
 
 
@@ -169,7 +180,7 @@ class _RemovalSet:
                 "A set of samples is chosen for one number.",
                 "Add them up with weights of your choice: a sum of Terms is a Term.",
             )
-        needed = find_indispensable(solution.program, samples)
+        needed = find_indispensable(solution.program, expect_samples(samples))
         indices = range(len(samples)) if among is None else samples.check_indices(among)
         candidates = [i for i in indices if i not in needed]
         if not candidates:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from inspect import signature
 from typing import Any
 
 import torch
 
+from dif.errors import InvalidInputError
+from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.influence import Influence
+from dif.estimators.newton import NewtonInfluence
+from dif.estimators.protocol import Estimator
 from dif.evaluation.weight_change import find_indispensable
-from dif.problem.samples import Samples
+from dif.optimality.solution import Solution
+from dif.problem.samples import Samples, expect_samples
 from dif.runtime.progress import progress
 
 _CHUNK = 128  # samples scored at once: the scores of a chunk are (128, 128), of which the diagonal is kept
 
 
 def self_influence(
-    estimator: Any, samples: Samples, indices: Iterable[int] | None = None, *, show_progress: bool = True
+    estimator: Estimator, samples: Samples, indices: Iterable[int] | None = None, *, show_progress: bool = True
 ) -> Influence:
     """Score how much the loss of each sample would rise if it were removed.
 
@@ -25,10 +29,21 @@ def self_influence(
     constraints a sample acts through every term that contains it, so pass a DirectionalInfluence; ClassicalInfluence
     sees only the objective. A sample that is the only one in a term of the problem cannot be removed: its score is NaN.
     """
+    solution = getattr(estimator, "solution", None)
+    if not isinstance(estimator, Estimator) or not isinstance(solution, Solution):
+        raise InvalidInputError(
+            f"`estimator` is of type {type(estimator).__name__}.",
+            "It must be an estimator that was built from a dif.Solution.",
+            "The estimator scores the removal of each sample at that solution.",
+            "Pass dif.DirectionalInfluence(solution), for example.",
+        )
+    expect_samples(samples)
     index = list(range(len(samples))) if indices is None else samples.check_indices(indices)
-    needed = find_indispensable(estimator.solution.program, samples)
+    needed = find_indispensable(solution.program, samples)
     removable = [i for i in index if i not in needed]
-    options = {"show_progress": False, **({"assess": 0} if "assess" in signature(estimator.scores).parameters else {})}
+    options: dict[str, Any] = {"show_progress": False}
+    if isinstance(estimator, FirstOrderEstimator | NewtonInfluence):
+        options["assess"] = 0
     scores: dict[int, float] = {}
     diagnostics = {}
     with progress("self-influence", len(index), show_progress) as report:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dif.errors import count_words
 from dif.estimators.influence import TRUSTED
 from dif.optimality.certificate import BAD, GOOD, NOTE
 
@@ -48,7 +49,7 @@ class Verdict:
         if unanswered is not None and verdict.sign != BAD:
             count, reason = unanswered
             have = "has" if count == 1 else "have"
-            words = f"{verdict.words} {_count_removals(count)} {have} no answer: {reason.rstrip('.')}."
+            words = f"{verdict.words} {count_words(count, 'removal')} {have} no answer: {reason.rstrip('.')}."
             verdict = cls(NOTE, words, verdict.cure)
         return verdict
 
@@ -66,7 +67,7 @@ def _judge(
         return Verdict(NOTE, "No prediction was checked.", "Leave out assess=0, or retrain.")
     if assessment["pooled"] is None:
         return Verdict(BAD, f"{_REFUSED}: they could not be checked ({assessment['failed']}).", _TOO_LARGE)
-    method = f"checked on {_count_removals(len(assessment['rows']))} by two further Newton steps each"
+    method = f"checked on {count_words(len(assessment['rows']), 'removal')} by two further Newton steps each"
     error = _percent(assessment["pooled"])
     if assessment["pooled"] <= TRUSTED:
         words = f"Predictions should be off by {error} ({method})."
@@ -86,10 +87,6 @@ def _judge_retraining(retrained: Mapping[str, Any], assessment: Mapping[str, Any
     if error <= TRUSTED:
         return Verdict(GOOD, f"{done}: {comparison}.")
     return Verdict(BAD, f"{_REFUSED}: {done}, and {comparison}.", _TOO_LARGE)
-
-
-def _count_removals(n: int) -> str:
-    return "1 removal" if n == 1 else f"{n} removals"
 
 
 def _percent(share: float) -> str:

@@ -69,7 +69,13 @@ class DirectionalInfluence(FirstOrderEstimator):
         self.title += {"auto": "", True: " (switching)", False: " (derivative)"}[switching]
         self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
         if rho is not None:
-            rho = check_number(rho, "rho", zero=True, meaning="It weighs GᵀG in H_ρ.", cure="Leave it out.")
+            rho = check_number(
+                rho,
+                "rho",
+                zero=True,
+                meaning="It weighs GᵀG in H_ρ, makes H_ρ positive definite and does not change the answer.",
+                cure="Leave it out to have it chosen.",
+            )
         if strict:
             solution.active.check(damped=self.damping > 0 or gauss_newton)
         self._options = {"rho": rho, "damping": self.damping, "solver": solver}

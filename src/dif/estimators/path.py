@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DifError, InvalidInputError
+from dif.errors import DifError, InvalidInputError, few
 from dif.estimators.first_order import describe_solution
 from dif.estimators.influence import Change, Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
@@ -17,10 +17,10 @@ from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.inputs import as_numbers
+from dif.runtime.inputs import as_numbers, check_count
 from dif.runtime.workers import check_jobs
 from dif.solving.continuation import Path, PathFollower
-from dif.solving.fit import check_limits, resolve_tolerance
+from dif.solving.fit import resolve_tolerance
 
 
 class PathInfluence:
@@ -47,8 +47,13 @@ class PathInfluence:
     ) -> None:  # fmt: skip
         self.solution = expect_solution(solution)
         self.tol = resolve_tolerance(tol, solution.theta)
-        check_limits(max_steps, None)
-        self.max_steps, self.strict, self.show_progress = max_steps, strict, show_progress
+        self.max_steps = check_count(
+            max_steps,
+            "max_steps",
+            meaning="It limits the steps along one path.",
+            cure="Leave it out for the default.",
+        )
+        self.strict, self.show_progress = strict, show_progress
         if strict:
             solution.check()
             solution.active.check()
@@ -107,12 +112,13 @@ class PathInfluence:
 
 def check_stops(stops: Sequence[float]) -> list[float]:
     """Return the stops in ascending order, with ε = 1 as the last; refuse those outside [0, 1]."""
-    ordered = sorted({1.0, *as_numbers(stops, "stops on a path").reshape(-1).tolist()})
-    if not all(0.0 <= stop <= 1.0 for stop in ordered):
+    given = as_numbers(stops, "stops on a path").reshape(-1).tolist()
+    outside = [stop for stop in given if not 0.0 <= stop <= 1.0]
+    if outside:
         raise InvalidInputError(
-            f"The stops on a path reach from {ordered[0]:g} to {ordered[-1]:g}.",
-            "They must be between 0 and 1.",
+            f"The stops on a path include {few(outside)}.",
+            "They must be numbers from 0 to 1.",
             "A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out.",
-            "To go further, scale the perturbation: 2 * removal.",
+            "Pass stops such as [0.25, 0.5]; to go beyond 1, scale the perturbation: 2 * removal.",
         )
-    return ordered
+    return sorted({1.0, *given})

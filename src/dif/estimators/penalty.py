@@ -49,8 +49,8 @@ class PenaltyInfluence(FirstOrderEstimator):
                 weight,
                 f"penalty weight {name}",
                 zero=False,
-                meaning="A penalty of weight 0 is no penalty.",
-                cure="Use ClassicalInfluence for no penalty at all.",
+                meaning="It is the price of violating a constraint.",
+                cure="Pass a large number such as 100, or use ClassicalInfluence for no penalty at all.",
             )
         self.rho, self.k = float(rho), float(k)
         super().__init__(solution, damping, strict, rho=self.rho, k=self.k, at_minimiser=at_minimiser)

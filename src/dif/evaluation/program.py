@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, count_words
 from dif.evaluation.probe import check_used, probe
 from dif.evaluation.rows import Rows, name_rows
 from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Constraint, Term
-from dif.runtime.inputs import as_numbers, as_tensor
+from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_instance
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +34,13 @@ class Program:
     @classmethod
     def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
         """Check the losses and functions of a problem at θ and compile it."""
-        if not isinstance(problem, Problem):
-            raise InvalidInputError(
-                f"`problem` has type {type(problem).__name__}.",
-                "It must be a dif.Problem.",
-                "An objective and its constraints are stated by dif.Problem(objective, constraints).",
-                "Wrap a Term as dif.Problem(term).",
-            )
+        check_instance(
+            problem,
+            Problem,
+            "problem",
+            meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
+            cure="Wrap a Term as dif.Problem(term).",
+        )
         terms = [problem.objective, *(c.term for c in problem.constraints)]
         functions = list({id(f): f for t in terms for _, f in t.functions}.values())
         probe(problem.samples, functions, parameters, theta)
@@ -109,10 +109,12 @@ class Program:
             given = multipliers if isinstance(multipliers, Sequence) else [multipliers]
             vectors = [as_numbers(v, "multipliers").reshape(-1) for v in given]
             flat = torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
-        if flat.numel() != self.m or not bool(torch.isfinite(flat).all()):
+        infinite = int((~torch.isfinite(flat)).sum())
+        if flat.numel() != self.m or infinite:
             raise InvalidInputError(
-                f"`multipliers` has {flat.numel()} values, {int((~torch.isfinite(flat)).sum())} of them not finite.",
-                f"It must have {self.m} finite values, one per constraint row.",
+                f"`multipliers` has {count_words(flat.numel(), 'value')}"
+                + (f", {infinite} not finite." if infinite else "."),
+                f"It must have {count_words(self.m, 'finite value')}, one per constraint row.",
                 "Every row of every constraint has one multiplier.",
                 "Order them as the constraints, or leave them out to have them recovered from the parameters.",
             )
@@ -138,16 +140,18 @@ class PerConstraint:
         return [value.reshape(shape) for value, shape in zip(values, self.shapes, strict=True)]
 
     def __getitem__(self, key: int | str | Constraint) -> Tensor:
-        if isinstance(key, str):
-            if key not in self.problem.names:
-                raise KeyError(f"There is no constraint {key!r}. The constraints are {', '.join(self.problem.names)}.")
-            key = self.problem.names.index(key)
-        elif isinstance(key, Constraint):
+        names, number = self.problem.names, as_index(key)
+        if isinstance(key, Constraint):
             positions = [j for j, c in enumerate(self.problem.constraints) if c is key]
             if not positions:
                 raise KeyError(f"{key!r} is not a constraint of this problem. Constraints are told apart by identity.")
-            key = positions[0]
-        return self._split()[key]
+            number = positions[0]
+        elif isinstance(key, str) and key in names:
+            number = names.index(key)
+        if number is None or not -len(self) <= number < len(self):
+            error = KeyError if number is None else IndexError
+            raise error(f"There is no constraint {key!r}. The constraints are {', '.join(names) or 'none'}.")
+        return self._split()[number]
 
     def __len__(self) -> int:
         return len(self.shapes)

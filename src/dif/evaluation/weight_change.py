@@ -17,6 +17,7 @@ from dif.evaluation.rows import Rows, Table
 from dif.evaluation.sweeps import sample_losses, sample_slopes, weighted_gradients
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, check_shift
 from dif.problem.sample_losses import SampleLosses
+from dif.runtime.inputs import check_instance
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,10 +56,10 @@ class Direction:
         direction = cls(program, perturbation)
         if direction.P != 1:
             raise InvalidInputError(
-                f"`change` was given {direction.P} perturbations.",
-                "It takes exactly one.",
-                "A Change is the answer to one perturbation.",
-                "Use scores(...) for many, or change(perturbations[i]).",
+                f"{direction.P} perturbations were given.",
+                "There must be exactly one.",
+                "A change or a path answers one perturbation.",
+                "Select one with perturbations[i], or use scores(...), which takes many.",
             )
         return direction
 
@@ -331,14 +332,14 @@ def _not_finite_error(name: str, count: str) -> InvalidInputError:
 
 def check_perturbation(perturbation: object) -> None:
     """Refuse an object that is not a Perturbation."""
-    if not isinstance(perturbation, Perturbation):
-        raise InvalidInputError(
-            f"`perturbation` has type {type(perturbation).__name__}.",
-            "It must be a Perturbation.",
-            "Perturbations are made by train.remove(...), .reweight(...), .add(...), constraint.shift(...), "
-            "or sums of these.",
-            "For one sample write train.remove([i]).",
-        )
+    check_instance(
+        perturbation,
+        Perturbation,
+        "perturbation",
+        meaning="Perturbations are made by train.remove(...), .reweight(...), .add(...), constraint.shift(...), "
+        "or sums of these.",
+        cure="For one sample write train.remove([i]).",
+    )
 
 
 def split_perturbation(perturbation: Perturbation, size: int = 2**14, begin: int = 0) -> Sequence[Perturbation]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError, NotConvergedError
+from dif.errors import DegenerateError, InvalidInputError, NotConvergedError
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.operator import Operator
 
 
+@runtime_checkable
 class LinearSolver(Protocol):
     """Interface of a solver for H_ρ X = B.
 
@@ -108,10 +109,9 @@ def prepare(
     times, until H_ρ is positive definite. On {Gω = −r} the added term is constant, so the answer does not depend on R.
     With solver=None, H_ρ is factorised where it can be assembled; otherwise conjugate gradients are used.
     """
-    make_solver = solver or ((lambda H: DenseCholesky(H.dense())) if H.assembled else ConjugateGradients)
     if rho is not None or len(G) == 0:
         R = torch.full_like(G[:, 0], rho or 0.0)
-        return make_solver(H.with_rows(G, R, damping)), R
+        return _build(solver, H.with_rows(G, R, damping)), R
     unit = 1.0 / (G * G / H.scale()).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
     failure = None
     for power in range(7):
@@ -122,8 +122,25 @@ def prepare(
             if bool((H_rho.dense().diagonal().abs() < rounding).any()):  # the two parts of an entry cancel
                 continue
         try:
-            return make_solver(H_rho), R
+            return _build(solver, H_rho), R
         except DegenerateError as error:
             failure = error
     assert failure is not None
     raise failure
+
+
+def _build(solver: Solver, H: Operator) -> LinearSolver:
+    """Build a solver for H; with solver=None, a factorisation where H can be assembled, else conjugate gradients."""
+    if solver is None:
+        return DenseCholesky(H.dense()) if H.assembled else ConjugateGradients(H)
+    built = solver(H) if callable(solver) else None
+    if not isinstance(built, LinearSolver):
+        raise InvalidInputError(
+            f"`solver` returned an object of type {type(built).__name__}."
+            if callable(solver)
+            else f"`solver` is {solver!r}.",
+            "It must be a class or a function that takes the curvature and returns a dif.LinearSolver.",
+            "A solver is built for each curvature, once that is known.",
+            "Leave it out, or pass a class such as dif.ConjugateGradients.",
+        )
+    return built

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import NotConvergedError
-from dif.linalg.operator import Operator
+from dif.linalg.operator import Operator, check_operator
 from dif.linalg.preconditioner import Preconditioner, ScaledOperator, choose_preconditioner, negative_curvature_error
 
 _PATIENCE = 300  # iterations without progress after which the routine gives up
@@ -114,6 +114,7 @@ class ConjugateGradients:
         rank: int = 64,
         preconditioner: Preconditioner | None = None,
     ) -> None:
+        check_operator(curvature)
         self.curvature = ScaledOperator(curvature, curvature.scale().sqrt())
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from dif.runtime.inputs import check_instance
 
+
+@runtime_checkable
 class Operator(Protocol):
     """Interface of a symmetric matrix H (d, d), assembled or given by matrix-vector products."""
 
@@ -103,6 +106,17 @@ class Matrix:
     def to(self, dtype: torch.dtype) -> Matrix:
         """Convert to another precision."""
         return Matrix(self.H.to(dtype))
+
+
+def check_operator(curvature: object) -> None:
+    """Refuse what is not an Operator."""
+    check_instance(
+        curvature,
+        Operator,
+        "curvature",
+        meaning="The solver works with products of the curvature and vectors.",
+        cure="Let an estimator build the solver: DirectionalInfluence(solution, solver=dif.ConjugateGradients).",
+    )
 
 
 def coordinate_curvature(H: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, NotConvergedError
 from dif.linalg.conjugate_gradients import ConjugateGradients
-from dif.linalg.operator import Operator
+from dif.linalg.operator import Operator, check_operator
 
 
 class Refinement:
@@ -23,6 +23,7 @@ class Refinement:
     """
 
     def __init__(self, curvature: Operator, *, tolerance: float = 1e-9, max_rounds: int = 12, rank: int = 64) -> None:
+        check_operator(curvature)
         if curvature.like.dtype != torch.float64:
             raise InvalidInputError(
                 f"The problem is in {curvature.like.dtype}.",

@@ -11,7 +11,7 @@ import torch
 from dif.errors import SameDataWarning
 from dif.optimality.active_set import Margin
 from dif.optimality.finding import BAD, GOOD, NOTE, Finding
-from dif.optimality.solution import Solution
+from dif.optimality.solution import Solution, expect_solution
 
 BINDING = "binding"  # state of a row; the others are "weak" and "inactive"
 
@@ -46,7 +46,7 @@ class Certificate:
             solution: The point.
             margins: How far the removals in question move the constraints: `DirectionalInfluence.margins(removals)`.
         """
-        findings = list(solution.findings())
+        findings = list(expect_solution(solution).findings())
         if solution.program.m:
             findings.append(solution.active.independence())
         findings += [solution.active.strict_minimum(), *_judge_weak_rows(solution)]

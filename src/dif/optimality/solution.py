@@ -20,7 +20,7 @@ from dif.optimality.finding import BAD, GOOD, Finding
 from dif.optimality.residuals import KKT, Scales, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
-from dif.runtime.inputs import check_number
+from dif.runtime.inputs import check_instance, check_number
 
 _MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
 _UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
@@ -318,16 +318,16 @@ class Solution:
 
 
 def expect_solution(thing: object) -> Solution:
-    """Check that an estimator is built from a Solution whose model is in evaluation mode."""
-    if not isinstance(thing, Solution):
-        raise InvalidInputError(
-            f"The estimator was given an object of type {type(thing).__name__}.",
-            "It must be given a dif.Solution.",
-            "Influence is defined at a solution of a problem.",
-            "Solve the problem with dif.fit(problem, params), or pass your own as dif.Solution(problem, params).",
-        )
-    thing.program.parameters.check_mode()
-    return thing
+    """Return a Solution; refuse other objects, and models that are in training mode."""
+    solution = check_instance(
+        thing,
+        Solution,
+        "solution",
+        meaning="Influence is defined at a solution of a problem.",
+        cure="Solve the problem with dif.fit(problem, params), or pass your own as dif.Solution(problem, params).",
+    )
+    solution.program.parameters.check_mode()
+    return solution
 
 
 def check_tolerance(tol: float) -> float:

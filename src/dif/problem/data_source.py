@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
-from dif.errors import InvalidInputError, few
+from dif.errors import InvalidInputError, count_words, few
 from dif.problem.structure import cast, leaves, map_tensors, to_tensors
 from dif.runtime.inputs import as_tensor
 
@@ -203,7 +203,7 @@ def _check_finite(t: Tensor, n: int, what: str) -> None:
             bad += [begin + i for i in torch.nonzero(wrong).reshape(-1).tolist()]
     if bad:
         raise InvalidInputError(
-            f"The {what} are NaN or infinite in {len(bad)} samples ({few(bad)}).",
+            f"The {what} are NaN or infinite in {count_words(len(bad), 'sample')} ({few(bad)}).",
             "All entries must be finite.",
             "The loss of such a sample is not finite, and neither is its influence.",
             "Drop or impute those samples first.",
@@ -214,10 +214,15 @@ def _count(lengths: list[int], name: str) -> int:
     """Return the number of samples, which must be the length of every tensor; a negative length marks a scalar."""
     if len(set(lengths)) != 1 or lengths[0] < 1:
         found = ", ".join("none (a scalar)" if n < 0 else str(n) for n in lengths)
+        cure = "Make the first dimensions equal."
+        if not any(lengths):
+            cure = "Pass the data of at least one sample."
+        elif min(lengths) < 0:
+            cure = "Give every tensor a first dimension; pass a list of numbers as torch.tensor(numbers)."
         raise InvalidInputError(
-            f"The tensors of Samples {name!r} have lengths {found}." if found else f"Samples {name!r} has no tensor.",
+            f"The tensors of Samples {name!r} have lengths {found}." if any(lengths) else f"Samples {name!r} is empty.",
             "All tensors must have the same length, at least 1.",
             "The first dimension of every tensor counts the samples.",
-            "Make the first dimensions equal.",
+            cure,
         )
     return lengths[0]

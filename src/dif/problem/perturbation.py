@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Self
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, few
 from dif.problem.sample_losses import SampleLosses
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_number
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,7 +158,8 @@ def unused_error(samples: SampleLosses) -> InvalidInputError:
         f"Samples {samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
         "At least one term must use them.",
         "Samples are told apart by identity.",
-        "Perturb the Samples object from which the objective or the constraints were built.",
+        "Perturb the Samples from which the objective or the constraints were built. A problem to which samples were "
+        "added has new ones: take them from solution.problem.samples.",
     )
 
 
@@ -191,7 +192,7 @@ class Perturbation:
                     f"{P} perturbations were indexed with {key}.",
                     f"A slice must be a non-empty range with step 1 inside 0 … {P}.",
                     "Perturbations are stored in consecutive rows.",
-                    "Pass the samples you want to remove_each(indices) instead.",
+                    "Use perturbations.pick([0, 2, 4]) to select others, at least one.",
                 )
         else:
             number = as_index(key)
@@ -204,12 +205,16 @@ class Perturbation:
 
     def pick(self, rows: Sequence[int]) -> Perturbation:
         """Return the listed perturbations, in that order."""
-        P, numbers = len(self), [as_index(row) for row in rows]
-        if not numbers or any(row is None or not 0 <= row < P for row in numbers):
+        P, listed = len(self), isinstance(rows, Iterable) and not isinstance(rows, str)
+        given = list(rows) if listed else []
+        numbers = [as_index(row) for row in given]
+        wrong = [row for row, number in zip(given, numbers, strict=True) if number is None or not 0 <= number < P]
+        if wrong or not given:
+            found = f"includes {few(wrong, quoted=True)}" if wrong else "is empty" if listed else f"is {rows!r}"
             raise InvalidInputError(
-                f"There are {P} perturbations, but {few(list(rows)) if numbers else 'none'} were picked.",
-                f"At least one integer from 0 to {P - 1} is needed.",
-                "There is no such perturbation.",
+                f"`rows` {found}.",
+                f"It must be a list of integers from 0 to {P - 1}, at least one.",
+                "Each row is the number of one perturbation.",
                 "Count from 0 in the order in which they were created.",
             )
         return self._pick(torch.tensor(numbers))
@@ -239,16 +244,16 @@ class Perturbation:
     __radd__ = __add__
 
     def __mul__(self, factor: object) -> Perturbation:
-        if isinstance(factor, str) or not hasattr(factor, "__float__"):
-            return NotImplemented
-        scale = float(factor)  # type: ignore[arg-type]
-        if not abs(scale) < float("inf"):
-            raise InvalidInputError(
-                f"A perturbation was multiplied by {scale}.",
-                "The factor must be finite.",
-                "It says how much of the perturbation is carried out.",
-                "Use 1 for all of it, 0.01 for a hundredth, -1 for the opposite.",
-            )
+        if isinstance(factor, str) or not hasattr(factor, "__float__") or getattr(factor, "ndim", 0):
+            raise TypeError(f"A Perturbation can be multiplied by one number, not by {type(factor).__name__}.")
+        scale = check_number(
+            factor,
+            "the factor of a perturbation",
+            zero=True,
+            negative=True,
+            meaning="It says how much of the perturbation is carried out.",
+            cure="Use 1 for all of it, 0.01 for a hundredth, -1 for the opposite.",
+        )
         return Perturbation(tuple((scale * c, action) for c, action in self.pieces))
 
     __rmul__ = __mul__

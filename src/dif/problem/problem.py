@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import cast
 
-from dif.errors import InvalidInputError, SameDataWarning, warn
+from dif.errors import InvalidInputError, SameDataWarning, count_words, warn
 from dif.problem.perturbation import Action, Perturbation, Shift, check_shift, unused_error
 from dif.problem.perturbed_problem import apply_perturbation
-from dif.problem.samples import Samples
+from dif.problem.samples import Samples, expect_samples
 from dif.problem.term import Constraint, Expression, Term
 
 
@@ -35,13 +35,19 @@ class Problem:
         several = isinstance(constraints, Iterable)
         listed = tuple(constraints) if several else (constraints,)  # type: ignore[arg-type]
         wrong = [type(c).__name__ for c in listed if not isinstance(c, Constraint)]
-        if not isinstance(objective, Expression) or wrong:
-            others = f", and the constraints include objects of type {', '.join(wrong)}" if wrong else ""
+        if not isinstance(objective, Expression):
             raise InvalidInputError(
-                f"The objective is of type {type(objective).__name__}{others}.",
-                "The objective must be a Term or a Function, and the constraints a list of Constraints.",
+                f"The objective is of type {type(objective).__name__}.",
+                "It must be a Term or a Function.",
+                "Only a function of the parameters can be minimised.",
+                "Build it from Samples.mean(), Samples.sum(), dif.ridge and the like.",
+            )
+        if wrong:
+            raise InvalidInputError(
+                f"The constraints include objects of type {', '.join(wrong)}.",
+                "They must be a list of Constraints.",
                 "Constraints are made by comparing Terms: train.mean() <= 0.3.",
-                "Build the objective from Samples.mean(), Samples.sum(), dif.ridge and the like.",
+                "Compare a Term, not its value, with a number or a Term; leave the list out if there are none.",
             )
         self.objective: Term = objective.as_term()
         self.constraints: tuple[Constraint, ...] = listed
@@ -143,13 +149,13 @@ class Problem:
             f"{constraint!r} is not a constraint of this problem.",
             "It must be one of the constraint objects that were passed to Problem.",
             "Constraints are told apart by identity, and .named(...) makes a new one.",
-            "Keep the object that you passed to Problem, or use problem.constraints[j].",
+            "Keep the object that you passed to Problem, or use problem.constraints[j]. A perturbed problem has new "
+            "ones: take them from solution.problem.constraints.",
         )
 
     def without(self, samples: Samples, indices: Iterable[int]) -> Problem:
         """Return the problem without some samples: `after(samples.remove(indices))`."""
-        return self.after(samples.remove(indices))
+        return self.after(expect_samples(samples).remove(indices))
 
     def __repr__(self) -> str:
-        count = f"{len(self.constraints)} constraint{'' if len(self.constraints) == 1 else 's'}"
-        return f"Problem(min {repr(self.objective)[5:-1]}, {count})"
+        return f"Problem(min {repr(self.objective)[5:-1]}, {count_words(len(self.constraints), 'constraint')})"

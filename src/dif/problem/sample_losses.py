@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dif.errors import InvalidInputError, few
+from dif.errors import InvalidInputError, count_words, few
 from dif.problem.data_source import Storage
 from dif.problem.structure import map_tensors
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_count
 from dif.runtime.user_code import convert_errors
 
 # Entry of `fallbacks`: attention is computed by matrix products, which can be differentiated twice
@@ -33,27 +33,33 @@ class SampleLosses:
         batch_size: int | None = None,
         outputs: Callable[[Any, Any], Tensor] | None = None,
     ) -> None:
-        if not callable(loss) or not (outputs is None or callable(outputs)):
-            argument, value = ("outputs", outputs) if callable(loss) else ("loss", loss)
+        if not callable(loss):
             raise InvalidInputError(
-                f"`{argument}` of Samples {name!r} is of type {type(value).__name__}.",
-                f"It must be a callable {argument}(params, batch).",
+                f"`loss` of Samples {name!r} is of type {type(loss).__name__}.",
+                "It must be a callable loss(params, batch).",
                 "In Samples(loss, data) the loss comes first.",
                 "Pass a function that returns one loss per sample.",
             )
-        if batch_size is not None and (as_index(batch_size) or 0) < 1:
+        if outputs is not None and not callable(outputs):
             raise InvalidInputError(
-                f"`batch_size` of Samples {name!r} is {batch_size!r}.",
-                "It must be an integer ≥ 1, or None.",
-                "It is the number of samples per pass.",
-                "Leave it out to take as many as fit into memory.",
+                f"`outputs` of Samples {name!r} is of type {type(outputs).__name__}.",
+                "It must be a callable outputs(params, batch).",
+                "The loss takes the outputs of the model in place of the params.",
+                "Pass a function that returns the outputs of the model for a batch, or leave it out.",
+            )
+        if batch_size is not None:
+            batch_size = check_count(
+                batch_size,
+                f"`batch_size` of Samples {name!r}",
+                meaning="It is the number of samples per pass.",
+                cure="Leave it out to take as many as fit into memory.",
             )
         self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name = name
         self.storage = Storage.of(data, name)
         self.population: SampleLosses = self  # for a view, the Samples that it was made from
-        self.batch_size = self.storage.batch_size if batch_size is None else as_index(batch_size)
+        self.batch_size = self.storage.batch_size if batch_size is None else batch_size
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
         self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what is done instead
@@ -125,16 +131,17 @@ class SampleLosses:
         """Return sample indices as a list; each must exist and appear once."""
         if hasattr(indices, "tolist"):  # tensors and arrays, also without dimension
             indices = indices.tolist()  # type: ignore[union-attr]
-        given = list(indices) if isinstance(indices, Iterable) else [indices]
+        given = list(indices) if isinstance(indices, Iterable) and not isinstance(indices, str) else [indices]
         index = [as_index(i) for i in given]
         unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < len(self)]
         if unknown or not index:
-            indices_given = f"the indices {few(unknown)} were given" if index else "no index was given"
+            found = f"the given indices include {few(unknown, quoted=True)}" if index else "no index was given"
             raise InvalidInputError(
-                f"Samples {self.name!r} has {len(self)} samples, but {indices_given}.",
+                f"Samples {self.name!r} has {count_words(len(self), 'sample')}, but {found}.",
                 f"Indices must be integers from 0 to {len(self) - 1}, at least one.",
                 "No such sample exists." if index else "Nothing would change.",
-                "Count from 0 in the order of the data; use torch.nonzero(mask) for a mask.",
+                "Count from 0 in the order of the data. Write a slice as range(begin, end), and a mask as "
+                "torch.nonzero(mask)[:, 0].",
             )
         known = [i for i in index if i is not None]
         if len(set(known)) < len(known):

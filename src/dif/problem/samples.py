@@ -14,7 +14,7 @@ from dif.problem.perturbation import Addition, Entries, Perturbation, Removal, R
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import describe
 from dif.problem.term import SampleSum, Term
-from dif.runtime.inputs import as_numbers, as_tensor
+from dif.runtime.inputs import as_numbers, as_tensor, check_instance
 
 
 class Samples(SampleLosses):
@@ -219,6 +219,17 @@ class Samples(SampleLosses):
                 "Pass the index of one old sample, or one index per new sample.",
             )
         return torch.tensor(index).expand(count)
+
+
+def expect_samples(thing: object) -> Samples:
+    """Return Samples; refuse other objects."""
+    return check_instance(
+        thing,
+        Samples,
+        "samples",
+        meaning="The samples to remove are chosen from Samples, by index.",
+        cure="Pass the Samples object from which the objective or the constraints were built.",
+    )
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -220,7 +220,7 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
     if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):
         infinite = int((~torch.isfinite(matrix)).sum())
         raise InvalidInputError(
-            f"`A` of linear(A) has shape {tuple(matrix.shape)}, {infinite} entries not finite.",
+            f"`A` of linear(A) has shape {tuple(matrix.shape)}; {infinite} of {matrix.numel()} entries are not finite.",
             "It must be finite, with shape (d,) or (rows, d).",
             "A·θ must be a number or a vector of rows.",
             "Pass one row of coefficients per constraint.",

@@ -23,7 +23,7 @@ from torch import Tensor
 
 import dif
 from dif.analyses.verdict import Verdict
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
 from dif.estimators.influence import Influence
 from dif.optimality.active_set import Margin
@@ -176,8 +176,8 @@ class Report:
         for key, problem in (("why", "cannot be scored"), ("failed", "could not be retrained")):
             missing = [sample for sample in self.samples if sample.get(key)]
             if missing:
-                count = "1 sample" if len(missing) == 1 else f"{len(missing)} samples"
-                remarks.append(f"{count} {problem}. The first is {missing[0]['name']}: {missing[0][key]}")
+                first, number = missing[0], count_words(len(missing), "sample")
+                remarks.append(f"{number} {problem}. The first is {first['name']}: {first[key]}")
         return remarks
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -188,6 +188,8 @@ class Report:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Report:
         """Read a report that `save` wrote."""
+        if not os.path.exists(path):
+            raise FileNotFoundError(f"There is no report file {os.fspath(path)!r}. Write one with `dif score FILE`.")
         try:
             content = json.loads(Path(path).read_text("utf-8"))
             if content.pop("format") != _FORMAT:
@@ -195,8 +197,6 @@ class Report:
             report = cls(**content)
             report._render()  # fails if anything is missing
             return report
-        except FileNotFoundError:
-            raise
         except Exception as error:
             raise InvalidInputError(
                 f"Report file {os.fspath(path)!r} cannot be read ({type(error).__name__}: {error}).",

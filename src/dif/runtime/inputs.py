@@ -1,14 +1,16 @@
-"""Convert and check the numbers that users pass: lists, arrays, tensors."""
+"""Convert and check what users pass: numbers, lists, arrays, tensors, objects of dif."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+
+T = TypeVar("T")
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -32,11 +34,12 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor
     try:
         tensor = torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        given = f"array of dtype {value.dtype}" if hasattr(value, "dtype") else f"object of type {type(value).__name__}"
         raise InvalidInputError(
-            f"An object of type {type(value).__name__} was given as {what} ({str(error).splitlines()[0].rstrip('.')}).",
+            f"An {given} was given as {what}.",
             "Numbers are needed: a tensor, an array, or nested lists of equal lengths.",
             "It cannot be read as numbers.",
-            "Convert it with torch.tensor(...) first and look at the result.",
+            "Encode text as numbers, fill what is missing, and make lists equally long.",
         ) from error
     if tensor.layout != torch.strided or tensor.is_nested:
         raise InvalidInputError(
@@ -63,7 +66,7 @@ def as_index(value: Any) -> int | None:
         return None
 
 
-def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str) -> float:
+def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str, negative: bool = False) -> float:
     """Return a number as a float; it must be finite and > 0, or ≥ 0 where `zero` is true.
 
     Args:
@@ -72,13 +75,42 @@ def check_number(value: Any, what: str, *, zero: bool, meaning: str, cure: str) 
         zero: Whether 0 is accepted.
         meaning: What the number is for; a sentence of the error message.
         cure: What to do; a sentence of the error message.
+        negative: Whether numbers below 0 are accepted.
     """
     try:
-        number = float(value)
+        number = float("nan") if isinstance(value, str) else float(value)
     except (TypeError, ValueError, RuntimeError):
         number = float("nan")
-    if not (0 < number < float("inf") or (zero and number == 0)):
-        name = f"`{what}`" if what.isidentifier() else what[0].upper() + what[1:]
-        allowed = f"It must be a finite number {'≥' if zero else '>'} 0."
-        raise InvalidInputError(f"{name} is {value!r}.", allowed, meaning, cure)
+    if not (0 < (abs(number) if negative else number) < float("inf") or (zero and number == 0)):
+        least = "" if negative else f" {'≥' if zero else '>'} 0"
+        raise InvalidInputError(f"{_title(what)} is {value!r}.", f"It must be a finite number{least}.", meaning, cure)
     return number
+
+
+def check_count(value: Any, what: str, *, meaning: str, cure: str) -> int:
+    """Return an integer ≥ 1 as an int; the arguments are those of `check_number`."""
+    number = as_index(value)
+    if number is None or number < 1:
+        raise InvalidInputError(f"{_title(what)} is {value!r}.", "It must be an integer ≥ 1.", meaning, cure)
+    return number
+
+
+def _title(what: str) -> str:
+    """Begin a sentence with the name of an argument, or with a noun phrase."""
+    return f"`{what}`" if what.isidentifier() else what[0].upper() + what[1:]
+
+
+def check_instance(value: object, kind: type[T], what: str, *, meaning: str, cure: str) -> T:
+    """Return a value that must be an instance of a public class of dif, or have the members of a public interface.
+
+    Args:
+        value: The value.
+        kind: The class or interface.
+        what: The name of the argument, for the error message.
+        meaning: What the value is for; a sentence of the error message.
+        cure: What to do; a sentence of the error message.
+    """
+    if not isinstance(value, kind):
+        found, allowed = f"`{what}` is of type {type(value).__name__}.", f"It must be a dif.{kind.__name__}."
+        raise InvalidInputError(found, allowed, meaning, cure)
+    return value

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError, DifError, NotConvergedError
+from dif.errors import DegenerateError, DifError, NotConvergedError, count_words
 from dif.evaluation.hessian import Curvature
 from dif.evaluation.program import Program
 from dif.evaluation.weight_change import Direction
@@ -316,10 +316,20 @@ class PathFollower:
         return ahead
 
     def _lost_error(self, at: PathPoint) -> NotConvergedError:
-        return NotConvergedError(
+        found = (
             f"The path of the solution under {self.perturbation.labels[0]!r} was lost at ε = {at.epsilon:.6g} "
-            f"after {self.steps} steps.",
-            f"It must reach ε = 1 within {self.max_steps} steps.",
+            f"after {count_words(self.steps, 'step')}."
+        )
+        if self.steps >= self.max_steps:
+            return NotConvergedError(
+                found,
+                f"It must reach ε = 1 within {count_words(self.max_steps, 'step')}.",
+                "The limit on steps was reached before the end of the path.",
+                "Raise max_steps, perturb less, or use Retraining.",
+            )
+        return NotConvergedError(
+            found,
+            "It must reach ε = 1.",
             "No solution was found beyond that ε: the path may fold back, or the constraints contradict each other.",
-            "Perturb less, add a ridge, raise max_steps, or use Retraining, which may jump to another solution.",
+            "Perturb less, add a ridge, or use Retraining, which may jump to another solution.",
         )

@@ -157,8 +157,8 @@ def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
     """Refuse limits that are not positive numbers."""
-    numbers = isinstance(max_iter, int) and (max_seconds is None or isinstance(max_seconds, int | float))
-    if not numbers or max_iter < 1 or (max_seconds is not None and not max_seconds > 0):
+    timed = max_seconds is None or (isinstance(max_seconds, int | float) and max_seconds > 0)
+    if not timed or (as_index(max_iter) or 0) < 1:
         raise InvalidInputError(
             f"The limits are max_iter={max_iter}, max_seconds={max_seconds}.",
             "Both must be positive, and max_iter an integer.",

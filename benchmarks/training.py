@@ -1,8 +1,8 @@
 """Measure what influence through training costs: time of the sweep against the training, memory against its length.
 
-The model is the paper's network, pretrained for a moment on MNIST and fine-tuned under group constraints. On a CPU it is
-small, on a GPU (`python training.py cuda DATA`, with a folder that has MNIST) it has its full size, and the memory of
-trainings of several lengths is measured, too.
+The model is the paper's network, pretrained for a moment on MNIST and fine-tuned under group constraints. On a CPU it
+is small. On a GPU (`python training.py cuda DATA`, with a folder that has MNIST) it has its full size, and the memory
+of trainings of several lengths is measured, too.
 """
 
 from __future__ import annotations

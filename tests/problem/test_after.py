@@ -128,9 +128,9 @@ def test_what_cannot_be_carried_out_is_refused():
 
 
 def test_the_old_samples_are_refused_after_an_addition():
-    rng, train, problem = drawn(0)
+    rng, train, problem = draw_problem(0)
     new = (torch.tensor(rng.normal(size=(1, 3))), torch.tensor(rng.normal(size=1)))
-    end = dif.PathInfluence(solved(problem)).follow(train.add(new, like=0)).end
+    end = dif.PathInfluence(solve(problem)).follow(train.add(new, like=0)).end
     influence = dif.DirectionalInfluence(end)
     cure = r"A problem to which samples were added has new ones: take them from solution\.problem\.samples\."
     with pytest.raises(dif.InvalidInputError, match=cure):

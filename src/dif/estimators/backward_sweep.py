@@ -19,7 +19,7 @@ from dif.evaluation.fingerprint import hash_all
 from dif.evaluation.step import State
 from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
-from dif.problem.structure import leaves, mapped
+from dif.problem.structure import leaves, map_tensors
 from dif.runtime.atomic_file import open_atomically
 from dif.runtime.progress import progress
 from dif.solving.run import Run
@@ -107,6 +107,6 @@ def _load(file: Path, sweep: Sweep) -> None:
     with np.load(file, allow_pickle=False) as stored:
         arrays = iter([torch.from_numpy(stored[f"arr_{k}"]) for k in range(len(sweep.tensors()))])
         sweep.t, sweep.growth, sweep.zeros = int(stored["t"]), float(stored["growth"]), int(stored["zeros"])
-    sweep.adjoint = mapped(sweep.adjoint, lambda like: next(arrays).to(like))
+    sweep.adjoint = map_tensors(sweep.adjoint, lambda like: next(arrays).to(like))
     for tensor in sweep.tensors()[len(leaves(sweep.adjoint)) :]:
         tensor.copy_(next(arrays))

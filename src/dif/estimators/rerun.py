@@ -10,7 +10,7 @@ from dif.estimators.training_weights import RunPerturbation
 from dif.evaluation.cost import cost
 from dif.evaluation.step import State
 from dif.problem.perturbation import Perturbation
-from dif.problem.structure import leaves, mapped
+from dif.problem.structure import leaves, map_tensors
 from dif.runtime.memory import numbers_at_once
 from dif.runtime.progress import Reporter
 from dif.solving.run import Run
@@ -43,7 +43,7 @@ def rerun(
 def _advance_all(run: Run, change: RunPerturbation, begin: int, end: int) -> Iterator[tuple[int, State]]:
     """Carry out perturbations begin … end − 1 together; yield the states after every step."""
     loop, P = run.loop, end - begin
-    state = mapped(run.states[change.since], lambda t: t.expand(P, *t.shape))
+    state = map_tensors(run.states[change.since], lambda t: t.expand(P, *t.shape))
     for t in range(change.since, loop.length):
         batch = change.batch(t)
         weights = change.weights(t, batch, begin, end)

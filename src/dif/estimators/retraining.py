@@ -22,7 +22,7 @@ from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import PLAIN_ATTENTION
 from dif.runtime.limits import Limits
-from dif.runtime.user_code import unsupported
+from dif.runtime.user_code import is_unsupported
 from dif.runtime.workers import check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 from dif.solving.checkpoint import FitState
@@ -170,7 +170,7 @@ class Retraining:
                 if self._cache is not None:
                     self._cache.save(Direction(self.solution.program, chunk), range(len(chunk)), ends)
             for p in numbers:
-                failure = None if bool(torch.isfinite(cached[p].theta).all()) else _diverged(perturbations[p])
+                failure = None if bool(torch.isfinite(cached[p].theta).all()) else _divergence_error(perturbations[p])
                 if failure is not None and self.strict:
                     raise failure
                 yield cached[p], failure
@@ -179,9 +179,9 @@ class Retraining:
         """Solve a chunk of perturbations, or a single one from where an earlier run stopped."""
         chunk, start = task
         direction = Direction(self.solution.program, chunk)
-        return self.solved(direction) if start is None else [self._solve_single(direction, 0, start)]
+        return self.solve_together(direction) if start is None else [self._solve_single(direction, 0, start)]
 
-    def solved(self, direction: Direction) -> list[Outcome]:
+    def solve_together(self, direction: Direction) -> list[Outcome]:
         """Solve the problems after these perturbations together, and write them to the cache."""
         at = self.solution
         for p in range(direction.P):
@@ -208,7 +208,7 @@ class Retraining:
                 numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
                 yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
         except Exception as error:
-            if not unsupported(error):
+            if not is_unsupported(error):
                 raise
 
     def _solve_single(self, direction: Direction, p: int, start: Found) -> Outcome:
@@ -236,7 +236,7 @@ class Retraining:
         return end, failure
 
 
-def _diverged(perturbation: Perturbation) -> NotConvergedError:
+def _divergence_error(perturbation: Perturbation) -> NotConvergedError:
     return NotConvergedError(
         f"The training became NaN or infinite after {perturbation.labels[0]!r}.",
         "It must stay finite.",

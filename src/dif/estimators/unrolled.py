@@ -18,7 +18,7 @@ from dif.evaluation.step import Weights, default_weights
 from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.problem.structure import mapped
+from dif.problem.structure import map_tensors
 from dif.runtime.inputs import as_index
 from dif.runtime.workers import check_jobs
 from dif.solving.run import Run
@@ -64,7 +64,7 @@ class UnrolledInfluence:
         """Predict Δθ and Δλ at the end of the run, by one sweep forwards."""
         loop = self.run.loop
         Direction.resolve_single(loop.program, perturbation)  # refuses several
-        change, tangent = self._resolve(perturbation), mapped(loop.initial, torch.zeros_like)
+        change, tangent = self._resolve(perturbation), map_tensors(loop.initial, torch.zeros_like)
         for t in range(self.since, loop.length):
             batch = change.batch(t)
             weights, default = change.weights(t, batch, 0, 1), default_weights(loop.program, batch)

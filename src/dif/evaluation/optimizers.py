@@ -116,7 +116,7 @@ class Adam:
 
     def recover_gradient(self, theta: Tensor, memory: Memory, after: Memory) -> Tensor:
         """Return the gradient that took the first average from its value before to its value after."""
-        return _averaged(self.betas[0], memory, after) - self.weight_decay * theta
+        return _recover_from_average(self.betas[0], memory, after) - self.weight_decay * theta
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class AdamW:
 
     def recover_gradient(self, theta: Tensor, memory: Memory, after: Memory) -> Tensor:
         """Return the gradient that took the first average from its value before to its value after."""
-        return _averaged(self.betas[0], memory, after)
+        return _recover_from_average(self.betas[0], memory, after)
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class Ascent:
         _check_rates(lr=self.lr)
 
 
-def _averaged(beta: float, memory: Memory, after: Memory) -> Tensor:
+def _recover_from_average(beta: float, memory: Memory, after: Memory) -> Tensor:
     return memory[0] + (after[0] - memory[0]) / (1 - beta)
 
 

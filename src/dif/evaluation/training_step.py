@@ -19,7 +19,7 @@ from dif.evaluation.optimizers import Ascent, Optimizer
 from dif.evaluation.program import Program
 from dif.evaluation.step import Batch, Observation, State, WeightGradients, Weights, default_weights
 from dif.problem.problem import Problem
-from dif.problem.structure import mapped
+from dif.problem.structure import map_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class TrainingStep:
 
     def make_adjoint(self, Q: Tensor, state: State) -> State:
         """Return the adjoints of a state for targets with gradients Q in θ, (T, d)."""
-        zeros = mapped(state, lambda tensor: tensor.new_zeros((len(Q), *tensor.shape)))
+        zeros = map_tensors(state, lambda tensor: tensor.new_zeros((len(Q), *tensor.shape)))
         return {**zeros, "theta": Q}
 
     def _losses(self, theta: Tensor, batch: Batch) -> list[Tensor]:
@@ -133,7 +133,7 @@ class TrainingStep:
         along = (*(tangent[key] for key in keys), dweights.a, dweights.b, dweights.dtau)
         moved = jvp(after, at, along)[1]
         like = state["theta"]  # in forward mode the tangent of a scalar may be float64
-        return {key: mapped(value, lambda x: x.to(like)) for key, value in zip(keys, moved, strict=True)}
+        return {key: map_tensors(value, lambda x: x.to(like)) for key, value in zip(keys, moved, strict=True)}
 
     def pull_back(
         self, t: int, state: State, after: State, batch: Batch, adjoint: State
@@ -150,7 +150,7 @@ class TrainingStep:
         pull = vjp(lambda x, m, g: self.optimizer.update(x, m, g, factor, t), theta, memory, g)[1]
         d_theta, d_memory, u = vmap(pull)((adjoint["theta"], adjoint["memory"]))  # (T, d)
         present = self._present(batch)
-        passed = self.program.kinds.pushing(after["lam"]) | ~present  # rows whose λ was not projected
+        passed = self.program.kinds.has_force(after["lam"]) | ~present  # rows whose λ was not projected
         d_lam = torch.where(passed, adjoint["lam"], 0.0)  # (T, m)
         nu = self.dual.lr * present * d_lam
 

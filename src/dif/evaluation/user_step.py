@@ -14,8 +14,8 @@ from dif.errors import InvalidInputError
 from dif.evaluation.program import Program
 from dif.evaluation.step import Batch, State, WeightGradients, Weights, default_weights
 from dif.problem.parameters import Parameters
-from dif.problem.structure import leaves, mapped
-from dif.runtime.user_code import convert_errors, unsupported
+from dif.problem.structure import leaves, map_tensors
+from dif.runtime.user_code import convert_errors, is_unsupported
 
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 0.1}  # relative error of a derivative against differences
 
@@ -35,7 +35,7 @@ class UserStep:
         """Return the state after step t."""
         with torch.enable_grad():  # the step may call torch.autograd.grad
             after = self._call(_track(state), batch, _per_table(self._weights(batch, weights), batch))
-        return mapped(after, torch.Tensor.detach)
+        return map_tensors(after, torch.Tensor.detach)
 
     def observe(self, t: int, state: State, batch: Batch) -> tuple[State, None]:
         """Return the state after step t; there is nothing else to record."""
@@ -43,10 +43,9 @@ class UserStep:
 
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
         """Return the states after step t: by one call that is mapped over them, or one by one."""
-        if not self.is_mappable(batch, mapped(states, lambda x: x[0])):
-            count = len(weights.dtau)
-            rows = [self.advance(t, mapped(states, lambda x, p=p: x[p]), batch, _row(weights, p)) for p in range(count)]
-            return stack(rows)
+        if not self.is_mappable(batch, map_tensors(states, lambda x: x[0])):
+            each = [map_tensors(states, lambda x, p=p: x[p]) for p in range(len(weights.dtau))]
+            return stack([self.advance(t, state, batch, _row(weights, p)) for p, state in enumerate(each)])
         return self._map(states, batch, weights)
 
     def read_point(self, state: State) -> tuple[Tensor, Tensor]:
@@ -56,7 +55,7 @@ class UserStep:
 
     def make_adjoint(self, Q: Tensor, state: State) -> State:
         """Return the adjoints of a state for targets with gradients Q in θ, (T, d)."""
-        zeros = mapped(state, lambda x: torch.zeros((len(Q), *x.shape), dtype=Q.dtype, device=Q.device))
+        zeros = map_tensors(state, lambda x: torch.zeros((len(Q), *x.shape), dtype=Q.dtype, device=Q.device))
         rows = [self.program.parameters.tensors(q) for q in Q]
         select_params(zeros).update({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
         return zeros
@@ -74,7 +73,7 @@ class UserStep:
         found = [_pull(outputs, inputs, [w[k] for w in weighing]) for k in range(T)]
         columns = iter([torch.stack(column) for column in zip(*found, strict=True)])
         like = weights[0]
-        back = mapped(before, lambda x: next(columns) if x.requires_grad else like.new_zeros((T, *x.shape)))
+        back = map_tensors(before, lambda x: next(columns) if x.requires_grad else like.new_zeros((T, *x.shape)))
         by_a = tuple(next(columns)[:, None, None] for _ in weights)
         zero = tuple(torch.zeros_like(a) for a in by_a)
         return back, WeightGradients(by_a, zero, like.new_zeros((T, 0)))
@@ -88,7 +87,7 @@ class UserStep:
         u = [torch.zeros_like(x).requires_grad_() for x in outputs]
         columns = _pull(outputs, inputs, u, create_graph=True)
         moved = iter(_pull(columns, u, along))
-        return mapped(then, lambda x: next(moved) if x.requires_grad else torch.zeros_like(x))
+        return map_tensors(then, lambda x: next(moved) if x.requires_grad else torch.zeros_like(x))
 
     def _trace(self, state: State, batch: Batch) -> tuple[State, list[Tensor], State]:
         """Return the state before a step and its weights, both tracked by autograd, and the state after it."""
@@ -124,13 +123,13 @@ class UserStep:
         def advance(state: State, a: tuple[Tensor, ...]) -> State:
             return self._call(state, batch, _per_table([x[0, 0] for x in a], batch))
 
-        return mapped(torch.vmap(advance)(states, weights.a), torch.Tensor.detach)
+        return map_tensors(torch.vmap(advance)(states, weights.a), torch.Tensor.detach)
 
     def is_mappable(self, batch: Batch, state: State) -> bool:
         """Return whether torch can map the step over states and weights; found out once."""
         if "mappable" not in self._known:
             a = tuple(x.expand(2, *x.shape) for x in default_weights(self.program, batch).a)
-            twice = mapped(state, lambda x: x.expand(2, *x.shape))
+            twice = map_tensors(state, lambda x: x.expand(2, *x.shape))
             try:
                 found = self._map(twice, batch, Weights(a, a, self.program.tau.new_zeros((2, 0))))
                 one = self.advance(0, state, batch)
@@ -139,7 +138,7 @@ class UserStep:
                     for x, y in zip(leaves(found), leaves(one), strict=True)
                 )
             except Exception as error:
-                if not unsupported(error):
+                if not is_unsupported(error):
                     raise
                 self._known["mappable"] = False
         return self._known["mappable"]
@@ -197,7 +196,7 @@ def check_step(step: UserStep, state: State, batch: Batch) -> None:
         )
     h = torch.finfo(tables.a[0].dtype).eps ** (1 / 3)
     differences = [(x - y).double() / (2 * h) for x, y in zip(at(h), at(-h), strict=True)]
-    zero = mapped(state, torch.zeros_like)
+    zero = map_tensors(state, torch.zeros_like)
     slopes = [x.double() for x in leaves(step.push_forward(0, state, batch, zero, dweights))]
     error = sum(float((x - y).norm() ** 2) for x, y in zip(differences, slopes, strict=True)) ** 0.5
     size = sum(float(x.norm() ** 2) for x in differences) ** 0.5
@@ -226,12 +225,12 @@ def describe_state(state: Any, name: str = "") -> dict[str, str]:
 def stack(states: Sequence[State]) -> State:
     """Stack states along a new first dimension."""
     columns = iter([torch.stack(column) for column in zip(*map(leaves, states), strict=True)])
-    return mapped(states[0], lambda x: next(columns))
+    return map_tensors(states[0], lambda x: next(columns))
 
 
 def _track(state: State) -> State:
     """Return the state with floating-point tensors that autograd tracks."""
-    return mapped(state, lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
+    return map_tensors(state, lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
 
 
 def _variables(state: State) -> list[Tensor]:
@@ -260,7 +259,7 @@ def _per_table(weights: Sequence[Tensor], batch: Batch) -> list[Tensor]:
 def _join(parts: Sequence[Any]) -> Any:
     """Join batches of the same structure along their first dimension."""
     columns = iter([torch.cat(column) for column in zip(*map(leaves, parts), strict=True)])
-    return parts[0] if len(parts) == 1 else mapped(parts[0], lambda x: next(columns))
+    return parts[0] if len(parts) == 1 else map_tensors(parts[0], lambda x: next(columns))
 
 
 def _row(weights: Weights, p: int) -> Weights:

@@ -70,8 +70,6 @@ class Kinds:
         """
         return self.equal | (force > tolerance)
 
-    pushing = has_force  # former name, still used by evaluation/training_step.py
-
     def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor]:
         """Return the first two derivatives of the paper's penalty of each row: ½ρc² if equal, else k·max(c, 0)³."""
         over = c.clamp(min=0)

@@ -23,9 +23,6 @@ def map_tensors(item: Any, fn: Callable[[Tensor], Any]) -> Any:
     return item
 
 
-mapped = map_tensors  # former name, still used by the modules of training
-
-
 def cast(data: Any, dtype: torch.dtype) -> Any:
     """Convert the floating-point tensors of a structure to a dtype."""
     return map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)

@@ -77,9 +77,6 @@ def is_unsupported(error: Exception) -> bool:
     return isinstance(error, UserCodeError) or not (isinstance(error, DifError) or is_out_of_memory(error))
 
 
-unsupported = is_unsupported  # former name, still used by estimators/retraining.py
-
-
 def _is_our_fault(error: Exception) -> bool:
     """Return whether an exception other than a RuntimeError was raised by a line of dif."""
     file = Path(extract_tb(error.__traceback__)[-1].filename)

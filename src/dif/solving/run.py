@@ -22,7 +22,7 @@ from dif.optimality.solution import Solution
 from dif.problem.problem import Problem
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.samples import Samples
-from dif.problem.structure import leaves, mapped
+from dif.problem.structure import leaves, map_tensors
 from dif.runtime.progress import progress
 from dif.solving.states import States, open_folder
 
@@ -191,7 +191,7 @@ def carry_out(loop: Loop, keep: Keep, settings: dict[str, str], show_progress: b
 
 def fetch(samples: SampleLosses, index: Tensor, device: torch.device) -> Any:
     """Return the data of some samples as one batch."""
-    return mapped(next(samples.storage.fetch([index])), lambda t: t.to(device))
+    return map_tensors(next(samples.storage.fetch([index])), lambda t: t.to(device))
 
 
 def _identify(loop: Loop) -> dict[str, str]:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dif.errors import InvalidInputError
-from dif.problem.structure import leaves, mapped
+from dif.problem.structure import leaves, map_tensors
 from dif.runtime.atomic_file import check_folder, open_atomically
 
 _FORMAT = "dif run 2"  # name and version of the files in a folder
@@ -49,7 +49,7 @@ class States:
             with open_atomically(self.folder / f"state_{t:06d}.npz") as file:
                 np.savez(file, *(leaf.detach().cpu().numpy() for leaf in leaves(state)))
         elif t % self.every == 0 or t == self.length:
-            self._kept[t] = mapped(state, torch.Tensor.detach)
+            self._kept[t] = map_tensors(state, torch.Tensor.detach)
 
     def __getitem__(self, t: int) -> Any:
         if self.folder is not None:
@@ -61,7 +61,7 @@ class States:
             state, self._recent = self._kept[begin], {}
             for s in range(begin, min(begin + self.every, self.length)):
                 self._recent[s] = state
-                state = mapped(self.advance(s, state), torch.Tensor.detach)
+                state = map_tensors(self.advance(s, state), torch.Tensor.detach)
         return self._recent[t]
 
     def backwards(self, begin: int, end: int) -> Iterator[tuple[int, Any, Any]]:
@@ -83,7 +83,7 @@ class States:
         assert self.folder is not None
         with np.load(self.folder / f"state_{t:06d}.npz", allow_pickle=False) as file:
             arrays = iter([file[f"arr_{k}"] for k in range(len(file.files))])
-        return mapped(self._like, lambda like: torch.from_numpy(next(arrays)).to(like))
+        return map_tensors(self._like, lambda like: torch.from_numpy(next(arrays)).to(like))
 
 
 def open_folder(folder: Path, identity: dict[str, str]) -> None:

@@ -15,7 +15,7 @@ from dif.evaluation.user_step import UserStep, check_step, describe_state, flatt
 from dif.problem.parameters import BoundModule, Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
-from dif.problem.structure import leaves, mapped
+from dif.problem.structure import leaves, map_tensors
 from dif.problem.term import Term
 from dif.runtime.inputs import as_tensor
 from dif.solving.run import Keep, Loop, Run, carry_out
@@ -98,7 +98,7 @@ def _check_start(start: Any) -> tuple[Parameters, dict[str, Any]]:
             "Derivatives through many steps need the digits of float32 at least, and names for the params.",
             'Pass {"theta": tensor, "lam": tensor}, say, converted by .double() or .float().',
         )
-    state = mapped(dict(start), lambda x: x.detach().clone())
+    state = map_tensors(dict(start), lambda x: x.detach().clone())
     if parameters is None:
         tensors = {k: x for k, x in select_params(state).items() if isinstance(x, Tensor) and x.is_floating_point()}
         parameters, _ = Parameters.of(tensors)

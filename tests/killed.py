@@ -1,6 +1,6 @@
 """Run as a script: work that is killed again and again, at random moments, and goes on; prints what came of it as JSON.
 
-python killed.py scores|zarr|farm FOLDER. Each attempt is a process forked after everything is loaded.
+python killed.py scores|zarr|farm|training FOLDER. Each attempt is a process forked after everything is loaded.
 """
 
 import json
@@ -18,7 +18,7 @@ from problems import F64, retrainings
 import dif
 
 KILLS, ROWS, PIECE, REMOVALS = 20, 960, 20, 320
-LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3}  # seconds after which an attempt is killed
+LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3, "training": 0.4}  # seconds after which an attempt is killed
 
 
 def make_loss(log):
@@ -55,16 +55,49 @@ def score(train, solution, path):
 
 
 def retrain(train, solution, folder):
-    def slower(self, direction, usual=dif.Retraining.solved):
+    def slower(self, direction, usual=dif.Retraining.solve_together):
         with (folder.parent / "log").open("a") as file:
             file.write(f"{direction.perturbation.labels[0]}\n")
         return usual(self, direction)
 
-    dif.Retraining.solved = slower
+    dif.Retraining.solve_together = slower
     return dif.Retraining(solution, keep=folder, show_progress=False).scores(train, train.remove_each(range(REMOVALS)))
 
 
+def log_calls(owner, name, log):
+    """Let a function say so whenever it is called, and take a moment for it."""
+    usual = getattr(owner, name)
+
+    def call(*args, **options):
+        with log.open("a") as file:
+            file.write(f"{name}\n")
+        time.sleep(0.03)
+        return usual(*args, **options)
+
+    setattr(owner, name, call)
+
+
+def train_and_sweep(train, problem, folder):
+    """Train, sweep back, and train again without some samples; everything is kept in the folder."""
+    from dif.estimators import backward_sweep, retraining
+    from dif.evaluation.training_step import TrainingStep
+
+    backward_sweep._SECONDS = -1.0  # a checkpoint after every step
+    for owner, name in ((TrainingStep, "observe"), (TrainingStep, "pull_back"), (retraining, "rerun")):
+        log_calls(owner, name, folder / "log")
+    start = {"theta": torch.zeros(4, dtype=F64)}
+    training = dif.Training(problem, start, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 60, 3)
+    run = training.run(keep=folder / "run", show_progress=False)
+    removals = train.remove_each(range(REMOVALS))
+    swept = dif.UnrolledInfluence(run).scores(train.mean(), removals, show_progress=False, probe=0)
+    again = dif.Retraining(run, keep=folder / "kept", show_progress=False).scores(train.mean(), removals)
+    return torch.cat([swept.values, again.values], 1)
+
+
 def work(kind, train, solution, folder):
+    if kind == "training":
+        np.save(folder / "values.npy", train_and_sweep(train, solution.problem, folder).numpy())
+        return
     if kind == "farm":
         values = retrain(train, solution, folder / "kept").values
         np.save(folder / "values.npy", values.numpy())
@@ -74,6 +107,10 @@ def work(kind, train, solution, folder):
 
 def count_finished(kind, folder):
     """How much is done."""
+    if kind == "training":
+        kept = retrainings(folder / "kept") if (folder / "kept").exists() else []
+        swept = sum(40 - int(np.load(file)["t"]) for file in (folder / "run").glob("sweep_*.npz"))
+        return len(list((folder / "run").glob("state_*.npz"))) + swept + len(kept)
     if kind == "farm":
         return len(retrainings(folder / "kept"))
     journal = folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}.part"

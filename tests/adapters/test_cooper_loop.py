@@ -3,15 +3,16 @@
 import numpy as np
 import pytest
 import torch
+from refusals import invalid
 from torch import nn
 
 import dif
-from tests.refusals import invalid
 
 cooper = pytest.importorskip("cooper")
+from test_cooper import GROUP, N, X, Y, fair_problem, loss, network  # noqa: E402
+
 from dif.adapters.cooper import Constrained  # noqa: E402
 from dif.adapters.cooper_loop import unroll  # noqa: E402
-from tests.adapters.test_cooper import GROUP, N, X, Y, fair_problem, loss, network  # noqa: E402
 
 QUIET = {"show_progress": False}
 SCHEMES = [

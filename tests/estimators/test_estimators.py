@@ -22,9 +22,17 @@ ESTIMATORS = {
     "adaptive": partial(dif.AdaptiveInfluence, accuracy=1e-3),
     "adaptive, first order": dif.AdaptiveInfluence,
     "retraining": dif.Retraining,
+    "unrolled": lambda solution: dif.UnrolledInfluence(train_along(solution)),
+    "retraining of a run": lambda solution: dif.Retraining(train_along(solution)),
 }
 KEYWORDS = ("out", "jobs", "show_progress")
 pytestmark = pytest.mark.filterwarnings("ignore::dif.FirstOrderWarning")
+
+
+def train_along(solution):
+    """Train the problem of a solution for a few steps."""
+    start, optimizer = {"theta": torch.zeros(4, dtype=torch.float64)}, dif.SGD(0.05, momentum=0.9)
+    return dif.Training(solution.problem, start, optimizer, batch_size=7, epochs=3).run(show_progress=False)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from trainings import classify, logistic, state_problem, violations
 
 import dif
 from dif.estimators.rerun import rerun
+from dif.evaluation.training_step import TrainingStep
 from dif.optimality.targets import Targets
 
 F64 = torch.float64
@@ -172,6 +173,73 @@ def test_retraining_of_a_run_is_kept_and_compared(tmp_path, monkeypatch):
     monkeypatch.setattr("dif.estimators.retraining.rerun", lambda *_: pytest.fail("trained again"))
     again = dif.Retraining(run, keep=tmp_path / "kept", show_progress=False).scores(test, removals)
     assert torch.equal(again.values, actual.values)
+
+
+def test_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
+    X, y, group, params = classify(n=40)
+    train, problem = state_problem(X, y, group)
+    test = dif.Samples(logistic, (X[:3], y[:3]), name="test")
+    training = dif.Training(problem, params, dif.Adam(0.01, eps_root=1e-8), dif.Ascent(0.5), 9, 3)
+    expected = dif.UnrolledInfluence(training.run(**QUIET)).scores(test, train.remove_each(), **PLAIN)
+    monkeypatch.setattr("dif.estimators.backward_sweep._SECONDS", -1.0)  # a checkpoint after every step
+    steps, usual = [], TrainingStep.pull_back
+
+    def pull_back(self, t, *args):
+        steps.append(t)
+        if len(steps) == 6:
+            raise KeyboardInterrupt
+        return usual(self, t, *args)
+
+    monkeypatch.setattr(TrainingStep, "pull_back", pull_back)
+
+    def score(removals=None):
+        run = training.run(keep=tmp_path / "run", **QUIET)
+        return dif.UnrolledInfluence(run).scores(test, removals or train.remove_each(), **PLAIN)
+
+    with pytest.raises(KeyboardInterrupt):
+        score()
+    found = score()
+    assert steps == [*range(14, 8, -1), *range(9, -1, -1)]
+    np.testing.assert_array_equal(found.values, expected.values)
+    assert found.diagnostics == expected.diagnostics
+    np.testing.assert_array_equal(score(train.remove_each([5])).values, expected.values[5:6])
+    assert len(steps) == 16  # a finished sweep is not repeated for the same targets
+
+
+def smooth_runs():
+    """Ten runs of different kinds: optimisers, constraints, batches, models, steps of one's own."""
+    X, y, group, params = classify(n=80, seed=1)
+    train, problem = state_problem(X, y, group)
+    free = dif.Problem(train.mean() + dif.ridge(0.01))
+    fixed = dif.Problem(train.mean() + dif.ridge(0.01), [train.mean(where=group == 0) == train.mean()])
+    squared = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
+    line = dif.Problem(squared.mean(), [dif.linear(torch.eye(3)[:1]) <= 0.1])
+    make = lambda stated, start, *args: dif.Training(stated, start, *args).run(**QUIET)  # noqa: E731
+    yield train, make(problem, params, dif.SGD(0.05), dif.Ascent(0.2), 20, 4)
+    yield train, make(problem, params, dif.SGD(0.02, momentum=0.9), dif.Ascent(0.2), 20, 4)
+    yield train, make(problem, params, dif.SGD(0.02, momentum=0.9, nesterov=True), dif.Ascent(0.2), 80, 10)
+    yield train, make(problem, params, dif.SGD(0.05, weight_decay=0.1), dif.Ascent(0.2), 10, 3, 5, "cosine")
+    yield train, make(problem, params, dif.Adam(0.005, eps_root=1e-6), dif.Ascent(0.2), 20, 4)
+    yield train, make(problem, params, dif.AdamW(0.005, eps_root=1e-6), dif.Ascent(0.2), 20, 4)
+    yield train, make(free, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.2), 20, 8)
+    yield train, make(fixed, params, dif.SGD(0.05, momentum=0.5), dif.Ascent(0.3), 20, 6)
+    yield squared, make(line, {"w": torch.zeros(3, dtype=F64)}, dif.SGD(0.05), dif.Ascent(0.5), 20, 5)
+
+    def step(state, batch, weights):
+        slope = (weights * (X[batch] @ state["w"] - y[batch])) @ X[batch] / weights.sum()
+        return {"w": state["w"] - 0.1 * slope}
+
+    batches = torch.randperm(80, generator=torch.Generator().manual_seed(0)).split(20)
+    own = dif.unroll(step, {"w": torch.zeros(3, dtype=F64)}, batches * 3, **QUIET)
+    yield own.samples[0], own
+
+
+def test_smooth_runs_are_not_refused():
+    for number, (train, run) in enumerate(smooth_runs()):
+        target = dif.Function(lambda p: sum((t**3).sum() for t in p.values()))
+        found = dif.UnrolledInfluence(run).scores(target, train.remove_each(), **QUIET)
+        assert found.diagnostics["probe"]["agreement"] > 0.9, number
+    assert number == 9
 
 
 def test_a_chaotic_run_is_refused_with_its_probes():

@@ -35,7 +35,7 @@ def scored():
 # Kills
 
 
-@pytest.mark.parametrize("kind", ["scores", "zarr", "farm"])
+@pytest.mark.parametrize("kind", ["scores", "zarr", "farm", "training"])
 def test_killed_twenty_times(kind, tmp_path):
     if kind == "zarr":
         pytest.importorskip("zarr")
@@ -54,7 +54,7 @@ def test_killed_twenty_times(kind, tmp_path):
     assert alone["attempts"] == 1
     # each kill costs at most the piece that was under way
     assert told["evaluations"] <= alone["evaluations"] + told["attempts"]
-    if kind == "farm":
+    if kind in ("farm", "training"):
         values = [np.load(folder / "values.npy") for folder in (killed, whole)]
     else:
         name = f"scores.{'npy' if kind == 'scores' else 'zarr'}"

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import invalid
+from torch import nn
 from trainings import classify, logistic, state_problem, violations
 
 import dif
@@ -125,6 +126,13 @@ def test_wrong_input_is_refused():
     coarse = dif.Samples(logistic, (X.to(torch.bfloat16), y.to(torch.bfloat16)), name="coarse")
     action = lambda: dif.Training(dif.Problem(coarse.mean()), half, dif.SGD(0.1)).run()  # noqa: E731
     invalid(action, "bfloat16")
+    noisy = dif.Problem(train.view(lambda p, z: logistic(p, z) * torch.rand(()), name="noisy").mean())
+    invalid(lambda: dif.Training(noisy, params, dif.SGD(0.1)).run(), "Two calls of the loss", "It is random (dropout")
+    for layer in (nn.Dropout(0.5), nn.BatchNorm1d(3)):
+        model = nn.Sequential(layer, nn.Linear(3, 1)).double()
+        network = dif.Samples(lambda m, z: nn.functional.softplus(-z[1] * m(z[0])[:, 0]), (X, y), name="train")
+        action = lambda n=network, m=model: dif.Training(dif.Problem(n.mean()), m, dif.SGD(0.1)).run()  # noqa: E731
+        invalid(action, type(layer).__name__, keep=[model])
     steep = dif.Problem(train.view(lambda p, z: torch.exp(50 * logistic(p, z)), name="steep").mean())
     action = lambda: dif.Training(steep, params, dif.SGD(1e3), epochs=9, batch_size=4).run(show_progress=False)  # noqa: E731
     invalid(action, "is not finite after step", "The training diverged, or the loss left its domain.")

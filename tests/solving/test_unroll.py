@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from refusals import invalid, refused
 from torch.func import grad
+from trainings import F64, classify, logistic, state_problem
 
 import dif
 from dif.optimality.targets import Targets
 from dif.runtime.user_code import UserCodeError
-from tests.refusals import invalid, refused
-from tests.trainings import F64, classify, logistic, state_problem
 
 QUIET = {"show_progress": False}
 PLAIN = {"show_progress": False, "probe": 0}

@@ -6,9 +6,9 @@ import torch
 from problems import (
     bound_regression,
     fair_logistic,
+    fit_problem,
     free_regression,
     regression_data,
-    solved,
     squared,
     weak_regression,
     zeros,
@@ -24,19 +24,19 @@ def close(a, b, tolerance):
 
 def test_problems_are_what_they_say():
     for seed in range(3):
-        assert solved(free_regression(seed)[1]).active.active == ()
-        active = solved(bound_regression(seed)[1]).active
+        assert fit_problem(free_regression(seed)[1]).active.active == ()
+        active = fit_problem(bound_regression(seed)[1]).active
         assert (active.binding, active.weak, active.inactive) == ((0, 1), (), (2,))
-        active = solved(weak_regression(seed)[1]).active
+        active = fit_problem(weak_regression(seed)[1]).active
         assert (active.binding, active.weak) == ((0,), (1,))
-    active = solved(fair_logistic()[1]).active
+    active = fit_problem(fair_logistic()[1]).active
     assert (active.binding, active.weak, active.inactive) == ((0,), (), (1,))
 
 
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_without_active_constraints_it_is_classical(renormalise):
     train, problem = free_regression()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removals = train.remove_each(renormalise=renormalise)
     directional = dif.DirectionalInfluence(solution, switching=False).scores(train, removals).values
     classical = dif.ClassicalInfluence(solution).scores(train, removals).values
@@ -48,7 +48,7 @@ def test_without_active_constraints_it_is_classical(renormalise):
 @pytest.mark.parametrize("make", [bound_regression, weak_regression, fair_logistic])
 def test_positively_homogeneous(make):
     train, problem, *_ = make()
-    influence = dif.DirectionalInfluence(solved(problem), switching=False)
+    influence = dif.DirectionalInfluence(fit_problem(problem), switching=False)
     for i in range(5):
         one, three = influence.change(train.remove([i])), influence.change(3.0 * train.remove([i]))
         close(three.flat, 3 * one.flat, 1e-12)
@@ -58,7 +58,7 @@ def test_positively_homogeneous(make):
 @pytest.mark.parametrize("make", [bound_regression, weak_regression, fair_logistic])
 def test_independent_of_rho(make):
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     chosen = dif.DirectionalInfluence(solution, switching=False).scores(train, train.remove_each())
     for rho in (0.01, 1.0, 100.0):
         close(
@@ -71,7 +71,7 @@ def test_independent_of_rho(make):
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
 def test_linear_without_weak_constraints(make):
     train, problem, *_ = make()
-    influence = dif.DirectionalInfluence(solved(problem), switching=False)
+    influence = dif.DirectionalInfluence(fit_problem(problem), switching=False)
     first, second = train.remove([0]), train.reweight(torch.linspace(-0.01, 0.02, len(train)))
     together = influence.change(first + 2.0 * second)
     close(together.flat, influence.change(first).flat + 2.0 * influence.change(second).flat, 1e-11)
@@ -80,7 +80,7 @@ def test_linear_without_weak_constraints(make):
 
 def test_not_linear_with_a_weak_constraint():
     train, problem = weak_regression()
-    influence = dif.DirectionalInfluence(solved(problem), switching=False)
+    influence = dif.DirectionalInfluence(fit_problem(problem), switching=False)
     gaps = []
     for i in range(10):
         there, back = influence.change(train.remove([i])), influence.change(-train.remove([i]))
@@ -93,7 +93,7 @@ def test_not_linear_with_a_weak_constraint():
 def test_renormalised_and_paper_removal():
     """The identities of the two conventions, for an objective that is a mean and a removal from it alone."""
     train, problem = bound_regression()
-    solution, n = solved(problem), len(train)
+    solution, n = fit_problem(problem), len(train)
     ratio = n / (n - 1)
     for i in range(5):
         renormalised = train.remove([i], terms=[problem.objective])
@@ -111,7 +111,7 @@ def test_renormalised_and_paper_removal():
 def test_with_a_ridge_the_conventions_are_not_parallel():
     train = dif.Samples(squared, regression_data(), name="train")
     problem = dif.Problem(train.mean() + dif.ridge(0.5), [dif.linear([1.0, 0.0, 0.0, 0.0]) <= -1.0])
-    influence = dif.DirectionalInfluence(solved(problem), switching=False)
+    influence = dif.DirectionalInfluence(fit_problem(problem), switching=False)
     a = influence.change(train.remove([0])).flat
     b = influence.change(train.remove([0], renormalise=False)).flat
     assert abs(float(a @ b / (a.norm() * b.norm()))) < 1 - 1e-6
@@ -122,7 +122,7 @@ def test_with_a_ridge_the_conventions_are_not_parallel():
 def test_solves_the_auxiliary_variational_inequality(make, renormalise):
     """Theorem 8: μΔε + AΔη + N_K(Δη) ∋ 0, with μ and A from per-sample derivatives taken one by one."""
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     influence = dif.DirectionalInfluence(solution, switching=False)
     theta, lam, active, n = solution.theta, solution.lam, solution.active, len(train)
     X, y = train.storage.data
@@ -169,7 +169,7 @@ def test_solves_the_auxiliary_variational_inequality(make, renormalise):
 def test_second_order_remainder(convention):
     """‖θ(ε) − θ̄ − ε·DIF‖ falls as ε² while the active set holds, and so does the multipliers' remainder."""
     train, problem, _ = fair_logistic()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     removal = train.remove([4, 7, 9, 10, 22], renormalise=convention)
     predicted = dif.DirectionalInfluence(solution, switching=False).change(removal)
     retrained = dif.Retraining(solution, tol=1e-13)
@@ -190,7 +190,7 @@ def test_second_order_remainder(convention):
 def test_one_percent_of_a_removal(make):
     """`0.01 * removal` retrained, divided by 0.01, is DIF to 1 %; multipliers too."""
     train, problem, *_ = make()
-    solution = solved(problem)
+    solution = fit_problem(problem)
     for i in range(5):
         removal = train.remove([i])
         predicted = dif.DirectionalInfluence(solution, switching=False).change(removal)
@@ -205,7 +205,7 @@ def test_classical_is_the_one_step_estimate_of_statsmodels():
 
     X, y = regression_data()
     train = dif.Samples(squared, (X, y), name="train")
-    solution = solved(dif.Problem(train.mean()))
+    solution = fit_problem(dif.Problem(train.mean()))
     results = sm.GLM(y.numpy(), X.numpy(), family=sm.families.Gaussian()).fit()
     influence = MLEInfluence(results)
     leverage = influence.hat_matrix_diag[:, None]  # statsmodels divides its one step by 1 − leverage
@@ -226,7 +226,7 @@ def test_batch_size_changes_nothing(make):
     results = []
     for batch_size in (None, 1, 7):
         train, problem, *_ = make(batch_size=batch_size)
-        solution = solved(problem)
+        solution = fit_problem(problem)
         influence = dif.DirectionalInfluence(solution, switching=False)
         removals = train.remove_each()
         results.append(
@@ -249,11 +249,11 @@ def test_change_and_scores_agree():
     for make in (bound_regression, weak_regression, fair_logistic):
         train, problem, *_ = make()
         for estimator in (
-            dif.DirectionalInfluence(solved(problem), switching=False),
-            dif.DirectionalInfluence(solved(problem), switching=True),
-            dif.ClassicalInfluence(solved(problem)),
-            dif.PenaltyInfluence(solved(problem), at_minimiser=True),
-            dif.NewtonInfluence(solved(problem)),
+            dif.DirectionalInfluence(fit_problem(problem), switching=False),
+            dif.DirectionalInfluence(fit_problem(problem), switching=True),
+            dif.ClassicalInfluence(fit_problem(problem)),
+            dif.PenaltyInfluence(fit_problem(problem), at_minimiser=True),
+            dif.NewtonInfluence(fit_problem(problem)),
         ):
             removals = train.remove_groups([[0], [1, 5], [2, 3, 4]])
             scores = estimator.scores(dif.linear(torch.eye(4)), removals).values
@@ -263,5 +263,5 @@ def test_change_and_scores_agree():
 
 def test_zero_start_is_untouched():
     start = zeros()
-    solved(bound_regression()[1])
+    fit_problem(bound_regression()[1])
     assert torch.equal(start["theta"], torch.zeros(4, dtype=torch.float64))

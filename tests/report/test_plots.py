@@ -44,7 +44,7 @@ def test_by_group(scored, ax):
     total = float(scores.values[[g == "a" for g in groups], 0].sum())
     assert ax.get_yticklabels()[0].get_text() == f"a\nΣ {total:+.3g}"
     with pytest.raises(
-        dif.InvalidInputError, match=r"groups for \d+ perturbations. .* The plot collects the scores by group."
+        dif.InvalidInputError, match=r"groups. .* one per perturbation. The plot collects the scores by group."
     ):
         plots.by_group(scores, groups[1:], ax)
 

@@ -216,7 +216,7 @@ def test_one_object_sees_what_it_kept(scored, tmp_path, monkeypatch):
     retraining = dif.Retraining(influence.solution, keep=tmp_path)
     np.savez(tmp_path / "mine.npz", a=np.zeros(3))  # somebody else's
     first = retraining.scores(train, train.remove_each(range(20)))
-    monkeypatch.setattr(dif.Retraining, "solved", lambda *_: pytest.fail("solved again"))
+    monkeypatch.setattr(dif.Retraining, "solve_together", lambda *_: pytest.fail("solved again"))
     assert torch.equal(retraining.scores(train, train.remove_each(range(20))).values, first.values)
 
 

@@ -89,9 +89,9 @@ def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
     dif.Retraining(solution, keep=tmp_path).scores(train.mean(), train.remove_each([3, 7, 8]))
     assert len(retrainings(tmp_path)) == 3
     seen = []
-    solved = dif.Retraining.solved
+    solved = dif.Retraining.solve_together
     monkeypatch.setattr(
-        dif.Retraining, "solved", lambda self, some: seen.extend(some.perturbation.labels) or solved(self, some)
+        dif.Retraining, "solve_together", lambda self, some: seen.extend(some.perturbation.labels) or solved(self, some)
     )
     kept = dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
     np.testing.assert_allclose(kept.values, plain.values, rtol=1e-7, atol=1e-15)

@@ -73,7 +73,6 @@ def unroll(
     start: State = {"params": kept, "multipliers": {name: w.detach() for name, w in dual.items()}, "memory": {}}
     _read_optimizers(step, start, "params", params, optimizer.primal_optimizers, False, eps_root)
     _read_optimizers(step, start, "multipliers", dual, optimizer.dual_optimizers, True, eps_root)
-    start["count"] = next(iter(params.values())).new_zeros(())
     return dif.unroll(step, start, batches, samples=population, keep=keep, show_progress=show_progress)
 
 
@@ -101,8 +100,11 @@ class _CooperStep:
         if self.dual_first is False:
             violations = self._violations(self.evaluate(params, batch, weights))
         multipliers, dual_memory = self._update(state, "multipliers", violations)
-        both = {"params": memory, "multipliers": dual_memory}
-        return {"params": params, "multipliers": multipliers, "memory": both, "count": state["count"] + 1}
+        return {
+            "params": params,
+            "multipliers": multipliers,
+            "memory": {"params": memory, "multipliers": dual_memory},
+        }
 
     def _update(self, state: State, part: str, slopes: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return the parameters or multipliers after the step of their optimiser, and its memory."""
@@ -112,9 +114,9 @@ class _CooperStep:
             if (part, name) not in self.optimizers:
                 continue  # no optimiser moves it
             up = -1.0 if part == "multipliers" else 1.0
-            value, memory[name] = self.optimizers[part, name].update(
-                values[name], memory[name], up * slope, 1.0, state["count"]
-            )
+            steps, *before = memory[name]
+            value, after = self.optimizers[part, name].update(values[name], tuple(before), up * slope, 1.0, steps)
+            memory[name] = (steps + 1, *after)
             positive = part == "multipliers" and kinds[name] == cooper.ConstraintType.INEQUALITY
             values[name] = torch.relu(value) if positive else value
         return values, memory
@@ -222,7 +224,7 @@ def _read_optimizers(
     step: _CooperStep, start: State, part: str, tensors: dict[str, Tensor], optimizers: Any, maximize: bool,
     eps_root: float,
 ) -> None:  # fmt: skip
-    """Find the optimiser of every tensor, and put its memory into the start."""
+    """Find the optimiser of every tensor, and put its memory into the start: the number of steps, and the rest."""
     start["memory"][part] = dict.fromkeys(tensors, ())
     names = {id(tensor): name for name, tensor in tensors.items()}
     for optimizer in optimizers:
@@ -242,4 +244,4 @@ def _read_optimizers(
             for tensor in group["params"]:
                 if id(tensor) in names:
                     step.optimizers[part, names[id(tensor)]] = moved
-                    start["memory"][part][names[id(tensor)]] = moved.start(tensor.detach())
+                    start["memory"][part][names[id(tensor)]] = (tensor.new_zeros(()), *moved.start(tensor.detach()))

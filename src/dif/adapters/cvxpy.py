@@ -125,14 +125,14 @@ class Sensitivity:
                 "Solve the problem again and prepare a new Sensitivity.",
             )
         count = max([1, *map(len, stacks.values())])
-        for p, stack in stacks.items():
-            if len(stack) not in (1, count):
-                raise InvalidInputError(
-                    f"The parameter {p} has {len(stack)} directions.",
-                    f"It must have 1 or {count}.",
-                    "Each direction moves all parameters together.",
-                    "Pass the same number of directions for every parameter.",
-                )
+        uneven = [f"{p} has {len(stack)} directions" for p, stack in stacks.items() if len(stack) not in (1, count)]
+        if uneven:
+            raise InvalidInputError(
+                f"The parameter {uneven[0]}.",
+                f"It must have 1 or {count}.",
+                "Each direction moves all parameters together.",
+                "Pass the same number of directions for every parameter.",
+            )
         moves = {p.id: stack for p, stack in stacks.items()}
         for term in self._terms:
             moves[term.stand_in.id] = term.slopes(self._parameter_values, moves, count)

@@ -111,9 +111,7 @@ def _read(path: Path) -> np.ndarray:
 
 def _damaged_error(path: Path, state: str) -> InvalidInputError:
     """Build the error for a file whose content is not that of MNIST."""
-    return InvalidInputError(
-        f"The MNIST file {str(path)!r} {state}.",
-        f"It must have the sha256 {_FILES[path.name][1][:16]}… when unpacked.",
-        "The file is damaged, or is another file with the same name.",
-        "Download it again, or do not pass a data folder.",
-    )
+    found = f"The MNIST file {str(path)!r} {state}."
+    allowed = f"It must have the sha256 {_FILES[path.name][1][:16]}… when unpacked."
+    meaning = "The file is damaged, or is another file with the same name."
+    return InvalidInputError(found, allowed, meaning, "Download it again, or do not pass a data folder.")

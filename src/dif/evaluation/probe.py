@@ -68,7 +68,7 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
     if not bool(torch.isfinite(value).all()):
         raise InvalidInputError(
             f"The function {f.name!r} returned {value.reshape(-1)[:4].tolist()}.",
-            "Its values must be finite.",
+            f"The values of {f.name!r} must be finite.",
             "It cannot be part of an objective or a constraint here.",
             "Start where the function is finite.",
         )

@@ -14,7 +14,7 @@ from dif.problem.perturbation import Addition, Entries, Perturbation, Removal, R
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import describe
 from dif.problem.term import SampleSum, Term
-from dif.runtime.inputs import as_numbers, as_tensor, check_instance
+from dif.runtime.inputs import as_numbers, as_tensor, check_instance, check_list
 
 
 class Samples(SampleLosses):
@@ -99,16 +99,15 @@ class Samples(SampleLosses):
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per group of samples."""
-        lists = [self.check_indices(group) for group in groups] if isinstance(groups, Iterable) else []
-        if not lists:
-            content = "empty" if isinstance(groups, Iterable) else f"of type {type(groups).__name__}"
-            raise InvalidInputError(
-                f"`groups` is {content}.",
-                "It must be a list of lists of indices, at least one.",
-                "Each group is one perturbation.",
-                "Write remove_groups([[1, 2], [5]]), or remove([1, 2]) for a single group.",
-            )
-        return self._perturb(Removal(self, Entries.of(lists), renormalise, _terms(terms)))
+        listed = check_list(
+            groups,
+            "groups",
+            allowed="It must be a list of lists of indices, at least one.",
+            meaning="Each group is one perturbation.",
+            cure="Write remove_groups([[1, 2], [5]]), or remove([1, 2]) for a single group.",
+        )
+        entries = Entries.of([self.check_indices(group) for group in listed])
+        return self._perturb(Removal(self, entries, renormalise, _terms(terms)))
 
     def reweight(self, dw: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """Return one perturbation that adds dw[i] to the weight of sample i in each term in which that is not 0.

@@ -95,8 +95,8 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: in
     """Draw a box plot of the scores of each group, labelled with their sum."""
     if len(groups) != len(influence):
         raise InvalidInputError(
-            f"There are {len(groups)} groups for {len(influence)} perturbations.",
-            "There must be one group per perturbation.",
+            f"There are {len(groups)} groups.",
+            f"There must be {len(influence)}, one per perturbation.",
             "The plot collects the scores by group.",
             "Give the group of each perturbation, in their order.",
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -98,6 +99,23 @@ def check_count(value: Any, what: str, *, meaning: str, cure: str) -> int:
 def _title(what: str) -> str:
     """Begin a sentence with the name of an argument, or with a noun phrase."""
     return f"`{what}`" if what.isidentifier() else what[0].upper() + what[1:]
+
+
+def check_list(values: Any, what: str, *, allowed: str, meaning: str, cure: str) -> list[Any]:
+    """Return values that must be a list, or can be listed, of at least one.
+
+    Args:
+        values: The values.
+        what: The name of the argument, for the error message.
+        allowed: What it must be; like `meaning` and `cure` a sentence of the error message.
+        meaning: What the values are for.
+        cure: What to do.
+    """
+    listed = list(values) if isinstance(values, Iterable) else []
+    if not listed:
+        content = "empty" if isinstance(values, Iterable) else f"of type {type(values).__name__}"
+        raise InvalidInputError(f"`{what}` is {content}.", allowed, meaning, cure)
+    return listed
 
 
 def check_instance(value: object, kind: type[T], what: str, *, meaning: str, cure: str) -> T:

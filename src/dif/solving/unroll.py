@@ -17,7 +17,7 @@ from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.problem.structure import leaves, map_tensors
 from dif.problem.term import Term
-from dif.runtime.inputs import as_tensor
+from dif.runtime.inputs import as_tensor, check_list
 from dif.solving.run import Keep, Loop, Run, carry_out
 
 
@@ -107,16 +107,13 @@ def _check_start(start: Any) -> tuple[Parameters, dict[str, Any]]:
 
 def _check_batches(batches: Any) -> list[Any]:
     """Return the batches as a list, so that every run uses the same."""
-    listed = list(batches) if isinstance(batches, Iterable) else []
-    if not listed:
-        found = "empty" if isinstance(batches, Iterable) else f"of type {type(batches).__name__}"
-        raise InvalidInputError(
-            f"`batches` is {found}.",
-            "It must list the numbers of the samples of each step, for at least one step.",
-            "A run without steps has nothing to differentiate.",
-            "Pass [[0, 1, 2], [3, 4, 5]], say, or torch.randperm(n).split(batch_size).",
-        )
-    return listed
+    return check_list(
+        batches,
+        "batches",
+        allowed="It must list the numbers of the samples of each step, for at least one step.",
+        meaning="A run without steps has nothing to differentiate.",
+        cure="Pass [[0, 1, 2], [3, 4, 5]], say, or torch.randperm(n).split(batch_size).",
+    )
 
 
 def _check_numbers(t: int, batch: Sequence[Any], named: Sequence[Samples]) -> tuple[Tensor, ...]:

@@ -109,7 +109,7 @@ def count_finished(kind, folder):
     """How much is done."""
     if kind == "training":
         kept = retrainings(folder / "kept") if (folder / "kept").exists() else []
-        swept = sum(40 - int(np.load(file)["t"]) for file in (folder / "run").glob("sweep_*.npz"))
+        swept = sum(48 - int(np.load(file)["t"]) for file in (folder / "run").glob("sweep_*.npz"))
         return len(list((folder / "run").glob("state_*.npz"))) + swept + len(kept)
     if kind == "farm":
         return len(retrainings(folder / "kept"))

@@ -21,7 +21,15 @@ from dif import plots
 from dif.data import mnist
 from dif.runtime.atomic_file import open_atomically
 from dif.studies import results
-from dif.studies.network import PAPER, SMALL, AllConvolutional, assign_groups, cross_entropy, preprocess
+from dif.studies.network import (
+    PAPER,
+    SMALL,
+    AllConvolutional,
+    assign_groups,
+    bound_group_risks,
+    cross_entropy,
+    preprocess,
+)
 from dif.studies.plain import retrain, sample_losses
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
@@ -77,9 +85,7 @@ def build_task(setting: Setting, data: str | None, device: str) -> Task:
     labels = digits.train_labels.to(device)
     train = dif.Samples(cross_entropy, (images, labels), name="train")
     group = assign_groups(digits.train_labels, setting.groups, setting.alpha, setting.seed)
-    risks = [train.mean(where=group == g) for g in range(setting.groups)]
-    mean = (1 / setting.groups) * sum(risks[1:], risks[0])
-    constraints = [(risk <= mean + setting.tau).named(f"group {g}") for g, risk in enumerate(risks)]
+    _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
     generator_state = torch.get_rng_state()
     torch.manual_seed(setting.seed)
     start = AllConvolutional(setting.layers, setting.channels).double().to(device)

@@ -21,7 +21,15 @@ from dif.data import mnist
 from dif.estimators.rerun import rerun
 from dif.optimality.targets import Targets
 from dif.runtime.atomic_file import open_atomically
-from dif.studies.network import PAPER, AllConvolutional, RowTransformer, assign_groups, cross_entropy, preprocess
+from dif.studies.network import (
+    PAPER,
+    AllConvolutional,
+    RowTransformer,
+    assign_groups,
+    bound_group_risks,
+    cross_entropy,
+    preprocess,
+)
 
 DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # δ in H + δI, tried for DIF and the classical IF
 
@@ -74,9 +82,7 @@ def build_task(setting: Setting, data: str | None, device: str, dtype: torch.dty
     train = dif.Samples(cross_entropy, (images, labels), name="train")
     tests = dif.Samples(cross_entropy, (test, test_labels), name="test")
     group = assign_groups(digits.train_labels, 3, setting.alpha, setting.seed)
-    risks = [train.mean(where=group == g) for g in range(3)]
-    mean = (1 / 3) * (risks[0] + risks[1] + risks[2])
-    constraints = [(risk <= mean + setting.tau).named(f"group {g}") for g, risk in enumerate(risks)]
+    risks, mean, constraints = bound_group_risks(train, group, 3, setting.tau)
     targets = [tests.weighted(torch.eye(len(test))[i]) for i in wrong[:4]] + [tests.mean(), risks[0] - risks[1]]
     problem = dif.Problem(mean + dif.ridge(setting.l2), constraints)
     return Task(train, problem, model, targets, len(wrong) / len(test))

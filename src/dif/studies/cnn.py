@@ -27,6 +27,7 @@ from dif.studies.network import (
     AllConvolutional,
     assign_groups,
     bound_group_risks,
+    check_removals,
     cross_entropy,
     preprocess,
 )
@@ -205,13 +206,7 @@ def run(
         paper_epsilon: Also retrain with the weights 1/Nⱼ unchanged, as the paper defines a removal.
         show_progress: Show progress bars on a terminal.
     """
-    if setting.removals > setting.n:
-        raise dif.InvalidInputError(
-            f"`removals` is {setting.removals}, but there are {setting.n} training images.",
-            f"It must be at most {setting.n}.",
-            "Each image is removed at most once.",
-            "Ask for fewer removals (--removals) or more images (--n).",
-        )
+    check_removals(setting.removals, setting.n)
     task = build_task(setting, data, device)
     results.write(out / "setting.json", asdict(setting))  # marks the folder as used by this setting
     solution = load_or_fit(task, setting, out, show_progress)
@@ -317,10 +312,9 @@ def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: A
     known = json.loads(result_file.read_text()) if result_file.exists() else None
     if setting_file.exists() or known is not None:
         before = known["setting"] if known is not None else json.loads(setting_file.read_text())
-        changed = {key: (before.get(key), value) for key, value in asdict(setting).items() if before.get(key) != value}
+        changed = results.list_changes(before, asdict(setting))
         if changed or not resume:
-            differences = ", ".join(f"{key} {old} (now {new})" for key, (old, new) in changed.items())
-            study = f"a study with {differences}" if changed else "a study with the same setting"
+            study = f"a study with {changed or 'the same setting'}"
             raise dif.InvalidInputError(
                 f"Folder {str(out)!r} already contains {study}.",
                 "It must be empty, or contain the same study and be used with --resume.",

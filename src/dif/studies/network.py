@@ -134,3 +134,14 @@ def bound_group_risks(
     risks: list[dif.Term] = [train.mean(where=group == g) for g in range(groups)]
     mean = (1 / groups) * sum(risks[1:], risks[0])
     return risks, mean, [(risk <= mean + tau).named(f"group {g}") for g, risk in enumerate(risks)]
+
+
+def check_removals(removals: int, n: int) -> None:
+    """Refuse more single removals than there are training images."""
+    if removals > n:
+        raise dif.InvalidInputError(
+            f"`removals` is {removals}, but there are {n} training images.",
+            f"It must be at most {n}.",
+            "Each image is removed at most once.",
+            "Ask for fewer removals (--removals) or more images (--n).",
+        )

@@ -97,7 +97,7 @@ COMMAND = ["reproduce", "finetune", "--quick", "--n", "300", "--channels", "2", 
 def test_command(tmp_path):
     shown = RUN.invoke(app, [*COMMAND, str(tmp_path)])
     assert shown.exit_code == 0, shown.output
-    for words in ("20 single samples", "2 groups of 5 %", "group 2", "Seconds: training", "finetune-history.png"):
+    for words in ("20 single samples", "2 groups of 5 %", "group 2", "seconds: training", "finetune-history.png"):
         assert words in shown.output
     assert "Example: dif reproduce finetune" in RUN.invoke(app, ["reproduce", "finetune", "--help"]).output
 

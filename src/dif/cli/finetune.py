@@ -43,6 +43,12 @@ def reproduce_finetune(
         int | None, typer.Option(help="Epochs of pretraining without constraints (40; transformer 15).", min=0)
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning (5).", min=1)] = None,
+    lr: Annotated[
+        float | None,
+        typer.Option(
+            help="Learning rate of fine-tuning, at which pretraining ends (0.02; transformer 0.0003).", min=0.0
+        ),
+    ] = None,
     tau: Annotated[
         float | None, typer.Option(help="How much a group's risk may exceed the mean of the groups (0.002).", min=0.0)
     ] = None,
@@ -78,7 +84,7 @@ def reproduce_finetune(
     base = "quick" if quick else "transformer" if model is Network.transformer else "paper"
     given = {
         "model": model and model.value, "n": n, "channels": channels, "side": side and int(side.value),
-        "pretraining": pretraining, "epochs": epochs, "tau": tau, "removals": removals, "groups": groups,
+        "pretraining": pretraining, "epochs": epochs, "lr": lr, "tau": tau, "removals": removals, "groups": groups,
         "dampings": None if peers else (), "seed": seed,
     }  # fmt: skip
     run_finetune(out, base, {key: value for key, value in given.items() if value is not None}, device, data)
@@ -92,25 +98,23 @@ def run_finetune(out: Path, base: str, changes: dict[str, Any], device: str = "c
 
         setting = replace(finetune.STUDIES[base], **changes)
         result = finetune.reproduce(setting, out, data=data and str(data), device=device)
-    prices = ", ".join(
-        f"{name} {price:.3g}" for name, price in zip(result["constraints"], result["multipliers"], strict=True)
-    )
     names = list(result["r"]["single"])
-    table = make_table(
-        f"Fine-tuning, {result['parameters']} parameters, N = {setting.n}, {result['steps']} steps: r of predicted and "
-        f"actual changes, least … largest of {len(result['targets'])} targets\n|∇L| at the end "
-        f"{result['gradient']:.2g}; λ: {prices}; test error before fine-tuning {result['test_error_pretrained']:.1%}",
-        "removed", *names,
-    )  # fmt: skip
+    table = make_table("Fine-tuning: r of predicted and actual changes", "removed", *names)
     for kind, rows in result["r"].items():
         cells = (f"{min(rows[name]):.3f} … {max(rows[name]):.3f}" for name in names)
         table.add_row(finetune.describe_kind(result, kind), *cells)
-    if len(names) > 1:
-        table.caption = "DIF, classical IF: at the end point, for each target with the damping that suits it best"
     make_console().print(table)
+    typer.echo(f"smallest … largest r of the targets: {', '.join(result['targets'])}")
+    if len(names) > 1:
+        typer.echo("DIF and classical IF: at the end point, for each target with the damping that suits it best")
+    prices = zip(result["constraints"], result["multipliers"], strict=True)
+    typer.echo(
+        f"{result['parameters']} parameters, {setting.n} images, {result['steps']} steps; at the end |∇L| = "
+        f"{result['gradient']:.2g}, λ = {', '.join(f'{price:.3g} ({name})' for name, price in prices)}; test error "
+        f"before fine-tuning {result['test_error_pretrained']:.1%}"
+    )
     seconds = result["seconds"]
     if {"training", "sweep"} <= set(seconds):
         typer.echo(
-            f"Seconds: training {seconds['training']:.1f}; sweep, all {setting.n} samples and "
-            f"{len(result['targets'])} targets, {seconds['sweep']:.1f}"
+            f"seconds: training {seconds['training']:.1f}; sweep for all samples and targets {seconds['sweep']:.1f}"
         )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from problems import bound_regression, fair_logistic, fit_problem
+from trainings import classify, state_problem
 
 import dif
 from dif import plots
@@ -138,3 +139,19 @@ def test_a_landscape_draws_equalities(ax):
     lines = [part for part in ax.collections if any(len(path.vertices) for path in part.get_paths())]
     on_it = [path.vertices for part in lines for path in part.get_paths() if len(path.vertices)]
     assert any(np.allclose(vertices.sum(1), 1.0, atol=1e-6) for vertices in on_it)
+
+
+def test_history_of_a_run():
+    _, problem = state_problem(*(data := classify())[:3])
+    run = dif.Training(problem, data[3], dif.SGD(0.1), batch_size=20, epochs=2).run(show_progress=False)
+    axes = Figure().subplots(3, 1)
+    assert plots.history(run, axes) is axes
+    objective, violations, multipliers = ([line for line in ax.lines if len(line.get_xdata()) > 2] for ax in axes)
+    np.testing.assert_array_equal(objective[0].get_xdata(), range(6))
+    np.testing.assert_array_equal(objective[0].get_ydata(), run.history.objective)
+    for lines, rows in ((violations, run.history.violations), (multipliers, run.history.multipliers)):
+        np.testing.assert_array_equal([line.get_ydata() for line in lines], np.array(rows).T)
+        assert [line.get_label() for line in lines] == list(run.end.program.names)
+    with pytest.raises(dif.InvalidInputError, match=r"There are 2 axes. There must be 3.") as caught:
+        plots.history(run, axes[:2])
+    assert caught.value.meaning == "Objective, violations and multipliers have different units."

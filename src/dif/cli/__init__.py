@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from dif.cli import model
+from dif.cli.options import Out
 from dif.cli.output import is_debugging, print_error, show_tracebacks
-from dif.cli.studies import Out, paper_studies, reproduce
+from dif.cli.studies import paper_studies, reproduce
 
 app = typer.Typer(
     help="Find out how each training sample shaped a model that was trained under constraints.\n\n"

@@ -10,14 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
+from dif.cli.finetune import reproduce_finetune, run_finetune
+from dif.cli.options import Data, Device, Out, Side, check_device
 from dif.cli.output import fail, make_console, make_table, report_errors
 
 reproduce = typer.Typer(
     help="Rerun the studies: the paper's experiments and some more. Figures are PNG files, numbers JSON files.",
     no_args_is_help=True,
 )
-
-Out = Annotated[Path, typer.Option(help="Folder for the figures and JSON files; it is created if missing.")]
 
 
 class Bounds(StrEnum):
@@ -34,19 +34,13 @@ class Model(StrEnum):
     small = "small"
 
 
-class Side(StrEnum):
-    """Pixels of an image along each side."""
-
-    whole = "28"
-    halved = "14"
-
-
 def paper_studies(out: Path) -> None:
-    """Run the toy, regression, credit and small network studies on embedded data and print their tables."""
+    """Run the toy, regression, credit and the two small network studies on embedded data and print their tables."""
     _run_toy(out)
     _run_regression(out, seed=3, removals=100, bounds=Bounds.paper)
     _run_credit(out)
     _run_cnn(out / "cnn", None, resume=True, paper_epsilon=False)
+    run_finetune(out / "finetune", "quick", {})
 
 
 def _add_study(name: str, run: Callable[[Path], None], text: str) -> None:
@@ -122,8 +116,8 @@ def reproduce_cnn(
     ] = True,
     epochs: Annotated[int, typer.Option(help="Mini-batch epochs before the exact solver.", min=0)] = 100,
     seed: Annotated[int, typer.Option(help="Random seed of initial weights, groups and mini-batches.", min=0)] = 0,
-    device: Annotated[str, typer.Option(help="torch device, such as cpu or cuda.")] = "cpu",
-    data: Annotated[Path | None, typer.Option(help="Folder with the four MNIST files (idx, gzip).")] = None,
+    device: Device = "cpu",
+    data: Data = None,
     jobs: Annotated[int, typer.Option(help="Number of processes that retrain in parallel; −1: one per core.")] = 1,
     resume: Annotated[
         bool, typer.Option(help="Continue the study in --out; finished stages are not repeated.")
@@ -140,7 +134,7 @@ def reproduce_cnn(
 
     Example: dif reproduce cnn --model small --n 2000 --l2 0.01 --tau 0.01 --epochs 200 --removals 40
     """
-    _check_device(device)
+    check_device(device)
     if jobs == 0:
         fail("--jobs is 0, so no process would retrain. Leave it out for one process, or use -1 for one per core.")
     options = {"resume": resume, "data": data and str(data), "device": device, "jobs": jobs, "plain": plain}
@@ -150,6 +144,9 @@ def reproduce_cnn(
     }  # fmt: skip
     _run_cnn(out, setting, paper_epsilon=paper_epsilon, **options)
     typer.echo(f"\nWrote {out.resolve() / 'cnn.png'}, cnn-images.png, cnn.json")
+
+
+reproduce.command("finetune")(reproduce_finetune)
 
 
 @reproduce.command("ablation")
@@ -276,15 +273,6 @@ def reproduce_calibration(out: Out = Path("results")) -> None:
                 "of these trusted"):  # fmt: skip
         typer.echo(f"{key}: {result[key]}")
     typer.echo(f"\nWrote {out.resolve() / 'calibration.json'}")
-
-
-def _check_device(device: str) -> None:
-    import torch
-
-    try:
-        torch.zeros(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        fail(f"Device {device!r} is not available ({str(error).splitlines()[0]}). Leave out --device.", cause=error)
 
 
 def _run_toy(out: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif import BoundCurve, Change, Influence, InvalidInputError, Solution
+from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
 from dif.solving.continuation import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colours of all plots
@@ -182,6 +182,32 @@ def _mark_events(followed: Path, ax: Any) -> Any:
     if ax.get_legend_handles_labels()[1]:
         ax.legend(frameon=False, fontsize=8)
     return ax
+
+
+def history(run: Run, axes: Sequence[Any]) -> Sequence[Any]:
+    """Plot the history of a training run on three axes: objective, violations f − τ and multipliers λ at every step.
+
+    Each step sees its own batch, so the curves are noisy.
+    """
+    if len(axes) != 3:
+        raise InvalidInputError(
+            f"There {'is 1 axis' if len(axes) == 1 else f'are {len(axes)} axes'}.",
+            "There must be 3.",
+            "Objective, violations and multipliers have different units.",
+            "Pass Figure().subplots(3, 1, sharex=True), say.",
+        )
+    recorded, names = run.history, run.end.program.names
+    axes[0].plot(recorded.steps, recorded.objective, color=GREY, linewidth=1)
+    for ax, rows in ((axes[1], recorded.violations), (axes[2], recorded.multipliers)):
+        for j, name in enumerate(names):
+            ax.plot(recorded.steps, [row[j] for row in rows], linewidth=1, label=name)
+        ax.axhline(0.0, color=GREY, linewidth=1, linestyle="--", zorder=0)
+        if names:
+            ax.legend(frameon=False, fontsize=8)
+    for ax, label in zip(axes, ("objective", "violation f − τ", "multiplier λ"), strict=True):
+        ax.set_ylabel(label)
+    axes[2].set_xlabel("step")
+    return axes
 
 
 def bound_curve(curve: BoundCurve, ax: Any, target: int | str | None = None) -> Any:

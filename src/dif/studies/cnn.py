@@ -21,7 +21,16 @@ from dif import plots
 from dif.data import mnist
 from dif.runtime.atomic_file import open_atomically
 from dif.studies import results
-from dif.studies.network import PAPER, SMALL, AllConvolutional, assign_groups, cross_entropy, preprocess
+from dif.studies.network import (
+    PAPER,
+    SMALL,
+    AllConvolutional,
+    assign_groups,
+    bound_group_risks,
+    check_removals,
+    cross_entropy,
+    preprocess,
+)
 from dif.studies.plain import retrain, sample_losses
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
@@ -77,9 +86,7 @@ def build_task(setting: Setting, data: str | None, device: str) -> Task:
     labels = digits.train_labels.to(device)
     train = dif.Samples(cross_entropy, (images, labels), name="train")
     group = assign_groups(digits.train_labels, setting.groups, setting.alpha, setting.seed)
-    risks = [train.mean(where=group == g) for g in range(setting.groups)]
-    mean = (1 / setting.groups) * sum(risks[1:], risks[0])
-    constraints = [(risk <= mean + setting.tau).named(f"group {g}") for g, risk in enumerate(risks)]
+    _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
     generator_state = torch.get_rng_state()
     torch.manual_seed(setting.seed)
     start = AllConvolutional(setting.layers, setting.channels).double().to(device)
@@ -199,13 +206,7 @@ def run(
         paper_epsilon: Also retrain with the weights 1/Nⱼ unchanged, as the paper defines a removal.
         show_progress: Show progress bars on a terminal.
     """
-    if setting.removals > setting.n:
-        raise dif.InvalidInputError(
-            f"`removals` is {setting.removals}, but there are {setting.n} training images.",
-            f"It must be at most {setting.n}.",
-            "Each image is removed at most once.",
-            "Ask for fewer removals (--removals) or more images (--n).",
-        )
+    check_removals(setting.removals, setting.n)
     task = build_task(setting, data, device)
     results.write(out / "setting.json", asdict(setting))  # marks the folder as used by this setting
     solution = load_or_fit(task, setting, out, show_progress)
@@ -311,10 +312,9 @@ def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: A
     known = json.loads(result_file.read_text()) if result_file.exists() else None
     if setting_file.exists() or known is not None:
         before = known["setting"] if known is not None else json.loads(setting_file.read_text())
-        changed = {key: (before.get(key), value) for key, value in asdict(setting).items() if before.get(key) != value}
+        changed = results.list_changes(before, asdict(setting))
         if changed or not resume:
-            differences = ", ".join(f"{key} {old} (now {new})" for key, (old, new) in changed.items())
-            study = f"a study with {differences}" if changed else "a study with the same setting"
+            study = f"a study with {changed or 'the same setting'}"
             raise dif.InvalidInputError(
                 f"Folder {str(out)!r} already contains {study}.",
                 "It must be empty, or contain the same study and be used with --resume.",

@@ -1,9 +1,11 @@
-"""An all-convolutional network and the groups of the paper's fairness study (section 5.2)."""
+"""The networks and the groups of the fairness studies (paper, section 5.2)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+
+import dif
 
 PAPER = ((3, 1), (3, 2), (3, 1), (3, 2), (3, 1), (1, 1), (1, 1))  # kernel and stride of each convolution
 SMALL = ((3, 2), (3, 2), (3, 2), (1, 1))  # the same for the small version
@@ -123,3 +125,23 @@ def assign_groups(labels: Tensor, groups: int, alpha: float, seed: int) -> Tenso
     rest = rest[torch.argsort(labels[rest], stable=True)]
     group[rest] = torch.arange(len(rest)) * groups // max(1, len(rest))
     return group
+
+
+def bound_group_risks(
+    train: dif.Samples, group: Tensor, groups: int, tau: float
+) -> tuple[list[dif.Term], dif.Term, list[dif.Constraint]]:
+    """Return the risks Rᵢ of the groups, their mean R̄, and the constraints Rᵢ ≤ R̄ + τ."""
+    risks: list[dif.Term] = [train.mean(where=group == g) for g in range(groups)]
+    mean = (1 / groups) * sum(risks[1:], risks[0])
+    return risks, mean, [(risk <= mean + tau).named(f"group {g}") for g, risk in enumerate(risks)]
+
+
+def check_removals(removals: int, n: int) -> None:
+    """Refuse more single removals than there are training images."""
+    if removals > n:
+        raise dif.InvalidInputError(
+            f"`removals` is {removals}, but there are {n} training images.",
+            f"It must be at most {n}.",
+            "Each image is removed at most once.",
+            "Ask for fewer removals (--removals) or more images (--n).",
+        )

@@ -22,3 +22,13 @@ def load_finished(path: Path, *others: Path) -> dict[str, Any] | None:
         return None
     numbers = json.loads(path.read_text())
     return numbers if numbers["version"] == dif.__version__ else None
+
+
+def list_changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Return in words in what a setting differs from that of a saved study; empty where it does not.
+
+    >>> list_changes({"n": 100, "seed": 0}, {"n": 200, "seed": 0})
+    'n 100 (now 200)'
+    """
+    changed = ((key, before.get(key), value) for key, value in now.items() if before.get(key) != value)
+    return ", ".join(f"{key} {old} (now {new})" for key, old, new in changed)

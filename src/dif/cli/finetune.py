@@ -40,17 +40,18 @@ def reproduce_finetune(
         Side | None, typer.Option(help="Pixels per side: 28 (original) or 14 (means over 2 × 2 pixels).")
     ] = None,
     pretraining: Annotated[
-        int | None, typer.Option(help="Epochs of pretraining without constraints (40; transformer 15).", min=0)
+        int | None, typer.Option(help="Epochs of pretraining without constraints (40; transformer 6).", min=0)
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of fine-tuning (5).", min=1)] = None,
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of fine-tuning, at which pretraining ends (0.02; transformer 0.0003).", min=0.0
+            help="Learning rate of fine-tuning, at which pretraining ends (0.02; transformer 0.0001).", min=0.0
         ),
     ] = None,
     tau: Annotated[
-        float | None, typer.Option(help="How much a group's risk may exceed the mean of the groups (0.002).", min=0.0)
+        float | None,
+        typer.Option(help="How much a group's risk may exceed the mean of the groups (0.002; transformer 0).", min=0.0),
     ] = None,
     removals: Annotated[
         int | None, typer.Option(help="Strongest single samples to train again without (100).", min=2)

@@ -73,8 +73,8 @@ class Setting:
 STUDIES = {  # the study of each model, and a version for two cores
     "paper": Setting(),
     "transformer": Setting(
-        model="transformer", channels=160, pretraining=15, pretraining_lr=0.001, lr=0.0003, eps_root=1e-6, dual=0.2,
-        l2=0.0, removals=30, groups=8, dampings=(),
+        model="transformer", channels=160, pretraining=6, pretraining_lr=0.001, lr=0.0001, eps_root=1e-5, dual=0.3,
+        tau=0.0, alpha=0.3, l2=0.0, removals=30, groups=16, dampings=(),
     ),
     "quick": Setting(
         n=2_000, model="small", channels=5, side=14, pretraining=80, removals=30, groups=16,

@@ -137,15 +137,21 @@ class FirstOrderEstimator:
         return torch.zeros(len(lam), dtype=torch.bool)
 
 
+def describe_residuals(solution: Solution) -> dict[str, float]:
+    """Describe how far the point is from a solution."""
+    kkt = solution.kkt
+    return {
+        "stationarity": kkt.stationarity,
+        "feasibility": kkt.feasibility,
+        "complementarity": kkt.complementarity,
+    }
+
+
 def describe_solution(solution: Solution) -> dict[str, Any]:
     """Describe the point on which an answer rests: residuals, active set, existence of the derivative."""
     active = solution.active
     return {
-        "kkt": {
-            "stationarity": solution.kkt.stationarity,
-            "feasibility": solution.kkt.feasibility,
-            "complementarity": solution.kkt.complementarity,
-        },
+        "kkt": describe_residuals(solution),
         "binding": [active.names[j] for j in active.binding],
         "weak": [active.names[j] for j in active.weak],
         "uncertain": [active.names[j] for j in active.uncertain],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from dif.errors import DifError, NotConvergedError
-from dif.estimators.first_order import describe_solution
+from dif.estimators.first_order import describe_residuals
 from dif.estimators.influence import Change, Influence
 from dif.estimators.rerun import rerun, runs_at_once
 from dif.estimators.retraining_cache import RetrainingCache
@@ -80,7 +80,7 @@ class Retraining:
             solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
         self._cache = None if keep is None else RetrainingCache.open(keep, solution, self.tol)
         self._batched: BatchedNewton | None = None
-        self._diagnostics = {"kkt": describe_solution(solution)["kkt"], "tol": self.tol, "strict": strict}
+        self._diagnostics = {"kkt": describe_residuals(solution), "tol": self.tol, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ of one perturbation, by solving the changed problem."""

@@ -53,7 +53,7 @@ print(f"relative error of the four: {scores.diagnostics['probe']['relative_error
 # %% The 20 strongest, fine-tuned again without each: same start, same batches
 removals = train.remove_each([entry.index for entry in scores.top(20)])
 predicted = dif.UnrolledInfluence(run).scores(target, removals, show_progress=False)
-actual = dif.Retraining(run, show_progress=False).scores(target, removals)
+actual = dif.Retraining(run).scores(target, removals, show_progress=False)
 print(predicted.compare(actual))
 
 # %% The figure

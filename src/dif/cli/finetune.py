@@ -46,7 +46,7 @@ def reproduce_finetune(
     lr: Annotated[
         float | None,
         typer.Option(
-            help="Learning rate of fine-tuning, at which pretraining ends (0.02; transformer 0.0001).", min=0.0
+            help="Learning rate of fine-tuning, at which pretraining ends (0.02; transformer 0.0001).", min=1e-6
         ),
     ] = None,
     tau: Annotated[
@@ -54,10 +54,11 @@ def reproduce_finetune(
         typer.Option(help="How much a group's risk may exceed the mean of the groups (0.002; transformer 0).", min=0.0),
     ] = None,
     removals: Annotated[
-        int | None, typer.Option(help="Strongest single samples to train again without (100).", min=2)
+        int | None, typer.Option(help="Strongest single samples to train again without (100; transformer 30).", min=2)
     ] = None,
     groups: Annotated[
-        int | None, typer.Option(help="Random groups of 1 % and of 5 % to train again without (32 each).", min=2)
+        int | None,
+        typer.Option(help="Random groups of 1 % and of 5 % to train again without (32 each; transformer 16).", min=2),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Also evaluate DIF and classical influence at the end point.")] = True,
     seed: Annotated[

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -214,8 +215,9 @@ def run(
     removals = choose_removals(task.train, setting, found["removed"])
     for kind in [kind for kind in removals if kind not in found["r"]]:
         predicted = predict(removals[kind]).values
-        retraining = dif.Retraining(finetuned, keep=out / "retrained", show_progress=show_progress)
-        actual = study.time(f"retraining {kind}", lambda: retraining.scores(targets, removals[kind]).values)  # noqa: B023
+        retraining = dif.Retraining(finetuned, keep=out / "retrained")
+        score = partial(retraining.scores, targets, removals[kind], show_progress=show_progress)
+        actual = study.time(f"retraining {kind}", score).values
         found["actual"][kind], found["predicted"][kind] = actual.tolist(), {estimator.name: predicted.tolist()}
         found["r"][kind] = {estimator.name: correlate(predicted, actual)}
         study.save()

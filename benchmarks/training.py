@@ -8,16 +8,18 @@ of trainings of several lengths is measured, too.
 from __future__ import annotations
 
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from common import table
 
 import dif
-from dif.studies.finetune import Setting, Task, build_task, training_of
+from dif.studies.finetune import Setting, Task, build_task, build_training
 
 CPU = Setting(n=600, channels=3, side=14, pretraining=2, epochs=4, batch_size=60)
 GPU = Setting(pretraining=3)
@@ -41,9 +43,9 @@ def timed(device: str, work: Callable[[], Any]) -> tuple[Any, float]:
 
 def state(setting: Setting, device: str, data: str | None) -> tuple[Task, dif.Training]:
     """Build the task of a setting and its training, whose losses are checked before it is measured."""
-    dtype = torch.float32 if device == "cuda" else torch.float64
-    task = build_task(setting, data, device, dtype)
-    training = training_of(task, setting)
+    with tempfile.TemporaryDirectory() as folder:
+        task = build_task(setting, Path(folder), data, device, show_progress=False)
+    training = build_training(task, setting)
     _ = training.loop
     return task, training
 
@@ -54,7 +56,7 @@ def measure_time(setting: Setting, device: str, data: str | None) -> list[str]:
     run, seconds = timed(device, lambda: training.run(show_progress=False))
     ratios = []
     for count in TARGETS:
-        targets = [*task.targets, *task.targets][:count]
+        targets = [*task.targets.values(), *task.targets.values()][:count]
         work = lambda targets=targets: dif.UnrolledInfluence(run).scores(  # noqa: E731
             targets, task.train.remove_each(), show_progress=False, probe=0
         )
@@ -74,7 +76,9 @@ def measure_memory(setting: Setting, data: str | None) -> list[list[str]]:
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             run = training.run(keep=keep, show_progress=False)
-            dif.UnrolledInfluence(run).scores(task.targets[4], task.train.remove_each(), show_progress=False, probe=0)
+            dif.UnrolledInfluence(run).scores(
+                task.targets["test loss"], task.train.remove_each(), show_progress=False, probe=0
+            )
             held = len(run.states._kept) + len(run.states._recent)
             cells += [f"{held:,}", f"{(torch.cuda.max_memory_allocated() - before) / 2**20:,.0f}"]
             del run

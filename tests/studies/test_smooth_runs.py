@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dif
-from dif.studies.finetune import STUDIES, build_task, training_of
+from dif.studies.finetune import STUDIES, build_task, build_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BASE = replace(STUDIES["paper"], pretraining=10)
@@ -25,10 +25,10 @@ RUNS = {
 }
 
 
-def probe(setting, optimizer=None, constrained=True, equality=False):
+def probe(folder, setting, optimizer=None, constrained=True, equality=False):
     """The agreement of predicted and actual changes."""
-    task = build_task(setting, None, "cuda", torch.float32)
-    training = training_of(task, setting)
+    task = build_task(setting, folder, None, "cuda", show_progress=False)
+    training = build_training(task, setting)
     targets, problem = list(task.targets.values()), task.problem
     if not constrained:
         problem = dif.Problem(problem.objective)
@@ -41,11 +41,11 @@ def probe(setting, optimizer=None, constrained=True, equality=False):
 
 
 @pytest.mark.parametrize("kind", RUNS)
-def test_smooth_runs_are_accepted(kind):
+def test_smooth_runs_are_accepted(kind, tmp_path):
     setting, options = RUNS[kind]
-    assert probe(setting, **options) > 0.98
+    assert probe(tmp_path, setting, **options) > 0.98
 
 
-def test_a_run_from_a_random_start_with_large_steps_is_refused():
+def test_a_run_from_a_random_start_with_large_steps_is_refused(tmp_path):
     with pytest.raises(dif.DegenerateError, match="its derivative predicts nothing"):
-        probe(replace(BASE, pretraining=0, lr=0.1, epochs=20))
+        probe(tmp_path, replace(BASE, pretraining=0, lr=0.1, epochs=20))

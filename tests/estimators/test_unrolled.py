@@ -258,9 +258,23 @@ def test_a_chaotic_run_is_refused_with_its_probes():
 
 
 def test_wrong_input_is_refused():
-    _, _, run, _ = train_model(OPTIMIZERS["SGD"], epochs=1)
+    train, _, run, _ = train_model(OPTIMIZERS["SGD"], epochs=1)
+    flat = dif.Samples(lambda p, z: z * p["a"] ** 2 + 0 * p["b"].sum(), torch.ones(8, dtype=F64))
+    start = {"a": torch.ones((), dtype=F64), "b": torch.ones(2, dtype=F64)}
+    adam = dif.Training(dif.Problem(flat.mean()), start, dif.Adam(0.1), batch_size=4).run(**QUIET)
+    refused(
+        dif.DegenerateError,
+        lambda: dif.UnrolledInfluence(adam).scores(flat.mean(), flat.remove_each(), **QUIET),
+        "scores are NaN or infinite",
+        "A step has no derivative somewhere, such as the root of an average square of 0",
+    )
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "type Solution", "It differentiates through the steps")
+    two = lambda: dif.UnrolledInfluence(run).by_term([run.problem.objective] * 2, train.remove([0]))  # noqa: E731
+    invalid(two, "by_term was given 2 targets.", "so there is no room for several targets")
+    none = dif.UnrolledInfluence(run, since=run.loop.length).scores(train.mean(), train.remove_each(), **QUIET)
+    assert none.diagnostics["probe"]["agreement"] == 1.0
+    assert not bool(none.values.any())
     invalid(lambda: dif.UnrolledInfluence(run, since=99), "`since` is 99.", "Perturbations take effect at that step.")
 
 

@@ -97,6 +97,11 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     assert steps == [*range(8), *range(7, 18)]
     assert torch.equal(resumed.theta, whole.theta)
     assert resumed.history == whole.history
+    lines = (tmp_path / "run" / "history.jsonl").read_text()
+    (tmp_path / "run" / "history.jsonl").write_text(lines[:-20])  # the last line is cut off
+    for _ in range(2):
+        assert training.run(keep=tmp_path / "run", show_progress=False).history == whole.history
+    steps.remove(17)
     other = dif.Training(problem, params, dif.SGD(0.2, momentum=0.9), dif.Ascent(0.5), 10, 3, seed=1)
     invalid(
         lambda: other.run(keep=tmp_path / "run", show_progress=False),
@@ -118,7 +123,26 @@ def test_wrong_input_is_refused():
     invalid(
         lambda: dif.Training(problem, params, dif.SGD(0.1), batch_size=0), "`batch_size` is 0.", "the batches of the"
     )
-    for options in ({"optimizer": "sgd"}, {"dual": 3}, {"schedule": "linear"}):
+    invalid(lambda: dif.Adam(betas=0.9), "`betas` is 0.9.", "They are the decay rates of the averages")
+    odd = dif.Training(problem, params, dif.SGD(0.1), schedule=lambda share: None)
+    invalid(
+        lambda: odd.run(show_progress=False),
+        "chedule(0) is None.",
+        "The learning rate of each step is multiplied by it.",
+    )
+    sound = dif.Training(problem, params, dif.SGD(0.1))
+    for keep in (5, ""):
+        invalid(
+            lambda keep=keep: sound.run(keep=keep), f"`keep` is {keep!r}.", "It says which states of the run are kept"
+        )
+    invalid(lambda: dif.Training(problem, params, dif.SGD(0.1), seed=2**70), "`seed` is", "It sets the batches")
+    for options in (
+        {"optimizer": "sgd"},
+        {"optimizer": dif.SGD},
+        {"optimizer": {}},
+        {"dual": 3},
+        {"schedule": "linear"},
+    ):
         ((name, value),) = options.items()
         build = lambda options=options: dif.Training(problem, params, **{"optimizer": dif.SGD(0.1), **options})  # noqa: E731
         invalid(build, f"`{name}` is {value!r}.", "Every step of the training uses it.")

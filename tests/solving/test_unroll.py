@@ -161,6 +161,48 @@ def test_the_rules_of_training_written_out_give_the_scores_of_training():
     np.testing.assert_allclose(reweighted, -torch.stack(single, 1) @ dw, atol=1e-11)
 
 
+def test_steps_may_write_into_their_state_and_return_it_in_another_order(tmp_path):
+    X, y, _, _ = classify(n=20)
+    start = {"w": torch.ones(3, dtype=F64), "velocity": torch.zeros(3, dtype=F64)}
+
+    def slope(state, batch, weights):
+        return (weights * (X[batch] @ state["w"] - y[batch])) @ X[batch] / weights.sum()
+
+    def plain(state, batch, weights):
+        velocity = 0.5 * state["velocity"] + slope(state, batch, weights)
+        return {"w": state["w"] - 0.1 * velocity, "velocity": velocity}
+
+    def writing(state, batch, weights):
+        state["velocity"] = 0.5 * state["velocity"] + slope(state, batch, weights)
+        state["w"] = state["w"] - 0.1 * state["velocity"]
+        return {"velocity": state["velocity"], "w": state["w"]}
+
+    target = dif.Function(lambda p: (p["w"] ** 3).sum())
+    found = []
+    for step, keep in ((plain, None), (writing, None), (writing, tmp_path / "run")):
+        run = dif.unroll(step, start, draw(20, 5, 3), keep=keep, **QUIET)
+        found.append(dif.UnrolledInfluence(run).scores(target, run.samples[0].remove_each(), **QUIET).values)
+    np.testing.assert_allclose(found[1], found[0], atol=1e-14)
+    np.testing.assert_allclose(found[2], found[0], atol=1e-14)
+
+
+def test_a_step_that_is_cut_off_from_its_state_is_refused():
+    X, y, _, _ = classify(n=20)
+
+    def step(state, batch, weights):
+        lam = state["lam"].detach()
+        slope = (weights * (X[batch] @ state["w"] - y[batch])) @ X[batch] / weights.sum() + lam
+        w = state["w"] - 0.1 * slope
+        return {"w": w, "lam": (state["lam"] + 0.5 * (w.sum() + 1)).clamp(min=0)}
+
+    start = {"w": torch.ones(3, dtype=F64), "lam": torch.zeros((), dtype=F64)}
+    invalid(
+        lambda: dif.unroll(step, start, draw(20, 5, 1), **QUIET),
+        "in its state is off by",
+        "Something inside the step is cut off from autograd",
+    )
+
+
 def test_two_tables_repeated_samples_and_resuming(tmp_path):
     X, y, _, params = classify(n=20)
     train = dif.Samples(logistic, (X, y), name="train")
@@ -234,6 +276,9 @@ def test_wrong_input_is_refused():
     half = {"params": {k: t.half() for k, t in params.items()}}
     invalid(lambda: make(start=half), "The start['params']['W'] is float16[3, 2]", "need the digits of float32")
     invalid(lambda: make(start={"params": {**params, "b": torch.zeros(1)}}), "The start has tensors of types", "digits")
+    for odd in (3, lambda state, batch: state):
+        invalid(lambda odd=odd: make(odd), "three arguments", "It is called for every batch, with the weights")
+    invalid(lambda: make(batches=[[0, 1], []]), "Batch 1 is", "The numbers say which samples take part in a step")
     invalid(lambda: make(batches=[]), "`batches` is empty", "A run without steps has nothing to differentiate.")
     invalid(lambda: make(batches=3), "`batches` is of type int", "A run without steps")
     invalid(lambda: make(batches=[X]), "Batch 0 is float64[20, 3]", "The numbers say which samples take part in a step")

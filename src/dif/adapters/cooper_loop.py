@@ -43,8 +43,9 @@ def unroll(
 
     Args:
         optimizer: A simultaneous or alternating optimiser of Cooper that has made no step yet, with SGD, Adam or AdamW
-            for both sides. Its problem is a `Constrained`, or your own with `compute_cmp_state(batch, weights)`, which
-            multiplies the loss of each sample by its weight: (weights * losses).sum() / weights.sum() for a mean.
+            for both sides and the learning rates that they have now: schedulers are not seen. Its problem is a
+            `Constrained`, or your own with `compute_cmp_state(batch, weights)`, which multiplies the loss of each
+            sample by its weight: (weights * losses).sum() / weights.sum() for a mean.
         batches: The numbers of the samples of each step.
         model: The model that your own problem evaluates; a `Constrained` knows it.
         samples: For your own problem, the samples that are numbered: it then gets their data as `batch`, otherwise

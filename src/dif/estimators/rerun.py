@@ -33,7 +33,7 @@ def rerun(
     change, size = RunPerturbation(run.loop, perturbations, since), runs_at_once(run)
     for begin in range(0, len(perturbations), size):
         end = min(begin + size, len(perturbations))
-        state = run.states[change.since]
+        state = map_tensors(run.states[change.since], lambda t, P=end - begin: t.expand(P, *t.shape))
         for t, reached in _advance_all(run, change, begin, end):
             state = reached
             report(begin + (end - begin) * t / run.loop.length)

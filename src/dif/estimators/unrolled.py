@@ -74,7 +74,8 @@ class UnrolledInfluence:
                 weights.dtau[0],
             )
             tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, dweights)
-        return Change.of(loop.program, *loop.step.read_point(tangent), {"since": self.since})
+        moved, priced = loop.step.read_point(tangent)
+        return Change.of(loop.program, _check_finite(moved, self.strict), priced, {"since": self.since})
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True,
@@ -98,7 +99,7 @@ class UnrolledInfluence:
 
         def score(begin: int) -> Iterator[ScoredChunk]:
             sweep = sweep_back(self.run, self._resolve(perturbations), targets, show_progress)
-            values = sweep.record.by_row().sum(2).double().cpu()
+            values = _check_finite(sweep.record.by_row().sum(2).double().cpu(), self.strict)
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
                 about["probe"] = self._probe(count, targets, perturbations, values)
@@ -112,10 +113,18 @@ class UnrolledInfluence:
         """Return through which row each perturbation acts on one target: the objective and each constraint."""
         _ = self.run.problem  # refuses a step of the user's own, which has no terms
         targets = Targets(target, self.run.point)
+        if len(targets.names) != 1:
+            raise InvalidInputError(
+                f"by_term was given {len(targets.names)} targets.",
+                "It takes exactly 1 target.",
+                "The columns of the result are the terms, so there is no room for several targets.",
+                "Call it once per target.",
+            )
         record = sweep_back(self.run, self._resolve(perturbations), targets, show_progress).record
         names = ("objective", *self.run.point.program.names)
         title = f"{self.name}, by term, on {targets.names[0]}"
-        return Influence(record.by_row()[:, 0].double().cpu(), perturbations, names, title, {"since": self.since})
+        values = _check_finite(record.by_row()[:, 0].double().cpu(), self.strict)
+        return Influence(values, perturbations, names, title, {"since": self.since})
 
     def _resolve(self, perturbations: Perturbation) -> RunPerturbation:
         return RunPerturbation(self.run.loop, perturbations, self.since)
@@ -131,7 +140,8 @@ class UnrolledInfluence:
         actual, predicted = differences(self.run.point, targets, ends - self.run.theta), values[rows]
         scale = torch.maximum(actual.abs(), predicted.abs()).max(0).values.clamp(min=torch.finfo(values.dtype).tiny)
         a, p = (actual / scale).reshape(-1), (predicted / scale).reshape(-1)
-        agreement = float(a @ p / (a.norm() * p.norm()).clamp(min=torch.finfo(a.dtype).tiny))
+        same = not bool(a.any()) and not bool(p.any())  # nothing changes, as predicted
+        agreement = 1.0 if same else float(a @ p / (a.norm() * p.norm()).clamp(min=torch.finfo(a.dtype).tiny))
         error = float((a - p).norm() / a.norm().clamp(min=torch.finfo(a.dtype).tiny))
         found = {
             "perturbations": [perturbations[row].labels[0] for row in rows],
@@ -146,8 +156,21 @@ class UnrolledInfluence:
                 f"Carried out, {len(rows)} of the perturbations agree with their predictions by {agreement:.2g}: "
                 f"predicted (actual) for {targets.names[0]} {pairs}.",
                 f"The cosine of predictions and actual changes must be above {_UNRELATED:g}.",
-                "The training is chaotic or not smooth at this scale, so its derivative predicts nothing.",
+                "The training is chaotic or not smooth at this scale, so its derivative predicts nothing. Nor does "
+                "that of a sample which is alone in its batch or group.",
                 "Use smaller steps, larger batches, a warm start (pretrained by SGD with steps as large as these), "
                 "eps_root for Adam, smooth activations, or since= for the last part; strict=False records it.",
             )
         return found
+
+
+def _check_finite(values: Tensor, strict: bool) -> Tensor:
+    """Return the scores; with `strict`, refuse NaN and infinite ones."""
+    if strict and not bool(torch.isfinite(values).all()):
+        raise DegenerateError(
+            f"{int((~torch.isfinite(values)).sum())} of {values.numel()} scores are NaN or infinite.",
+            "The derivative of every step must be finite.",
+            "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root.",
+            "Pass eps_root=1e-8 to dif.Adam or dif.AdamW, avoid functions with infinite slopes, or use strict=False.",
+        )
+    return values

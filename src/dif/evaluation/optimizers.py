@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from dif.runtime.inputs import check_number
 Memory = tuple[Tensor, ...]
 
 
+@runtime_checkable
 class Optimizer(Protocol):
     """Updates θ from a gradient, coordinate by coordinate, with a memory of its own."""
 
@@ -96,6 +97,13 @@ class Adam:
 
     def __post_init__(self) -> None:
         rates = {"lr": self.lr, "weight_decay": self.weight_decay, "eps": self.eps, "eps_root": self.eps_root}
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise InvalidInputError(
+                f"`betas` is {self.betas!r}.",
+                "It must be a pair of numbers.",
+                "They are the decay rates of the averages of the gradient and of its square.",
+                "Pass (0.9, 0.999), say.",
+            )
         _check_rates(**rates, beta1=self.betas[0], beta2=self.betas[1])
 
     def start(self, theta: Tensor) -> Memory:
@@ -165,6 +173,11 @@ class Ascent:
 
     def __post_init__(self) -> None:
         _check_rates(lr=self.lr)
+
+
+def is_optimizer(thing: Any) -> bool:
+    """Return whether an object, not a class, is an optimiser."""
+    return isinstance(thing, Optimizer) and not isinstance(thing, type)
 
 
 def _recover_from_average(beta: float, memory: Memory, after: Memory) -> Tensor:

@@ -103,8 +103,9 @@ class UserStep:
         """Call the user's function and check that the state keeps its layout."""
         numbers = range(len(self.program.rows.tables))
         data = tuple(_join([part.data for part in batch if part.table == number]) for number in numbers)
+        copied = map_tensors(state, lambda x: x)  # new containers: the step may write into them
         with convert_errors("step"):
-            after = self.function(state, *((data[0], weights[0]) if len(data) == 1 else (data, tuple(weights))))
+            after = self.function(copied, *((data[0], weights[0]) if len(data) == 1 else (data, tuple(weights))))
         old, new = describe_state(state), describe_state(after)
         if old != new:
             changed = next(name for name in (*old, *new) if old.get(name) != new.get(name))
@@ -115,7 +116,7 @@ class UserStep:
                 "Each step takes the state that the one before it returned.",
                 "Return all parts of the state, with the shapes and types that the start has.",
             )
-        return after
+        return _reorder(after, state)
 
     def _map(self, states: State, batch: Batch, weights: Weights) -> State:
         """Return the states after a step by one call that is mapped over them."""
@@ -166,7 +167,26 @@ def flatten_params(state: State, parameters: Parameters) -> Tensor:
 
 def check_step(step: UserStep, state: State, batch: Batch) -> None:
     """Refuse a step that is random, ignores its weights, or whose derivative is not that of its values."""
+    check_repeats(step, state, batch)
     tables = default_weights(step.program, batch)
+    once = step.advance(0, state, batch)
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda x: torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5  # noqa: E731
+    dweights = Weights(tuple(draw(a) for a in tables.a), tables.b, tables.dtau)
+    moved = tuple(a + 0.5 * da for a, da in zip(tables.a, dweights.a, strict=True))
+    other = step.advance(0, state, batch, Weights(moved, tables.b, tables.dtau))
+    if all(torch.equal(x, y) for x, y in zip(leaves(other), leaves(once), strict=True)):
+        raise InvalidInputError(
+            "The state after the first step is the same for other weights of its samples.",
+            "The step must multiply the loss of each sample by its weight.",
+            "A sample is removed by setting its weight to 0, so no removal would change anything.",
+            "Write (weights * losses).sum() / weights.sum() instead of losses.mean().",
+        )
+    check_derivative(step, 0, state, batch)
+
+
+def check_repeats(step: UserStep, state: State, batch: Batch) -> None:
+    """Refuse a step that is random, or that counts its calls."""
     once, again = (step.advance(0, state, batch) for _ in range(2))
     pairs = [
         (x.double().nan_to_num(), y.double().nan_to_num()) for x, y in zip(leaves(once), leaves(again), strict=True)
@@ -179,34 +199,55 @@ def check_step(step: UserStep, state: State, batch: Batch) -> None:
             "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
             "Switch the randomness off, or draw it beforehand and look it up by the number of the sample.",
         )
-    generator = torch.Generator().manual_seed(0)
+
+
+def check_derivative(step: UserStep, t: int, state: State, batch: Batch) -> None:
+    """Refuse a step whose derivative in the state and in the weights is not that of its values."""
+    tables, generator = default_weights(step.program, batch), torch.Generator().manual_seed(t)
     draw = lambda x: torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5  # noqa: E731
-    dweights = Weights(tuple(draw(a) for a in tables.a), tables.b, tables.dtau)
+    still = map_tensors(state, torch.zeros_like)
+    # in proportion, so that averages of squares stay positive
+    moving = map_tensors(state, lambda x: draw(x) * x if x.is_floating_point() else torch.zeros_like(x))
+    drawn = tuple(draw(a) for a in tables.a)
+    tolerance = _TOLERANCE[tables.a[0].dtype]
+    for what, tangent, da in (
+        ("the weights of its samples", still, drawn),
+        ("its state", moving, tuple(map(torch.zeros_like, drawn))),
+    ):
+        error, size = _compare_with_differences(step, t, state, batch, tangent, Weights(da, tables.b, tables.dtau))
+        if error > tolerance * size:
+            raise InvalidInputError(
+                f"The derivative of step {t + 1} in {what} is off by {error / size:.2g} of its size.",
+                f"It may differ from differences of the step's values by at most {tolerance:g}.",
+                "Something inside the step is cut off from autograd, so that influence through it would be wrong.",
+                "Use torch.func.grad, or torch.autograd.grad with create_graph=True; no .detach(), .item(), no_grad.",
+            )
+
+
+def _compare_with_differences(
+    step: UserStep, t: int, state: State, batch: Batch, tangent: State, dweights: Weights
+) -> tuple[float, float]:
+    """Return how far a directional derivative is from differences to both sides, and the size of the differences.
+
+    Where the sides differ, at a kink such as a projection, the nearer one counts.
+    """
+    tables = default_weights(step.program, batch)
+    h = torch.finfo(tables.a[0].dtype).eps ** (1 / 3)
 
     def at(h: float) -> list[Tensor]:
-        moved = tuple(a + h * da for a, da in zip(tables.a, dweights.a, strict=True))
-        return leaves(step.advance(0, state, batch, Weights(moved, tables.b, tables.dtau)))
+        along = iter(leaves(tangent))
+        point = map_tensors(state, lambda x: x + h * next(along) if x.is_floating_point() else (next(along), x)[1])
+        a = tuple(a + h * da for a, da in zip(tables.a, dweights.a, strict=True))
+        return [x.double() for x in leaves(step.advance(t, point, batch, Weights(a, tables.b, tables.dtau)))]
 
-    if all(torch.equal(x, y) for x, y in zip(at(0.5), leaves(once), strict=True)):
-        raise InvalidInputError(
-            "The state after the first step is the same for other weights of its samples.",
-            "The step must multiply the loss of each sample by its weight.",
-            "A sample is removed by setting its weight to 0, so no removal would change anything.",
-            "Write (weights * losses).sum() / weights.sum() instead of losses.mean().",
-        )
-    h = torch.finfo(tables.a[0].dtype).eps ** (1 / 3)
-    differences = [(x - y).double() / (2 * h) for x, y in zip(at(h), at(-h), strict=True)]
-    zero = map_tensors(state, torch.zeros_like)
-    slopes = [x.double() for x in leaves(step.push_forward(0, state, batch, zero, dweights))]
-    error = sum(float((x - y).norm() ** 2) for x, y in zip(differences, slopes, strict=True)) ** 0.5
-    size = sum(float(x.norm() ** 2) for x in differences) ** 0.5
-    if error > _TOLERANCE[tables.a[0].dtype] * size:
-        raise InvalidInputError(
-            f"The derivative of the first step in the weights of its samples is off by {error / size:.2g} of its size.",
-            f"It may differ from differences of the step's values by at most {_TOLERANCE[tables.a[0].dtype]:g}.",
-            "Something inside the step is cut off from autograd, so that influence through it would be wrong.",
-            "Use torch.func.grad, or torch.autograd.grad with create_graph=True; avoid .detach(), .item(), no_grad.",
-        )
+    below, here, above = at(-h), at(0.0), at(h)
+    slopes = [x.double() for x in leaves(step.push_forward(t, state, batch, tangent, dweights))]
+    error = size = 0.0
+    for low, mid, high, slope in zip(below, here, above, slopes, strict=True):
+        sides = torch.stack([(high - low) / (2 * h), (high - mid) / h, (mid - low) / h])
+        error += float((sides - slope).abs().amin(0).square().sum())
+        size += float(sides[0].square().sum())
+    return error**0.5, size**0.5
 
 
 def describe_state(state: Any, name: str = "") -> dict[str, str]:
@@ -260,6 +301,16 @@ def _join(parts: Sequence[Any]) -> Any:
     """Join batches of the same structure along their first dimension."""
     columns = iter([torch.cat(column) for column in zip(*map(leaves, parts), strict=True)])
     return parts[0] if len(parts) == 1 else map_tensors(parts[0], lambda x: next(columns))
+
+
+def _reorder(state: Any, like: Any) -> Any:
+    """Return a state with the entries of its dicts in the order of another one."""
+    if isinstance(like, Mapping):
+        return {key: _reorder(state[key], value) for key, value in like.items()}
+    if isinstance(like, tuple | list):
+        parts = [_reorder(*pair) for pair in zip(state, like, strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+    return state
 
 
 def _row(weights: Weights, p: int) -> Weights:

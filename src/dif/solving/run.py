@@ -23,6 +23,7 @@ from dif.problem.problem import Problem
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.samples import Samples
 from dif.problem.structure import leaves, map_tensors
+from dif.runtime.atomic_file import open_atomically
 from dif.runtime.progress import progress
 from dif.solving.states import States, open_folder
 
@@ -167,6 +168,13 @@ def carry_out(loop: Loop, keep: Keep, settings: dict[str, str], show_progress: b
             refused.
         show_progress: Show progress with the objective, the worst violation and λ on a terminal.
     """
+    if keep is not None and (not isinstance(keep, str | os.PathLike) or not str(keep)):
+        raise InvalidInputError(
+            f"`keep` is {keep!r}.",
+            'It must be "all", "sqrt", a folder, or None.',
+            "It says which states of the run are kept, and where.",
+            "Leave it out to keep what fits into memory.",
+        )
     folder = None if keep is None or keep in ("all", "sqrt") else Path(keep)
     states = States(loop.advance, loop.initial, loop.length, folder, mode=None if folder else keep)  # type: ignore[arg-type]
     history, begin = History(), 0
@@ -175,6 +183,7 @@ def carry_out(loop: Loop, keep: Keep, settings: dict[str, str], show_progress: b
         history = _read_history(folder)
         begin = min(states.done, len(history.steps)) if loop.step.problem else states.done
         history = history.cut(begin)
+        _write_history(folder, history)
     states.put(0, loop.initial)
     state = states[begin]
     with progress("training", loop.length, show_progress) as report:
@@ -184,7 +193,9 @@ def carry_out(loop: Loop, keep: Keep, settings: dict[str, str], show_progress: b
             states.put(t + 1, state)
             if seen is not None:
                 history.add(t, seen)
-                _write_history(folder, history)
+                if folder is not None:
+                    with (folder / "history.jsonl").open("a") as file:
+                        file.write(_describe_step(history, -1))
             report(t + 1, "" if seen is None else _describe(seen))
     return Run(loop, states, history)
 
@@ -219,20 +230,23 @@ def _describe(seen: Observation) -> str:
     return f"(objective {float(seen.objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"
 
 
-def _write_history(folder: Path | None, history: History) -> None:
-    """Append the last step to the history in a folder."""
-    if folder is not None:
-        line = {name: values[-1] for name, values in asdict(history).items()}
-        with (folder / "history.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+def _describe_step(history: History, number: int) -> str:
+    """Return one step of a history as a line of JSON."""
+    return json.dumps({name: values[number] for name, values in asdict(history).items()}) + "\n"
+
+
+def _write_history(folder: Path, history: History) -> None:
+    """Write a history to a folder, so that further steps can be appended."""
+    with open_atomically(folder / "history.jsonl") as file:
+        file.write("".join(_describe_step(history, k) for k in range(len(history.steps))).encode())
 
 
 def _read_history(folder: Path) -> History:
-    """Read the history in a folder; a last line that was cut off is left out, and steps count as written last."""
-    path, lines = folder / "history.jsonl", {}
+    """Read the history in a folder, up to a line that was cut off."""
+    path, lines = folder / "history.jsonl", []
     for text in path.read_text().splitlines() if path.exists() else ():
-        if text.endswith("}"):
-            line = json.loads(text)
-            lines[line["steps"]] = line
-    known = [lines[t] for t in range(len(lines)) if t in lines]
-    return History(**{name: [line[name] for line in known] for name in asdict(History())})
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return History(**{name: [line[name] for line in lines] for name in asdict(History())})

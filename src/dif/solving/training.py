@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.evaluation.optimizers import Ascent, Optimizer
+from dif.evaluation.optimizers import Ascent, Optimizer, is_optimizer
 from dif.evaluation.program import Program
 from dif.evaluation.training_step import TrainingStep
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.sample_losses import SampleLosses
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_number
+from dif.runtime.user_code import convert_errors
 from dif.solving.run import Keep, Loop, Run, carry_out
 
 Schedule = Literal["cosine"] | Callable[[float], float] | None
@@ -28,9 +29,11 @@ Schedule = Literal["cosine"] | Callable[[float], float] | None
 class Training:
     """Training of a problem by an optimiser on mini-batches, with ascent on the multipliers.
 
-    Each Samples is shuffled anew in every epoch, by the seed; a step takes the next batch of each. A mean is taken over
-    its members in the batch; a constraint without members in the batch is left out of that step. θ and λ move at the
-    same time, both from the same point.
+    Each Samples is shuffled anew in every epoch, by the seed; a step takes the next batch of each. An epoch is one pass
+    over the largest Samples; smaller ones are shuffled anew whenever they have been gone through. A mean is taken over
+    its members in the batch; other sums are scaled up from the batch to all samples. A constraint with a mean that has
+    no members in the batch is left out of that step. θ and λ move at the same time, both from the same point. Samples
+    that are added without `like=` join one random batch per epoch.
 
     Args:
         problem: Objective and constraints.
@@ -40,7 +43,7 @@ class Training:
         batch_size: Samples in a batch.
         epochs: Passes over the data.
         seed: Of the order of the samples.
-        schedule: Factor of the learning rate: None for 1, "cosine" to fall to 0, or a function of the share of the
+        schedule: Factor of the learning rate of θ: None for 1, "cosine" to fall to 0, or a function of the share of the
             training that is done, from 0 to 1.
         multipliers: Start of λ (per constraint or flat); zero when left out.
     """
@@ -58,7 +61,7 @@ class Training:
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("epochs", 1), ("seed", None)):
             number = as_index(getattr(self, name))
-            if number is None or (least is not None and number < least):
+            if number is None or (least is not None and number < least) or abs(number) >= 2**63:
                 raise InvalidInputError(
                     f"`{name}` is {getattr(self, name)!r}.",
                     "It must be an integer." if least is None else f"It must be an integer ≥ {least}.",
@@ -67,7 +70,7 @@ class Training:
                 )
         known = self.schedule in (None, "cosine") or callable(self.schedule)
         for name, sound, wanted, example in (
-            ("optimizer", hasattr(self.optimizer, "update"), "an optimiser of dif", "dif.SGD(0.02, momentum=0.9)"),
+            ("optimizer", is_optimizer(self.optimizer), "an optimiser of dif", "dif.SGD(0.02, momentum=0.9)"),
             ("dual", isinstance(self.dual, Ascent), "a dif.Ascent", "dif.Ascent(0.5)"),
             ("schedule", known, 'None, "cosine" or a function of the share done', '"cosine"'),
         ):
@@ -96,7 +99,17 @@ class Training:
     def _factor(self, share: float) -> float:
         if self.schedule is None:
             return 1.0
-        return 0.5 * (1 + math.cos(math.pi * share)) if self.schedule == "cosine" else float(self.schedule(share))
+        if self.schedule == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * share))
+        with convert_errors("schedule"):
+            factor = self.schedule(share)
+        return check_number(
+            factor,
+            f"schedule({share:.3g})",
+            zero=True,
+            meaning="The learning rate of each step is multiplied by it.",
+            cure="Return a number from 0 up for every share of the training done, from 0 to 1.",
+        )
 
     def run(self, *, keep: Keep = None, show_progress: bool = True) -> Run:
         """Train, and return the run with all that its derivatives need.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,15 @@ from torch import Tensor, nn
 
 from dif.errors import InvalidInputError
 from dif.evaluation.program import Program
-from dif.evaluation.user_step import UserStep, check_step, describe_state, flatten_params, select_params
+from dif.evaluation.user_step import (
+    UserStep,
+    check_derivative,
+    check_repeats,
+    check_step,
+    describe_state,
+    flatten_params,
+    select_params,
+)
 from dif.problem.parameters import BoundModule, Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
@@ -50,12 +59,14 @@ def unroll(
     >>> run.state["mean"]
     tensor(3.0000)
     """
+    _check_step_function(step)
     parameters, state = _check_start(start)
     per_step = _check_batches(batches)
     several = samples is not None and not isinstance(samples, Samples)
     split = [tuple(batch) if several else (batch,) for batch in per_step]
     if samples is None:
-        largest = max(int(as_tensor(batch, "a batch").max()) for batch in per_step)
+        filled = [x for x in (as_tensor(batch, "a batch") for batch in per_step) if x.numel()]
+        largest = max((int(x.max()) for x in filled), default=0)
         named = [Samples(_Unstated(step), torch.arange(largest + 1))]
     else:
         named = [s.view(_Unstated(step), name=s.name) for s in ([samples] if isinstance(samples, Samples) else samples)]
@@ -65,7 +76,12 @@ def unroll(
     loop = Loop(step_of_user, indices, (range(len(indices)),), state)
     with torch.random.fork_rng([x.device for x in leaves(state) if x.is_cuda][:1]):
         check_step(step_of_user, state, loop.batch(0))
-    return carry_out(loop, keep, {}, show_progress)
+    run = carry_out(loop, keep, {}, show_progress)
+    late = loop.length - 1
+    with torch.random.fork_rng([x.device for x in leaves(state) if x.is_cuda][:1]):
+        check_repeats(step_of_user, run.states[late], loop.batch(late))
+        check_derivative(step_of_user, late, run.states[late], loop.batch(late))  # multipliers are at work by now
+    return run
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,19 @@ class _Unstated:
         """Return zeros."""
         first = next(iter(params.values()))
         return (0 * first.sum()).expand(len(leaves(batch)[0]))
+
+
+def _check_step_function(step: Any) -> None:
+    """Refuse what cannot be called with a state, a batch and weights."""
+    try:
+        inspect.signature(step).bind(None, None, None)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"`step` cannot be called with three arguments ({error}).",
+            "It must be a function step(state, batch, weights).",
+            "It is called for every batch, with the weights of its samples.",
+            "Write def step(state, batch, weights): … return the next state.",
+        ) from error
 
 
 def _check_start(start: Any) -> tuple[Parameters, dict[str, Any]]:

@@ -149,6 +149,17 @@ def test_what_cannot_be_rebuilt_is_refused():
     alone = optimise(own, own.model.parameters(), SCHEMES[0])
     invalid(lambda: unroll(alone, draw(1)), "`model` is missing", "Its parameters are part of the state of each step.")
 
+    invalid(
+        lambda: unroll(optimise(own, own.model.parameters(), SCHEMES[0], "sgd"), draw(1), model=network(), **QUIET),
+        "The problem does not depend on 0.weight",
+    )
+    own.model.unused = nn.Parameter(torch.zeros(2, dtype=torch.float64))
+    invalid(
+        lambda: unroll(optimise(own, own.model.parameters(), SCHEMES[0], "sgd"), draw(1), model=own.model, **QUIET),
+        "The problem does not depend on unused.",
+        "The model may not be the one that the problem evaluates, or a part of it is not used.",
+    )
+
     class Implicit(nn.Module):
         expects_constraint_features = True
 

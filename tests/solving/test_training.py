@@ -160,3 +160,18 @@ def test_wrong_input_is_refused():
     steep = dif.Problem(train.view(lambda p, z: torch.exp(50 * logistic(p, z)), name="steep").mean())
     action = lambda: dif.Training(steep, params, dif.SGD(1e3), epochs=9, batch_size=4).run(show_progress=False)  # noqa: E731
     invalid(action, "is not finite after step", "The training diverged, or the loss left its domain.")
+
+
+def test_the_default_dtype_does_not_matter():
+    X, y, _, params = classify(n=12)
+    train = dif.Samples(logistic, (X.float(), y.float()), name="train")
+    start, problem = {name: t.float() for name, t in params.items()}, dif.Problem(train.mean())
+    usual = torch.get_default_dtype()
+    ends = []
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            ends.append(dif.Training(problem, start, dif.SGD(0.1), batch_size=4).run(show_progress=False).theta)
+    finally:
+        torch.set_default_dtype(usual)
+    assert torch.equal(*ends)

@@ -74,7 +74,9 @@ def unroll(
     start: State = {"params": kept, "multipliers": {name: w.detach() for name, w in dual.items()}, "memory": {}}
     _read_optimizers(step, start, "params", params, optimizer.primal_optimizers, False, eps_root)
     _read_optimizers(step, start, "multipliers", dual, optimizer.dual_optimizers, True, eps_root)
-    return dif.unroll(step, start, batches, samples=population, keep=keep, show_progress=show_progress)
+    run = dif.unroll(step, start, batches, samples=population, keep=keep, show_progress=show_progress)
+    _check_used(step, run)
+    return run
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,6 +202,24 @@ def _prepare(
         return cmp.evaluate(arguments, numbers, shares)
 
     return evaluate_stated, params, numbered[0] if len(numbered) == 1 else numbered
+
+
+def _check_used(step: _CooperStep, run: dif.Run) -> None:
+    """Refuse parameters that the problem does not depend on: torch does not move them, and weight decay would."""
+    batch = [part.data for part in run.loop.batch(0)]
+    weights = [torch.ones(len(part.index)).to(run.theta) for part in run.loop.batch(0)]
+    both = (batch[0], weights[0]) if len(batch) == 1 else (tuple(batch), tuple(weights))
+    params = {name: t.detach().requires_grad_() for name, t in run.params.items()}
+    total = step._lagrangian(step.evaluate(params, *both), run.state["multipliers"])
+    found = torch.autograd.grad(total, list(params.values()), allow_unused=True) if total.requires_grad else ()
+    unused = [name for name, slope in zip(params, found, strict=False) if slope is None] if found else list(params)
+    if unused:
+        raise InvalidInputError(
+            f"The problem does not depend on {', '.join(unused[:6])}.",
+            "It must depend on every parameter of the model that requires gradients.",
+            "The model may not be the one that the problem evaluates, or a part of it is not used.",
+            "Pass the model of the problem, and set requires_grad=False for what is not used.",
+        )
 
 
 class _Inside(nn.Module):

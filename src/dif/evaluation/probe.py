@@ -59,7 +59,7 @@ def _shift(theta: Tensor, share: float) -> Tensor:
 
 def _signs(theta: Tensor) -> Tensor:
     """Return +1, −1, +1, …, (d,)."""
-    return 1 - 2 * (torch.arange(len(theta), device=theta.device) % 2)
+    return 1 - 2 * (torch.arange(len(theta), dtype=theta.dtype, device=theta.device) % 2)
 
 
 def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:

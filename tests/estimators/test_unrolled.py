@@ -271,7 +271,7 @@ def test_wrong_input_is_refused():
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "type Solution", "It differentiates through the steps")
     two = lambda: dif.UnrolledInfluence(run).by_term([run.problem.objective] * 2, train.remove([0]))  # noqa: E731
-    invalid(two, "by_term was given 2 targets.", "so there is no room for several targets")
+    invalid(two, "`by_term` was given 2 targets.", "The columns of its result are the terms of the problem.")
     none = dif.UnrolledInfluence(run, since=run.loop.length).scores(train.mean(), train.remove_each(), **QUIET)
     assert none.diagnostics["probe"]["agreement"] == 1.0
     assert not bool(none.values.any())

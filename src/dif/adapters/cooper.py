@@ -55,7 +55,7 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
     ) -> None:
         super().__init__()
         self.problem, self.params = problem, params
-        first = next(iter(_tensors(params).values()))
+        first = next(iter(trained_tensors(params).values()))
         for name, constraint in zip(problem.names, problem.constraints, strict=True):
             rows = _count_rows(constraint, params)
             types = {"==": cooper.ConstraintType.EQUALITY, "<=": cooper.ConstraintType.INEQUALITY}
@@ -223,7 +223,7 @@ def train(
     dif.Solution(problem, params, zeros)  # raises for invalid losses and data before training starts
     model = _copy_params(params)
     cmp = Constrained(problem, model)
-    primal = torch.optim.Adam(_tensors(model).values(), lr=rate)
+    primal = torch.optim.Adam(trained_tensors(model).values(), lr=rate)
     dual = torch.optim.SGD(
         list(cmp.dual_parameters()) or [torch.zeros(1, requires_grad=True)], lr=dual_rate, maximize=True
     )
@@ -254,7 +254,7 @@ def _take_batch(order: Tensor, step: int, batch_size: int) -> Tensor:
     return order[torch.arange(step * size, (step + 1) * size) % len(order)]
 
 
-def _tensors(params: Params) -> dict[str, Tensor]:
+def trained_tensors(params: Params) -> dict[str, Tensor]:
     """Return the tensors to train, by name."""
     if isinstance(params, nn.Module):
         return {name: t for name, t in params.named_parameters() if t.requires_grad}
@@ -265,8 +265,8 @@ def _loss_arguments(params: Params) -> dict[str, Tensor]:
     """Return the first argument of a loss, containing the tensors to train themselves."""
     if not isinstance(params, nn.Module):
         return params
-    arguments = dif.variable(params, list(_tensors(params)))
-    arguments.update(_tensors(params))
+    arguments = dif.variable(params, list(trained_tensors(params)))
+    arguments.update(trained_tensors(params))
     return arguments
 
 

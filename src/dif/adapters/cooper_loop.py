@@ -7,7 +7,7 @@ anew from the loss and the violations that the constrained problem returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dif
 from dif import InvalidInputError
-from dif.adapters.cooper import Constrained
+from dif.adapters.cooper import Constrained, trained_tensors
 
 State = dict[str, Any]
 Optimizer = dif.SGD | dif.Adam | dif.AdamW
@@ -89,7 +89,7 @@ class _CooperStep:
     optimizers: dict[tuple[str, str], Optimizer] = field(default_factory=dict)  # by part of the state and name
 
     def __call__(self, state: State, batch: Any, weights: Any) -> State:
-        before, multipliers = state["params"], state["multipliers"]
+        before, multipliers, dual_memory = state["params"], state["multipliers"], state["memory"]["multipliers"]
 
         def lagrangian(params: dict[str, Tensor], multipliers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             found = self.evaluate(params, batch, weights)
@@ -97,12 +97,13 @@ class _CooperStep:
 
         if self.dual_first:
             violations = self._violations(self.evaluate(before, batch, weights))
-            multipliers, _ = self._update(state, "multipliers", violations)
+            multipliers, dual_memory = self._update(state, "multipliers", violations)
         slopes, violations = torch.func.grad(lagrangian, has_aux=True)(before, multipliers)
         params, memory = self._update(state, "params", slopes)
-        if self.dual_first is False:
-            violations = self._violations(self.evaluate(params, batch, weights))
-        multipliers, dual_memory = self._update(state, "multipliers", violations)
+        if not self.dual_first:
+            if self.dual_first is False:
+                violations = self._violations(self.evaluate(params, batch, weights))
+            multipliers, dual_memory = self._update(state, "multipliers", violations)
         return {
             "params": params,
             "multipliers": multipliers,
@@ -180,14 +181,13 @@ def _prepare(
                 "Pass model=model.",
             )
         inside = _Inside(model, cmp)
-        names = {f"model.{name}": name for name, p in model.named_parameters() if p.requires_grad}
 
         def evaluate(params: dict[str, Tensor], batch: Any, weights: Any) -> cooper.CMPState:
-            return torch.func.functional_call(inside, {k: params[name] for k, name in names.items()}, (batch, weights))
+            renamed = {f"model.{name}": tensor for name, tensor in params.items()}
+            return torch.func.functional_call(inside, renamed, (batch, weights))
 
-        return evaluate, {n: p for n, p in model.named_parameters() if p.requires_grad}, samples
-    params = cmp.params if isinstance(cmp.params, Mapping) else dict(cmp.params.named_parameters())
-    params = {name: t for name, t in params.items() if t.requires_grad}
+        return evaluate, trained_tensors(model), samples
+    params = trained_tensors(cmp.params)
     populations = list(dict.fromkeys(s.population for s in cmp.problem.samples))
     numbered = [_number(s) for s in populations]
 
@@ -206,8 +206,8 @@ def _prepare(
 
 def _check_used(step: _CooperStep, run: dif.Run) -> None:
     """Refuse parameters that the problem does not depend on: torch does not move them, and weight decay would."""
-    batch = [part.data for part in run.loop.batch(0)]
-    weights = [torch.ones(len(part.index)).to(run.theta) for part in run.loop.batch(0)]
+    parts = run.loop.batch(0)
+    batch, weights = [p.data for p in parts], [torch.ones(len(p.index)).to(run.theta) for p in parts]
     both = (batch[0], weights[0]) if len(batch) == 1 else (tuple(batch), tuple(weights))
     params = {name: t.detach().requires_grad_() for name, t in run.params.items()}
     total = step._lagrangian(step.evaluate(params, *both), run.state["multipliers"])

@@ -50,11 +50,11 @@ def sweep_back(run: Run, change: RunPerturbation, targets: Targets, show_progres
     """
     Q, size = targets.gradients(run.theta).T, runs_at_once(run)  # (T, d)
     chunks = range(0, len(Q), size)
-    steps = run.loop.length - change.since
+    steps, stem = run.loop.length - change.since, _checkpoint(run, change, targets)
     found: list[Sweep] = []
     with progress("unrolled", steps * len(chunks), show_progress) as report:
         for number, begin in enumerate(chunks):
-            file = _checkpoint(run, change, targets, range(begin, min(begin + size, len(Q))))
+            file = None if stem is None else stem.with_name(f"{stem.name}_{begin}_{size}.npz")
             for sweep in _go_back(run, change, Q[begin : begin + size], file):
                 report(steps * number + run.loop.length - sweep.t)
                 found[number:] = [sweep]
@@ -84,14 +84,14 @@ def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) ->
         yield sweep
 
 
-def _checkpoint(run: Run, change: RunPerturbation, targets: Targets, rows: range) -> Path | None:
-    """Return the file for the sweep of some targets, in the folder of the run; None without a folder."""
+def _checkpoint(run: Run, change: RunPerturbation, targets: Targets) -> Path | None:
+    """Return how the files of this sweep begin, in the folder of the run; None without a folder."""
     if run.states.folder is None:
         return None
     added = hash_direction(Direction(run.loop.program, change.perturbation)) if change.extras else []
-    about = f"{change.since} {rows} {[extra.steps for extra in change.extras]}".encode()
+    about = f"{change.since} {[extra.steps for extra in change.extras]}".encode()
     key = hash_all([about, hash_solution(run.point), *hash_targets(targets), *added]).hex()[:32]
-    return run.states.folder / f"sweep_{key}.npz"
+    return run.states.folder / f"sweep_{key}"
 
 
 def _save(file: Path, sweep: Sweep) -> None:

@@ -143,13 +143,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         moves the solution along with the bound). The columns add up to `scores`.
         """
         targets = Targets(target, self.solution)
-        if len(targets.names) != 1:
-            raise InvalidInputError(
-                f"`by_term` was given {len(targets.names)} targets.",
-                "It takes exactly 1 target.",
-                "The columns of its result are the terms of the problem.",
-                "Call it once for each target.",
-            )
+        targets.check_single("by_term")
         lin = self.linearise(perturbations)
         values = lin.scores_by_row(targets, perturbations).double().cpu()
         names = ("objective", *self.solution.program.names)

@@ -19,7 +19,7 @@ from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.structure import map_tensors
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_instance
 from dif.runtime.workers import check_jobs
 from dif.solving.run import Run
 
@@ -43,13 +43,13 @@ class UnrolledInfluence:
     name = "unrolled"
 
     def __init__(self, run: Run, *, since: int = 0, strict: bool = True) -> None:
-        if not isinstance(run, Run):
-            raise InvalidInputError(
-                f"UnrolledInfluence was given an object of type {type(run).__name__}.",
-                "It must be given a dif.Run.",
-                "It differentiates through the steps of a training run.",
-                "Train with dif.Training(...).run(); for a solution of `fit` use DirectionalInfluence.",
-            )
+        check_instance(
+            run,
+            Run,
+            "run",
+            meaning="It differentiates through the steps of a training run.",
+            cure="Train with dif.Training(...).run(); for a solution of `fit` use DirectionalInfluence.",
+        )
         number = as_index(since)
         if number is None or not 0 <= number <= run.loop.length:
             raise InvalidInputError(
@@ -113,13 +113,7 @@ class UnrolledInfluence:
         """Return through which row each perturbation acts on one target: the objective and each constraint."""
         _ = self.run.problem  # refuses a step of the user's own, which has no terms
         targets = Targets(target, self.run.point)
-        if len(targets.names) != 1:
-            raise InvalidInputError(
-                f"by_term was given {len(targets.names)} targets.",
-                "It takes exactly 1 target.",
-                "The columns of the result are the terms, so there is no room for several targets.",
-                "Call it once per target.",
-            )
+        targets.check_single("by_term")
         record = sweep_back(self.run, self._resolve(perturbations), targets, show_progress).record
         names = ("objective", *self.run.point.program.names)
         title = f"{self.name}, by term, on {targets.names[0]}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -166,6 +166,12 @@ class Rows:
             for f in self.functions
         )
         return Rows(parameters, tables, functions, self.C.to(dtype))
+
+    @cached_property
+    def means(self) -> Tensor:
+        """Which sums of the tables are means, (number of sums,) bool."""
+        flags = [s.normalised for table in self.tables for s in table.sums]
+        return torch.tensor(flags, dtype=torch.bool, device=self.C.device)
 
     def columns(self, table: int) -> slice:
         """Return the positions in p of the sums of a table."""

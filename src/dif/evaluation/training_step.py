@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,12 +29,6 @@ class TrainingStep:
     optimizer: Optimizer
     dual: Ascent
     factors: tuple[float, ...]  # of the learning rate at each step
-
-    @cached_property
-    def means(self) -> Tensor:
-        """Which sums of the tables are means, (K,) bool."""
-        flags = [s.normalised for table in self.program.rows.tables for s in table.sums]
-        return torch.tensor(flags, dtype=torch.bool, device=self.program.tau.device)
 
     def start(self, theta: Tensor, lam: Tensor) -> State:
         """Return the state before the first step."""
@@ -105,10 +98,10 @@ class TrainingStep:
                     total, member = total + part.U @ losses[p], member + part.U.sum(1)
             totals.append(total)
             members.append(member)
-        total, member, C = torch.cat(totals, 1), torch.cat(members, 1), rows.C[:, : len(self.means)]
-        empty = self.means & (member == 0)
-        sums = torch.where(empty, 0.0, total / torch.where(self.means & ~empty, member, 1.0))
-        f, start = (C * sums).sum(1), len(self.means)
+        total, member, C = torch.cat(totals, 1), torch.cat(members, 1), rows.C[:, : len(self.program.rows.means)]
+        empty = self.program.rows.means & (member == 0)
+        sums = torch.where(empty, 0.0, total / torch.where(self.program.rows.means & ~empty, member, 1.0))
+        f, start = (C * sums).sum(1), len(self.program.rows.means)
         for function in rows.functions:
             value = function.value(theta).double().to(theta.dtype)  # in forward mode a scalar's tangent may be float64
             f = f + rows.C[:, start : start + function.size] @ value
@@ -167,7 +160,7 @@ class TrainingStep:
         before = {"theta": d_theta + change, "lam": d_lam + d_rows, "memory": d_memory}
         weight = torch.cat([lam.new_ones(1), lam * present])  # (1 + m,)
         force = torch.cat([nu.new_zeros((len(nu), 1)), nu], 1)  # (T, 1 + m)
-        mean = (weight[:, None] * d_sums + force[..., None] * sums) * self.means  # (T, 1 + m, K)
+        mean = (weight[:, None] * d_sums + force[..., None] * sums) * self.program.rows.means  # (T, 1 + m, K)
         divisor = self._divisors(batch)
         by_a, by_b = [], []
         for part, ell, slope in zip(batch, losses, slopes, strict=True):
@@ -189,9 +182,9 @@ class TrainingStep:
     def _divisors(self, batch: Batch) -> Tensor:
         """Return what each sum is divided by, (K,)."""
         members = self._members(batch)
-        return torch.where(self.means & (members != 0), members, 1.0)
+        return torch.where(self.program.rows.means & (members != 0), members, 1.0)
 
     def _present(self, batch: Batch) -> Tensor:
         """Return which constraints have members in the batch, (m,) bool."""
-        empty = self.means & (self._members(batch) == 0)
-        return ~(empty & (self.program.rows.C[1:, : len(self.means)] != 0)).any(1)
+        empty = self.program.rows.means & (self._members(batch) == 0)
+        return ~(empty & (self.program.rows.C[1:, : len(self.program.rows.means)] != 0)).any(1)

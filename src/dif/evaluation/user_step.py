@@ -167,9 +167,7 @@ def flatten_params(state: State, parameters: Parameters) -> Tensor:
 
 def check_step(step: UserStep, state: State, batch: Batch) -> None:
     """Refuse a step that is random, ignores its weights, or whose derivative is not that of its values."""
-    check_repeats(step, state, batch)
-    tables = default_weights(step.program, batch)
-    once = step.advance(0, state, batch)
+    once, tables = check_repeats(step, state, batch), default_weights(step.program, batch)
     generator = torch.Generator().manual_seed(0)
     draw = lambda x: torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5  # noqa: E731
     dweights = Weights(tuple(draw(a) for a in tables.a), tables.b, tables.dtau)
@@ -185,8 +183,8 @@ def check_step(step: UserStep, state: State, batch: Batch) -> None:
     check_derivative(step, 0, state, batch)
 
 
-def check_repeats(step: UserStep, state: State, batch: Batch) -> None:
-    """Refuse a step that is random, or that counts its calls."""
+def check_repeats(step: UserStep, state: State, batch: Batch) -> State:
+    """Return the state after a step; refuse a step that is random, or that counts its calls."""
     once, again = (step.advance(0, state, batch) for _ in range(2))
     pairs = [
         (x.double().nan_to_num(), y.double().nan_to_num()) for x, y in zip(leaves(once), leaves(again), strict=True)
@@ -199,6 +197,7 @@ def check_repeats(step: UserStep, state: State, batch: Batch) -> None:
             "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
             "Switch the randomness off, or draw it beforehand and look it up by the number of the sample.",
         )
+    return once
 
 
 def check_derivative(step: UserStep, t: int, state: State, batch: Batch) -> None:

@@ -61,6 +61,16 @@ class Targets:
         )
         self.names = name_rows((repr(term)[5:-1] for term in terms), shapes)
 
+    def check_single(self, method: str) -> None:
+        """Refuse several targets for a method whose result has a column for each term."""
+        if len(self.names) != 1:
+            raise InvalidInputError(
+                f"`{method}` was given {len(self.names)} targets.",
+                "It takes exactly 1 target.",
+                "The columns of its result are the terms of the problem.",
+                "Call it once for each target.",
+            )
+
     def kinks(self, theta: Tensor) -> tuple[Kink, ...]:
         """Find kinks of the targets near θ by probing."""
         return () if self.rows is None else find_kinks(self.rows, theta)

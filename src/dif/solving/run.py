@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -59,8 +59,8 @@ class Loop:
 
     def scale(self, number: int, count: int) -> Tensor:
         """Return the factors, (k, 1), that scale the sums of a table from `count` samples up to all; 1 for means."""
-        table = self.program.rows.tables[number]
-        means = torch.tensor([s.normalised for s in table.sums], device=table.U.device)
+        rows = self.program.rows
+        table, means = rows.tables[number], rows.means[rows.columns(number)]
         return torch.where(means, 1.0, len(table.samples) / count).to(table.U)[:, None]
 
     def advance(self, t: int, state: State) -> State:
@@ -232,7 +232,7 @@ def _describe(seen: Observation) -> str:
 
 def _describe_step(history: History, number: int) -> str:
     """Return one step of a history as a line of JSON."""
-    return json.dumps({name: values[number] for name, values in asdict(history).items()}) + "\n"
+    return json.dumps({f.name: getattr(history, f.name)[number] for f in fields(history)}) + "\n"
 
 
 def _write_history(folder: Path, history: History) -> None:

@@ -38,7 +38,7 @@ def unroll(
 
     Args:
         step: `step(state, batch, weights)` returns the next state. It is written with torch operations, multiplies the
-            loss of each sample by its weight, (B,), and is 1 for all of them in the run itself. Alternating updates,
+            loss of each sample by its weight, (B,), which is 1 for all of them in the run itself. Alternating updates,
             extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this.
         start: The state before the first step: a dict of tensors, also nested, with the parameters, multipliers, and
             whatever the optimiser remembers. Targets depend on `state["params"]` if that is a dict of tensors, and

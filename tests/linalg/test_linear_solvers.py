@@ -6,7 +6,7 @@ import torch
 from problems import F64, bound_regression, fair_logistic, fit_problem, free_regression, weak_regression
 
 import dif
-from dif.evaluation.hessian import Curvature
+from dif.derivatives.hessian import Curvature
 from dif.linalg.cholesky import DenseCholesky
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.lanczos import tangent_curvature
@@ -141,7 +141,7 @@ def test_tangent_curvature_by_lanczos(monkeypatch):
     G = torch.randn(3, 80, dtype=F64, generator=torch.Generator().manual_seed(3))
     ones = torch.ones(80, dtype=F64)
     exact = tangent_curvature(Matrix(H), G, ones)
-    monkeypatch.setattr("dif.evaluation.hessian.DENSE_LIMIT", 10)
+    monkeypatch.setattr("dif.derivatives.hessian.DENSE_LIMIT", 10)
     assert tangent_curvature(Matrix(H), G, ones)[0] == pytest.approx(exact[0], rel=1e-3)
     assert tangent_curvature(Matrix(H), G[:0], ones)[0] == pytest.approx(float(torch.linalg.eigvalsh(H)[0]), rel=1e-3)
 

@@ -8,9 +8,9 @@ from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dif
-from dif.evaluation.cost import cost
-from dif.evaluation.sweeps import sample_gradients, sample_slopes
-from dif.evaluation.weight_change import Direction
+from dif.derivatives.cost import cost
+from dif.derivatives.sweeps import sample_gradients, sample_slopes
+from dif.derivatives.weight_change import Direction
 from dif.problem.parameters import Parameters
 
 X, Y = class_data()
@@ -143,9 +143,9 @@ def test_slopes_both_ways_are_one(monkeypatch):
     weights = solution.program.weights(solution.lam)
     found = []
     for price, size in ((0, 2**21), (10**9, 2**21), (0, 64), (10**9, 64)):
-        monkeypatch.setattr("dif.evaluation.sweeps._PER_ENTRY", {"cpu": price})
-        monkeypatch.setattr("dif.evaluation.sweeps._PASS", size)
-        monkeypatch.setattr("dif.evaluation.sweeps._GRADIENTS", size)
+        monkeypatch.setattr("dif.derivatives.sweeps._PER_ENTRY", {"cpu": price})
+        monkeypatch.setattr("dif.derivatives.sweeps._PASS", size)
+        monkeypatch.setattr("dif.derivatives.sweeps._GRADIENTS", size)
         found.append(
             torch.cat(
                 direction.first_order_effects(solution.theta, weights, solution.parts, solution.part_gradients, V), 1

@@ -35,7 +35,12 @@ def scored():
 # Kills
 
 
-@pytest.mark.parametrize("kind", ["scores", "zarr", "farm", "training"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "kind", ["scores", pytest.param("zarr", marks=SLOW), pytest.param("farm", marks=SLOW), "training"]
+)
 def test_killed_twenty_times(kind, tmp_path):
     if kind == "zarr":
         pytest.importorskip("zarr")
@@ -398,8 +403,8 @@ train = dif.Samples(loss, (X, y), batch_size=n if len(sys.argv) > 1 else None)
 solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(0.1)), params)
 V = torch.randn(488, 8, generator=generator, dtype=torch.float64)
 expected = solution.curvature.product(V)
-import dif.runtime.memory, dif.evaluation.sweeps
-dif.runtime.memory.NUMBERS_AT_ONCE = dif.evaluation.sweeps._PASS = 2**40  # as if there were room for everything
+import dif.runtime.memory, dif.derivatives.sweeps
+dif.runtime.memory.NUMBERS_AT_ONCE = dif.derivatives.sweeps._PASS = 2**40  # as if there were room for everything
 dif.runtime.memory.numbers_at_once.__defaults__ = (2**40,)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 20_000_000, resource.RLIM_INFINITY))

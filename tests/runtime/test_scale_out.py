@@ -151,6 +151,7 @@ def test_work_that_kills_every_worker_ends(tmp_path):
         retraining.scores(train, train.remove_each(range(8)))
 
 
+@pytest.mark.slow
 def test_ray(serial):
     ray = pytest.importorskip("ray")
     from ray.util.joblib import register_ray

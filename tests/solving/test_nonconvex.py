@@ -7,11 +7,12 @@ from problems import F64, class_data, fair_logistic, fit_problem, regression_dat
 from torch import nn
 
 import dif
-from dif.evaluation.batched_program import BatchedProgram
-from dif.evaluation.hessian import Curvature
-from dif.evaluation.weight_change import Direction
+from dif.derivatives.batched_program import BatchedProgram
+from dif.derivatives.hessian import Curvature
+from dif.derivatives.rows import Rows
+from dif.derivatives.weight_change import Direction
 from dif.linalg.anderson import Extrapolation
-from dif.linalg.trust_region import exact_step, steihaug_step
+from dif.linalg.trust_region import KrylovModel, exact_step
 from dif.runtime.limits import Limits
 from dif.solving.batched_newton import BatchedNewton
 from dif.solving.checkpoint import FitState
@@ -54,10 +55,20 @@ def test_the_exact_step_is_the_best_in_the_ball(seed, radius):
     others = torch.randn(20000, 5, generator=generator, dtype=F64)
     others = radius * others / others.norm(dim=1, keepdim=True) * torch.rand(20000, 1, generator=generator) ** 0.2
     assert gain <= float((others @ g + 0.5 * ((others @ H) * others).sum(1)).min())
-    q, Hq = steihaug_step(lambda v: H @ v, g, radius, 50)
-    np.testing.assert_allclose(Hq, H @ q, atol=1e-10)
-    cauchy = -g * min(radius / float(g.norm()), float(g @ g / (g @ H @ g)) if float(g @ H @ g) > 0 else np.inf)
-    assert float(g @ q + 0.5 * q @ Hq) <= float(g @ cauchy + 0.5 * cauchy @ H @ cauchy) + 1e-12
+    model = KrylovModel(lambda v: H @ v, g, radius, 50, accuracy=1e-12)
+    q, predicted = model.step(radius)
+    assert float(q.norm()) <= radius * (1 + 1e-9)
+    assert predicted == pytest.approx(float(g @ q + 0.5 * q @ H @ q), rel=1e-9)
+    if seed < 5:  # a Krylov space contains no direction that is orthogonal to g and its products
+        assert predicted == pytest.approx(gain, rel=1e-9)
+        assert model.step(0.1 * radius)[1] == pytest.approx(exact_step(*torch.linalg.eigh(H), g, 0.1 * radius)[1])
+
+
+def test_a_product_that_is_not_finite_gives_no_step():
+    model = KrylovModel(lambda v: v * float("nan"), torch.ones(3, dtype=F64), 1.0, 50)
+    step, gain = model.step(1.0)
+    assert step.tolist() == [0.0, 0.0, 0.0]
+    assert gain == 0.0
 
 
 def test_a_saddle_is_left():
@@ -70,8 +81,8 @@ def test_a_saddle_is_left():
 
 def test_a_saddle_is_left_without_a_matrix(monkeypatch):
     """A network with zero weights: the gradient vanishes, the curvature does not."""
-    monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.0})
-    monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
+    monkeypatch.setattr("dif.derivatives.hessian._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.derivatives.hessian._ANYWAY", 0)
     loss = lambda p, z: nn.functional.softplus(-z[1] * (torch.tanh(z[0] @ p["a"]) @ p["v"]))  # noqa: E731
     train = dif.Samples(loss, (X, Y), name="train")
     start = {"a": torch.zeros(4, 6, dtype=F64), "v": torch.zeros(6, dtype=F64)}
@@ -154,6 +165,30 @@ def test_invalid_mini_batch_options_are_refused(wrong):
 # Curvature
 
 
+def test_an_expensive_hessian_is_replaced_by_gauss_newton_on_the_way(monkeypatch):
+    """The solution is the same to the tolerance; only the outputs of the model must be named."""
+    monkeypatch.setattr("dif.derivatives.hessian._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.derivatives.hessian._ANYWAY", 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
+    labels = torch.arange(60) % 3
+    loss = lambda out, z: nn.functional.cross_entropy(out, z[1], reduction="none")  # noqa: E731
+    matrices, usual = [], Rows.gauss_newton
+
+    def assemble(self, *args):
+        matrices.append(usual(self, *args))
+        return matrices[-1]
+
+    monkeypatch.setattr(Rows, "gauss_newton", assemble)
+    train = dif.Samples(loss, (X, labels), name="train", outputs=lambda m, z: m(z[0]))
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=labels == 0) <= train.mean() - 0.05])
+    solution = dif.fit(problem, model, show_progress=False)
+    assert matrices
+    assert solution.kkt.residual < 1e-10
+    assert float(solution.lam[0]) > 0
+    assert solution.active.curvature > 0
+
+
 def test_gauss_newton_is_the_outer_product():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 3)).double()
@@ -197,8 +232,8 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
     train = dif.Samples(loss, (X, y), name="train")
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-3)), {"w": torch.zeros(30, dtype=F64)})
     dense = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
-    monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
-    monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
+    monkeypatch.setattr("dif.derivatives.hessian._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
+    monkeypatch.setattr("dif.derivatives.hessian._ANYWAY", 0)
     other = dif.Solution(solution.problem, solution.params)
     assert not other.curvature.assembled
     assert len(other.curvature.sketched().rows.tables[0].samples) == 600
@@ -218,8 +253,8 @@ def test_every_estimator_without_a_matrix(make, monkeypatch):
     kinds = (dif.DirectionalInfluence, dif.ClassicalInfluence, dif.NewtonInfluence, dif.Retraining)
     removals = train.remove_groups([[0], [1, 2], [30]])
     dense = [kind(solution).scores(train, removals).values for kind in kinds]
-    monkeypatch.setattr("dif.evaluation.hessian._AFFORDABLE", {"cpu": 0.0})
-    monkeypatch.setattr("dif.evaluation.hessian._ANYWAY", 0)
+    monkeypatch.setattr("dif.derivatives.hessian._AFFORDABLE", {"cpu": 0.0})
+    monkeypatch.setattr("dif.derivatives.hessian._ANYWAY", 0)
     free = dif.fit(problem, zeros(), show_progress=False)
     np.testing.assert_allclose(free.theta, solution.theta, atol=1e-9)
     assert free.active.binding == solution.active.binding

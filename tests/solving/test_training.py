@@ -82,7 +82,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     _, problem = state_problem(X, y, group)
     training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 10, 3)
     whole = training.run(show_progress=False)
-    steps, usual = [], dif.evaluation.training_step.TrainingStep.observe
+    steps, usual = [], dif.derivatives.training_step.TrainingStep.observe
 
     def advance(self, t, *args, **options):
         steps.append(t)
@@ -90,7 +90,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return usual(self, t, *args, **options)
 
-    monkeypatch.setattr("dif.evaluation.training_step.TrainingStep.observe", advance)
+    monkeypatch.setattr("dif.derivatives.training_step.TrainingStep.observe", advance)
     with pytest.raises(KeyboardInterrupt):
         training.run(keep=tmp_path / "run", show_progress=False)
     resumed = training.run(keep=tmp_path / "run", show_progress=False)

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dif.errors import NotConvergedError
 from dif.linalg.operator import Operator, check_operator
-from dif.linalg.preconditioner import Preconditioner, ScaledOperator, choose_preconditioner, negative_curvature_error
+from dif.linalg.preconditioner import (
+    Preconditioner,
+    ScaledOperator,
+    choose_preconditioner,
+    invert,
+    negative_curvature_error,
+)
 
 _PATIENCE = 300  # iterations without progress after which the routine gives up
 _CHECK = 30  # iterations of the test for negative curvature, before a preconditioner is built
@@ -33,12 +40,10 @@ def conjugate_gradients(
     tolerance: Tensor,
     limit: int,
     precondition: Callable[[Tensor], Tensor] | None = None,
-    radius: float = float("inf"),
 ) -> CGResult:
     """Solve A X = B, starting from zero, until the relative residual of every column is at most its tolerance.
 
-    A column that meets negative curvature stops. With a finite radius (Steihaug's method) it first goes to the border
-    of the ball ‖x‖ ≤ radius, as does a column whose next iterate would lie outside.
+    A column that meets negative curvature stops.
 
     Args:
         product: Returns A·D for some columns D (d, k) and their numbers (k,) among the columns of B.
@@ -46,7 +51,6 @@ def conjugate_gradients(
         tolerance: (c,) relative residual to reach in each column.
         limit: Largest number of iterations.
         precondition: Applies an approximate inverse of A to columns.
-        radius: Radius of the ball.
     """
     precondition = precondition or torch.clone
     X, R = torch.zeros_like(B), B.clone()
@@ -64,14 +68,11 @@ def conjugate_gradients(
         Ad = product(d, some)
         along = (d * Ad).sum(0)
         down = ~(along > 0)  # true for NaN too
-        alpha, leaves = torch.where(down, 0.0, rz[some] / along), down
-        if radius < float("inf"):
-            leaves = down | (torch.linalg.vector_norm(x + alpha * d, dim=0) >= radius)
-            alpha = torch.where(leaves, _distance_to_border(x, d, radius), alpha)
+        alpha = torch.where(down, 0.0, rz[some] / along)
         negative[some[down]] = (along / (d * d).sum(0))[down]
         X[:, some] = x + alpha * d
         R[:, some] -= alpha * Ad
-        live[some[leaves]] = False
+        live[some[down]] = False
         Z = precondition(R[:, some])
         new = (R[:, some] * Z).sum(0)
         D[:, some] = Z + (new / rz[some]) * d
@@ -81,12 +82,6 @@ def conjugate_gradients(
         worst = float((sizes[live] / goal[live]).max()) if bool(live.any()) else 0.0
         best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
     return CGResult(X, R, sizes <= goal, negative, used)
-
-
-def _distance_to_border(x: Tensor, d: Tensor, radius: float) -> Tensor:
-    """Return t ≥ 0 with ‖x + t·d‖ = radius, column by column."""
-    a, b, c = (d * d).sum(0), (x * d).sum(0), (x * x).sum(0) - radius**2
-    return (-b + (b * b - a * c).clamp(min=0).sqrt()) / a
 
 
 class ConjugateGradients:
@@ -175,14 +170,24 @@ class ConjugateGradients:
 
 
 class SolverSeries:
-    """Builds solvers for a series of similar operators; all share the preconditioner of the first."""
+    """Builds solvers for a series of similar operators; all share the preconditioner of the first.
 
-    def __init__(self) -> None:
+    Args:
+        estimate: Returns a matrix like the first operator, from which its preconditioner is built, or None; without it
+            the solver chooses.
+    """
+
+    def __init__(self, estimate: Callable[[Any], Tensor | None] | None = None) -> None:
         self.tolerance: float | None = None  # of the next solver
+        self._estimate = estimate
         self._preconditioner: Preconditioner | None = None
 
     def __call__(self, curvature: Operator) -> ConjugateGradients:
         """Build a solver for this curvature, reusing the preconditioner."""
+        if self._preconditioner is None and self._estimate is not None:
+            matrix = self._estimate(curvature)
+            scaled = ScaledOperator(curvature, curvature.scale().sqrt())
+            self._preconditioner = None if matrix is None else invert(scaled, matrix)
         solver = ConjugateGradients(curvature, tolerance=self.tolerance, preconditioner=self._preconditioner)
         self._preconditioner = solver.preconditioner
         return solver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ _MAX_STEPS = 60  # largest number of Lanczos steps
 _CHECK_EVERY = 6  # steps between two tests for convergence
 _TOLERANCE = 1e-4  # relative residual of the smallest Ritz pair; the value is accurate to about its square
 _ROUGH_TOLERANCE = 0.03  # the same where only the size of the eigenvalue matters
+_EXHAUSTED = 1e-7  # residual of a Lanczos step, relative to the curvature, below which the space is exhausted
 _LANCZOS_FROM = 128  # parameters from which Lanczos steps are cheaper than all eigenvalues
 
 
@@ -80,27 +82,61 @@ def lanczos(
         return v - normal @ (normal.T @ v)
 
     generator = torch.Generator().manual_seed(0)
-    v = project(torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal))
-    basis, diagonal, off_diagonal = [v / v.norm()], [], []
-    for _ in range(min(_MAX_STEPS, H.d - normal.shape[1])):
-        w = project(H.product((basis[-1] / root)[:, None])[:, 0] / root)
-        diagonal.append(float(w @ basis[-1]))
-        for _ in range(2):  # full reorthogonalisation; twice is enough
-            Q = torch.stack(basis, 1)
-            w = project(w - Q @ (Q.T @ w))
-        off_diagonal.append(float(w.norm()))
-        if off_diagonal[-1] <= 1e-7 * max(abs(x) for x in diagonal):
+    start = project(torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal))
+    krylov = Krylov(lambda v: project(H.product((v / root)[:, None])[:, 0] / root), start)
+    for step in range(1, 1 + min(_MAX_STEPS, H.d - normal.shape[1])):
+        if not krylov.extend():
             break
-        if len(diagonal) % _CHECK_EVERY == 0:
-            values, vectors = _diagonalise(diagonal, off_diagonal[:-1])
-            if off_diagonal[-1] * abs(float(vectors[-1, 0])) <= tolerance * abs(float(values[0])):
+        if step % _CHECK_EVERY == 0:
+            values, vectors = krylov.diagonalise()
+            if krylov.residual * abs(float(vectors[-1, 0])) <= tolerance * abs(float(values[0])):
                 break
-        basis.append(w / w.norm())
-    values, vectors = _diagonalise(diagonal, off_diagonal[:-1])
-    return float(values[0]), torch.stack(basis[: len(diagonal)], 1) @ vectors[:, 0].to(normal)
+    values, vectors = krylov.diagonalise()
+    return float(values[0]), krylov.basis @ vectors[:, 0].to(normal)
 
 
-def _diagonalise(diagonal: list[float], off_diagonal: list[float]) -> tuple[Tensor, Tensor]:
-    """Return the eigenvalues (ascending) and eigenvectors of a symmetric tridiagonal matrix."""
-    main, off = torch.tensor(diagonal, dtype=torch.float64), torch.tensor(off_diagonal, dtype=torch.float64)
-    return torch.linalg.eigh(torch.diag(main) + torch.diag(off, 1) + torch.diag(off, -1))
+class Krylov:
+    """Lanczos steps: an orthonormal basis Q of the span of v, Hv, H²v, … in which H is tridiagonal.
+
+    Args:
+        product: v → Hv for the symmetric matrix H.
+        start: The vector v.
+    """
+
+    def __init__(self, product: Callable[[Tensor], Tensor], start: Tensor) -> None:
+        self._product = product
+        self._vectors = [start / start.norm()]  # one more than there are steps, unless the space is exhausted
+        self._diagonal: list[float] = []
+        self._off_diagonal: list[float] = []
+
+    @property
+    def basis(self) -> Tensor:
+        """Q, (d, k)."""
+        return torch.stack(self._vectors, 1)[:, : len(self._diagonal)]
+
+    @property
+    def residual(self) -> float:
+        """‖HQ − QQᵀHQ‖: the part of HQ outside the space."""
+        return self._off_diagonal[-1]
+
+    def extend(self) -> bool:
+        """Make one Lanczos step; return False if the space cannot grow further, or a product is not finite."""
+        q = self._vectors[-1]
+        w = self._product(q)
+        if not bool(torch.isfinite(w).all()):
+            return False
+        self._diagonal.append(float(w @ q))
+        Q = torch.stack(self._vectors, 1)
+        for _ in range(2):  # full reorthogonalisation; twice is enough
+            w = w - Q @ (Q.T @ w)
+        self._off_diagonal.append(float(w.norm()))
+        if not self._off_diagonal[-1] > _EXHAUSTED * max(abs(x) for x in self._diagonal):
+            return False
+        self._vectors.append(w / w.norm())
+        return True
+
+    def diagonalise(self) -> tuple[Tensor, Tensor]:
+        """Return the eigenvalues (ascending) and eigenvectors of QᵀHQ, in double precision on the CPU."""
+        main = torch.tensor(self._diagonal, dtype=torch.float64)
+        off = torch.tensor(self._off_diagonal[:-1], dtype=torch.float64)
+        return torch.linalg.eigh(torch.diag(main) + torch.diag(off, 1) + torch.diag(off, -1))

@@ -69,15 +69,20 @@ class Nystrom:
 def choose_preconditioner(curvature: ScaledOperator, rank: int) -> Preconditioner | None:
     """Build a preconditioner from some of the samples if their matrix can be assembled, else by Nyström's method.
 
-    The former is |H_ρ|⁻¹ of these samples, with absolute eigenvalues and the smallest raised. Rank 0 gives None.
+    Rank 0 gives None.
     """
     if not rank:
         return None
     sketched = curvature.operator.sketched(_BUDGET)
     if sketched is None:
         return Nystrom(curvature, rank)
+    return invert(curvature, sketched.rough())
+
+
+def invert(curvature: ScaledOperator, H: Tensor) -> Preconditioner:
+    """Return |H|⁻¹, with the smallest eigenvalues raised, as preconditioner for an operator like H (d, d)."""
     metric = Metric(curvature.root)
-    return metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(sketched.rough())))
+    return metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(H)))
 
 
 def negative_curvature_error(found: float) -> DegenerateError:

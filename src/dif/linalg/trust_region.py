@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dif.linalg.conjugate_gradients import conjugate_gradients
+from dif.linalg.lanczos import Krylov
 
 
 def exact_step(eigenvalues: Tensor, vectors: Tensor, g: Tensor, radius: float) -> tuple[Tensor, float]:
@@ -43,14 +43,42 @@ def exact_step(eigenvalues: Tensor, vectors: Tensor, g: Tensor, radius: float) -
     return vectors @ p, float(slope @ p + 0.5 * (eigenvalues * p) @ p)
 
 
-def steihaug_step(
-    product: Callable[[Tensor], Tensor], g: Tensor, radius: float, limit: int, accuracy: float = 0.1
-) -> tuple[Tensor, Tensor]:
-    """Minimise gᵀp + ½pᵀHp over ‖p‖ ≤ radius by conjugate gradients; return p and Hp.
+class KrylovModel:
+    """Newton's model gᵀp + ½pᵀHp on a Krylov space, which is large enough for a good step in the ball ‖p‖ ≤ radius.
 
-    It stops at the border, or where the residual is small. A direction of negative curvature is followed to the border.
+    Lanczos steps are made until the gradient of the model at its minimum in the ball is small outside the space.
+
+    Args:
+        product: v → Hv.
+        g: The gradient, not zero.
+        radius: Radius of the ball; smaller balls need no more products.
+        limit: Largest number of products.
+        accuracy: Size of the gradient at the minimum, relative to g.
     """
-    B = -g[:, None]
-    tolerance = torch.full_like(B[0], accuracy)
-    solved = conjugate_gradients(lambda D, _: product(D[:, 0])[:, None], B, tolerance, limit, radius=radius)
-    return solved.X[:, 0], (B - solved.R)[:, 0]
+
+    def __init__(
+        self, product: Callable[[Tensor], Tensor], g: Tensor, radius: float, limit: int, accuracy: float = 0.1
+    ) -> None:
+        self._krylov, self._size = Krylov(product, g), float(g.norm())
+        check_at = 1
+        for step in range(1, 1 + min(limit, len(g))):
+            grows = self._krylov.extend()
+            if not grows or step == check_at:
+                check_at = step + max(1, step // 8)
+                p, _ = self._minimise(radius)
+                if not grows or self._krylov.residual * abs(float(p[-1])) <= accuracy * self._size:
+                    return
+
+    def step(self, radius: float) -> tuple[Tensor, float]:
+        """Minimise the model over ‖p‖ ≤ radius; return p and the minimum."""
+        p, gain = self._minimise(radius)
+        return self._krylov.basis @ p.to(self._krylov.basis), gain
+
+    def _minimise(self, radius: float) -> tuple[Tensor, float]:
+        """Minimise the model over ‖p‖ ≤ radius; return p in the basis of the space, and the minimum."""
+        values, vectors = self._krylov.diagonalise()
+        if len(values) == 0:  # the first product was not finite
+            return values, 0.0
+        slope = torch.zeros_like(values)
+        slope[0] = self._size  # the first vector of the basis is g/‖g‖
+        return exact_step(values, vectors, slope, radius)

@@ -27,6 +27,9 @@ class Row:
     uncertain: bool
     largest: float | None = None  # largest change of slack (of multiplier, if binding) by a single removal
     median: float | None = None  # median of these changes; both are None where they were not computed
+    relation: str = "≤"  # ≤, ≥ or =, as the constraint was written
+    value: float = 0.0  # left-hand side at the point, as written, with all terms on the left
+    limit: float = 0.0  # right-hand side, as written, with all numbers on the right
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,16 @@ class Certificate:
     def holds(self) -> bool:
         """Whether no finding is bad."""
         return all(finding.verdict != BAD for finding in self.findings)
+
+    def __str__(self) -> str:
+        """Return the questions with their answers, and the constraints, as text."""
+        signs = {GOOD: "yes", NOTE: "note", BAD: "NO"}
+        answers = [f"{signs[f.verdict]:4} {f.what} {f.found} {f.meaning} {f.cure}".rstrip() for f in self.findings]
+        rows = [
+            f"{row.name}: {row.value:.4g} {row.relation} {row.limit:.4g}, {row.state}, multiplier {row.multiplier:.4g}"
+            for row in self.constraints
+        ]
+        return "\n".join([f"Certificate: {'holds' if self.holds else 'does NOT hold'}", *answers, *rows])
 
     def to_dict(self) -> dict[str, Any]:
         """Return the certificate as plain dicts and lists, for JSON."""
@@ -142,16 +155,28 @@ def _judge_same_data(solution: Solution) -> list[Finding]:
     return [Finding(what, NOTE, f"{a.name}, {b.name}.", SameDataWarning.words(a.name, b.name)) for a, b in pairs]
 
 
+def _signs(solution: Solution) -> list[tuple[str, float]]:
+    """Return for each row the relation as written, and the sign that turns the stored sides into the written ones."""
+    pairs = zip(solution.problem.constraints, solution.program.shapes, strict=True)
+    return [
+        ("≥", -1.0) if constraint.negated else (constraint.kind.symbol, 1.0)
+        for constraint, shape in pairs
+        for _ in range(shape.numel())
+    ]
+
+
 def _rows(solution: Solution, margins: Sequence[Margin | None]) -> tuple[Row, ...]:
     active = solution.active
     state = dict.fromkeys(active.binding, BINDING) | dict.fromkeys(active.weak, "weak")
     reach = 1e-12 * (1 + solution.program.tau.abs())  # what rounding leaves of f − τ
     slack = torch.where(solution.c.abs() <= reach, 0.0, -solution.c).tolist()
-    lam = solution.lam.tolist()
+    lam, value, limit = solution.lam.tolist(), solution.f[1:].tolist(), solution.program.tau.tolist()
+    written = _signs(solution)
     return tuple(
         Row(
             name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain,
             None if margin is None else margin.largest, None if margin is None else margin.median,
+            written[j][0], written[j][1] * value[j] + 0.0, written[j][1] * limit[j] + 0.0,
         )
         for j, (name, margin) in enumerate(zip(active.names, margins, strict=True))
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -10,17 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, few
-from dif.evaluation.hessian import Curvature
-from dif.evaluation.kinks import Kink, explain, find_kinks
-from dif.evaluation.loss_checks import check_slopes
-from dif.evaluation.program import PerConstraint, Program
+from dif.derivatives.hessian import Curvature
+from dif.derivatives.kinks import Kink, explain, find_kinks
+from dif.derivatives.loss_checks import check_slopes
+from dif.derivatives.program import PerConstraint, Program
+from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, count_words, few
 from dif.optimality.active_set import ActiveSet
 from dif.optimality.finding import BAD, GOOD, Finding
 from dif.optimality.residuals import KKT, Scales, residuals
+from dif.optimality.solution_file import read_solution, write_solution
+from dif.optimality.targets import Targets
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
+from dif.problem.term import Expression
 from dif.runtime.inputs import check_instance, check_number
+from dif.runtime.text_table import TextTable
 
 _MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
 _UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
@@ -130,6 +135,37 @@ class Solution:
     def objective(self) -> float:
         """f₀(θ̄)."""
         return float(self.f[0]) + float(self.problem.objective.constant)
+
+    def value(self, term: Expression) -> float:
+        """Return the value of a Term or Function at θ̄, such as a test loss or the gap between two groups."""
+        targets = Targets(term, self)
+        if len(targets.names) != 1:
+            raise InvalidInputError(
+                f"`term` has {len(targets.names)} values: {few(targets.names)}.",
+                "It must have one value.",
+                "The value of a Term is one number.",
+                "Call `value` once for each Term; of Samples, take their .mean().",
+            )
+        return float(targets.values(self.theta)[0])
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write θ̄, λ̄ and a fingerprint of the problem to one file (npz, no pickle). Data and losses are not written."""
+        write_solution(path, self.program, self.theta, self.lam, self.tol)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], problem: Problem, params: Any) -> Solution:
+        """Read a file that `save` wrote.
+
+        Args:
+            path: The file.
+            problem: The problem that was solved, stated again: same data, losses, weights and bounds.
+            params: Parameters of the same names, shapes and dtype; their values do not matter.
+
+        Raises:
+            InvalidInputError: Where the file belongs to another problem.
+        """
+        program = Program.of(problem, *Parameters.of(params))
+        return cls.of_program(program, *read_solution(path, program))
 
     @cached_property
     def curvature(self) -> Curvature:
@@ -311,6 +347,20 @@ class Solution:
             "A solution violates no constraint.",
             InfeasibleError,
         )
+
+    def __str__(self) -> str:
+        size, state = count_words(self.theta.numel(), "parameter"), "Solution" if self.converged else "NOT a solution"
+        words = f"{state}: {size}, objective {self.objective:.6g}, relative KKT residual {self.kkt.residual:.1e}"
+        if not self.program.m:
+            return f"{words}, no constraints"
+        states = dict.fromkeys(self.active.binding, "binding") | dict.fromkeys(self.active.weak, "weak")
+        rounding = 1e-12 * (1 + self.program.tau.abs())  # what is left of f − τ where it is 0
+        slack = torch.where(self.c.abs() <= rounding, 0.0, -self.c).tolist()
+        rows = (
+            (name, states.get(j, "inactive"), f"{slack[j]:.4g}", f"{float(self.lam[j]):.4g}")
+            for j, name in enumerate(self.program.names)
+        )
+        return f"{words}\n{TextTable(('constraint', 'state', 'slack', 'multiplier'), tuple(rows), left=2)}"
 
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"

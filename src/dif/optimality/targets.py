@@ -2,47 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from dif.derivatives.kinks import Kink, find_kinks
+from dif.derivatives.probe import probe
+from dif.derivatives.program import Program
+from dif.derivatives.rows import Rows, name_rows
+from dif.derivatives.sweeps import sample_gradients, sample_losses, stacked_losses
 from dif.errors import InvalidInputError, few
-from dif.evaluation.kinks import Kink, find_kinks
-from dif.evaluation.probe import probe
-from dif.evaluation.rows import Rows, name_rows
-from dif.evaluation.sweeps import sample_gradients, sample_losses, stacked_losses
-from dif.optimality.solution import Solution
 from dif.problem.parameters import Parameters
 from dif.problem.samples import Samples
-from dif.problem.term import Expression
+from dif.problem.term import Expression, Term
+
+
+class Point(Protocol):
+    """θ of a compiled problem."""
+
+    program: Program
+    theta: Tensor
 
 
 class Targets:
-    """A Term, a list of Terms, or Samples (one target per sample). Perturbations move θ, not the weights of targets."""
+    """A Term, a list of Terms, a dict of Terms by name, or Samples (one target per sample).
 
-    def __init__(self, target: Any, solution: Solution) -> None:
-        self._parameters: Parameters = solution.program.parameters
+    Perturbations move θ, not the weights of targets.
+    """
+
+    def __init__(self, target: Any, point: Point) -> None:
+        self._parameters: Parameters = point.program.parameters
         self._parameters.check_mode()
-        theta = solution.theta
-        known = {id(table.samples) for table in solution.program.rows.tables}
+        theta = point.theta
+        known = {id(table.samples) for table in point.program.rows.tables}
         self.alike = isinstance(target, Samples)  # whether all targets are in the same unit
         if isinstance(target, Samples):
             self.samples, self.rows, self.constant = target, None, theta.new_zeros(())
+            self.terms: tuple[Term, ...] = ()
             self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
             if id(target) not in known:
                 probe([target], [], self._parameters, theta)
             return
-        listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
-        if not listed or not all(isinstance(t, Expression) for t in listed):
-            raise InvalidInputError(
-                f"The target is of type {type(target).__name__}.",
-                "It must be a Term, a list of Terms, or Samples.",
-                "A score is the change of a number that depends on the parameters.",
-                "For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
-            )
-        terms = [t.as_term() for t in listed]
+        terms = _list_terms(target)
         constant = [repr(t) for t in terms if not t.sums and not t.functions]
         if constant:
             raise InvalidInputError(
@@ -54,12 +57,12 @@ class Targets:
         new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
         functions = {id(f): f for t in terms for _, f in t.functions}
         probe(list(new.values()), list(functions.values()), self._parameters, theta)
-        self.samples = None
+        self.samples, self.terms = None, terms
         self.rows, shapes = Rows.compile(terms, self._parameters, theta)
         self.constant = torch.cat(
             [term.constant.to(theta).expand(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)]
         )
-        self.names = name_rows((repr(term)[5:-1] for term in terms), shapes)
+        self.names = name_rows((term.label for term in terms), shapes)
 
     def check_single(self, method: str) -> None:
         """Refuse several targets for a method whose result has a column for each term."""
@@ -105,3 +108,21 @@ class Targets:
                 "Leave it out, or use Newton or Retraining, which evaluate the target instead.",
             )
         return Q.T
+
+
+def _list_terms(target: Any) -> tuple[Term, ...]:
+    """Return the Terms of a target that is not Samples; those of a dict are named by its keys."""
+    if isinstance(target, Mapping):
+        listed = [t.named(str(name)) if isinstance(t, Expression) else t for name, t in target.items()]
+    else:
+        listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
+    wrong = [t for t in listed if not isinstance(t, Expression)]
+    if wrong or not listed:
+        inside = f" with an entry of type {type(wrong[0]).__name__}" if wrong and not isinstance(target, str) else ""
+        raise InvalidInputError(
+            f"The target is of type {type(target).__name__}{inside}.",
+            "It must be a Term, a list of Terms, a dict of Terms by name, or Samples.",
+            "A score is the change of a number that depends on the parameters.",
+            "For the loss on test data pass dif.Samples(loss, test_data), or its .mean().",
+        )
+    return tuple(t.as_term() for t in listed)

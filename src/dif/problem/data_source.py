@@ -12,6 +12,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset
 
 from dif.errors import InvalidInputError, count_words, few
 from dif.problem.structure import cast, leaves, map_tensors, to_tensors
+from dif.runtime.frames import find_index
 from dif.runtime.inputs import as_tensor
 
 _CHECKED = 2**22  # numbers checked for NaN at once, 32 MiB: data on disk must not be loaded as a whole
@@ -30,10 +31,11 @@ class Storage:
     workers: int = 0  # processes that fetch items of a Dataset
     dtype: torch.dtype | None = None  # to which floating-point items of a Dataset are cast when they are fetched
     subset: Tensor | None = None  # indices into the data; None means all samples
+    index: Any = None  # index of the user's data frames, one label per sample of the data; None without a frame
 
     @classmethod
     def of(cls, data: Any, name: str) -> Storage:
-        """Build from the data that the user passed; nothing is copied."""
+        """Build from the data that the user passed; tensors and arrays are not copied."""
         what = f"data of Samples {name!r}"
         if isinstance(data, Storage):
             return replace(data, name=name)
@@ -43,6 +45,7 @@ class Storage:
             _refuse_subsets(data, n, what)
             options = {"batch_size": data.batch_size, "collate": data.collate_fn, "workers": data.num_workers}
             return cls(data.dataset, name, n, False, **options)  # type: ignore[arg-type]
+        index = find_index(data, what)
         if isinstance(data, Mapping | tuple | list):
             data = to_tensors(tuple(data) if isinstance(data, list) else data, what)
         elif isinstance(data, Tensor) or hasattr(data, "__array__"):
@@ -54,10 +57,16 @@ class Storage:
         n = _count([len(t) if t.dim() else -1 for t in tensors], name)
         for t in tensors:
             _check_finite(t, n, what)
-        return cls(data, name, n, True)
+        return cls(data, name, n, True, index=index)
 
     def __len__(self) -> int:
         return self.total if self.subset is None else len(self.subset)
+
+    def labels(self, indices: Tensor) -> Any:
+        """Return the labels of these samples in the index of the user's data frames; None without a frame."""
+        if self.index is None:
+            return None
+        return self.index[(indices if self.subset is None else self.subset.cpu()[indices]).numpy()]
 
     def shares(self, other: Storage) -> bool:
         """Return whether both hold the same rows of the same data object."""
@@ -83,8 +92,9 @@ class Storage:
         else:
             data = ConcatDataset([_Items(storage) for storage in storages])
         collate = default_collate if self.is_tensors else self.collate
-        total = sum(map(len, storages))
-        return replace(self, data=data, total=total, is_tensors=is_tensors, subset=None, collate=collate)
+        total, labels = sum(map(len, storages)), [storage.labels(torch.arange(len(storage))) for storage in storages]
+        index = None if any(part is None for part in labels) else labels[0].append(labels[1:])
+        return replace(self, data=data, total=total, is_tensors=is_tensors, subset=None, collate=collate, index=index)
 
     def to(self, dtype: torch.dtype) -> Storage:
         """Return the data in another precision: tensors are converted now, items of a Dataset when they are fetched."""

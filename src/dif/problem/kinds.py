@@ -16,6 +16,11 @@ class Kind(Enum):
     EQUAL = "=="
     AT_MOST = "<="
 
+    @property
+    def symbol(self) -> str:
+        """Return the kind as one character of a formula."""
+        return {"==": "=", "<=": "≤"}[self.value]
+
 
 @dataclass(frozen=True, eq=False)
 class Kinds:

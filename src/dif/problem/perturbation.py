@@ -273,6 +273,23 @@ class Perturbation:
             columns.append(labels if len(labels) == P else labels * P)
         return columns[0] if len(columns) == 1 else [" + ".join(row) for row in zip(*columns, strict=True)]
 
+    @property
+    def removed(self) -> tuple[SampleLosses, Tensor] | None:
+        """The samples that P complete removals of one sample each remove, and their indices, (P,); otherwise None."""
+        (c, action), *others = self.pieces
+        if others or c != 1.0 or not isinstance(action, Removal) or bool((action.entries.start.diff() != 1).any()):
+            return None
+        return action.samples.population, action.entries.index
+
+    @property
+    def index(self) -> Any:
+        """The label of each removed sample in the index of the user's DataFrame, or None.
+
+        It is None where the data came without a DataFrame, or where the perturbations are not removals of one sample.
+        """
+        removed = self.removed
+        return None if removed is None else removed[0].storage.labels(removed[1])
+
     def __repr__(self) -> str:
         labels = self[: min(3, len(self))].labels
         return f"Perturbation({len(self)}: {'; '.join(labels)}{'; …' if len(self) > 3 else ''})"

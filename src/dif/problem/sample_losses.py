@@ -15,11 +15,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from dif.errors import InvalidInputError, count_words, few
 from dif.problem.data_source import Storage
 from dif.problem.structure import map_tensors
-from dif.runtime.inputs import as_index, check_count
+from dif.runtime.inputs import as_index, check_count, check_instance
 from dif.runtime.user_code import convert_errors
 
-# Entry of `fallbacks`: attention is computed by matrix products, which can be differentiated twice
+# Entries of `fallbacks` that change how a loss is evaluated, but not what can be done with it
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
+NOT_COMPILED = "evaluated without compilation: torch could not compile the loss"
+HARMLESS = frozenset({PLAIN_ATTENTION, NOT_COMPILED})
 
 
 class SampleLosses:
@@ -32,6 +34,7 @@ class SampleLosses:
         name: str = "samples",
         batch_size: int | None = None,
         outputs: Callable[[Any, Any], Tensor] | None = None,
+        compile: bool = False,
     ) -> None:
         if not callable(loss):
             raise InvalidInputError(
@@ -60,6 +63,14 @@ class SampleLosses:
         self.storage = Storage.of(data, name)
         self.population: SampleLosses = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
+        self.compile = check_instance(
+            compile,
+            bool,
+            "compile",
+            meaning="It says whether torch.compile is used.",
+            cure="Pass True or False.",
+        )
+        self.kernels: dict[Any, Any] = {}  # compiled derivatives, see `dif.derivatives.batch_losses`
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
         self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what is done instead
@@ -116,8 +127,10 @@ class SampleLosses:
         return self if indices is None else self.with_data(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Self:
-        """Return the same samples with floating-point data in another precision."""
-        return self.with_data(self.storage.to(dtype))
+        """Return the same samples with floating-point data in another precision; they are not compiled again."""
+        other = self.with_data(self.storage.to(dtype))
+        other.compile = False
+        return other
 
     def same_loss(self, other: SampleLosses) -> bool:
         """Return whether both evaluate the same loss function, on whatever data."""

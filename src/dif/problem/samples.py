@@ -25,12 +25,18 @@ class Samples(SampleLosses):
             of `data`; returns one number per sample.
         data: A tensor, a tuple or dict of tensors (first dimension: samples), memory-mapped arrays, a torch `Dataset`,
             or a `DataLoader` (its Dataset, collate function, batch size and workers are used; its order is not: sample
-            i is item i). The data are not copied: do not change them while you use these samples. Batches are moved
-            to the device of the parameters.
+            i is item i). A pandas DataFrame of numbers becomes a tensor (n, columns) in float64, or in the columns'
+            own precision if they share one; a Series keeps its dtype, so that class labels stay integers. Results show
+            the index of the first of them. The data are not copied: do not change them while you use these samples.
+            Batches are moved to the device of the parameters.
         name: Shown in labels, errors and reports.
         batch_size: Samples per pass; None takes as many as fit into memory. No result depends on it.
         outputs: The outputs of the model for a batch, `outputs(params, batch)` → (n, ...); the loss then takes these
-            instead of the params, `loss(outputs, batch)`. Only Gauss–Newton curvature needs the two separately.
+            instead of the params, `loss(outputs, batch)`. Gauss–Newton curvature needs the two separately, and `fit`
+            uses it where the Hessian is expensive.
+        compile: Compile the loss and its derivatives with torch.compile. Compiling takes up to a minute; it pays on a
+            GPU where a model is evaluated on all data hundreds of times. Where torch cannot compile the loss, it is
+            evaluated as usual, and the diagnostics say so.
 
     >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
     >>> train.mean(), len(train)
@@ -56,15 +62,19 @@ class Samples(SampleLosses):
         Perturbation(1: remove train[2])
         """
         name = f"view of {self.name}" if name is None else name
-        other = Samples(loss, self.storage, name, self.batch_size, outputs)
+        other = Samples(loss, self.storage, name, self.batch_size, outputs, self.compile)
         other.population = self.population
         return other
 
     # Terms of objectives and constraints
 
-    def mean(self, where: Any = None) -> Term:
-        """Return the mean loss over all samples, or over those where the boolean mask is true."""
-        return self._over(where, normalised=True)
+    def mean(self, where: Any = None, *, weights: Any = None) -> Term:
+        """Return the mean loss over all samples, or over those where the boolean mask is true.
+
+        With `weights`, one number ≥ 0 per sample, it is the weighted mean Σ wᵢℓᵢ / Σ wᵢ. After a removal it is the
+        weighted mean of the remaining samples.
+        """
+        return self._over(where, normalised=True) if weights is None else self._weighted_mean(where, weights)
 
     def sum(self, where: Any = None) -> Term:
         """Return the summed loss over all samples, or over those where the mask is true; it is never renormalised."""
@@ -171,6 +181,21 @@ class Samples(SampleLosses):
         weights = members.double() / members.sum() if normalised else members.double()
         words = f"{'mean' if normalised else 'sum'} of {'' if everyone else f'{int(members.sum())} of '}{self.name}"
         return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
+
+    def _weighted_mean(self, where: Any, weights: Any) -> Term:
+        """Return the weighted mean over the samples of a mask; None means all samples."""
+        given = self._vector(weights, "weights")
+        members = torch.where(self._mask(where), given, 0.0)
+        if bool((given < 0).any()) or not bool((members > 0).any()):
+            raise InvalidInputError(
+                f"The vector `weights` of {self.name!r} has {int((given < 0).sum())} entries below 0, and "
+                f"{int((members > 0).sum())} above 0 where the mask is true.",
+                "No entry may be below 0, and at least one must be above 0 where the mask is true.",
+                "A weighted mean divides by the sum of the weights.",
+                "Pass weights ≥ 0, or use Samples.weighted for a sum with weights of any sign.",
+            )
+        words = f"weighted mean of {'' if where is None else f'{int((members > 0).sum())} of '}{self.name}"
+        return Term(sums=((1.0, SampleSum(self, members / members.sum(), True, False, words)),))
 
     def _perturb(self, action: Removal | Addition | Reweighting) -> Perturbation:
         return Perturbation(((1.0, action),))

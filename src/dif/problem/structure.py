@@ -35,6 +35,15 @@ def leaves(data: Any) -> list[Tensor]:
     return tensors
 
 
+def holds_only_tensors(data: Any) -> bool:
+    """Return whether a structure has no leaves but tensors."""
+    if isinstance(data, Mapping):
+        return all(holds_only_tensors(v) for v in data.values())
+    if isinstance(data, tuple | list):
+        return all(holds_only_tensors(v) for v in data)
+    return isinstance(data, Tensor)
+
+
 def to_tensors(data: Any, what: str) -> Any:
     """Convert the numbers of a structure to tensors; `what` names the data in error messages."""
     if isinstance(data, Mapping):

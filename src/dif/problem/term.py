@@ -44,6 +44,10 @@ class Expression(ABC):
     def as_term(self) -> Term:
         """Return this expression as a Term."""
 
+    def named(self, name: str) -> Term:
+        """Return the same Term with a name, which results and reports show where the Term is a target."""
+        return replace(self.as_term(), name=name)
+
     def __add__(self, other: object) -> Term:
         right = _as_term(other)
         return NotImplemented if right is None else _combine(self.as_term(), 1.0, right)
@@ -107,18 +111,27 @@ class Term(Expression):
     sums: tuple[tuple[float, SampleSum], ...] = ()
     functions: tuple[tuple[float, Function], ...] = ()
     constant: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
+    name: str | None = None  # lost where the Term becomes part of another
 
     def as_term(self) -> Term:
         """Return itself."""
         return self
 
+    @property
+    def label(self) -> str:
+        """Its name; without one, what it consists of."""
+        return self._formula() if self.name is None else self.name
+
     def __repr__(self) -> str:
+        return f"Term({self._formula()})" if self.name is None else f"Term({self.name}: {self._formula()})"
+
+    def _formula(self) -> str:
         summands = [(c, s.words) for c, s in self.sums] + [(c, f.name) for c, f in self.functions]
         text = " + ".join(name if c == 1.0 else f"{c:g}·{name}" for c, name in summands)
         shown = f"{float(self.constant):g}" if self.constant.dim() == 0 else f"<{self.constant.numel()} constants>"
         if text and bool((self.constant != 0).any()):
             text += f" + {shown}"
-        return f"Term({text or shown})"
+        return text or shown
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from typing import Any, TypeVar
+from warnings import catch_warnings, simplefilter
 
 import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+from dif.runtime.frames import read_frame
 
 T = TypeVar("T")
 
 
 def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor:
-    """Convert numbers to a detached tensor; the columns of a data frame are taken by position.
+    """Convert numbers to a detached tensor; a data frame becomes (rows, columns).
 
     Args:
         value: A tensor, an array, a data frame or nested lists.
@@ -31,9 +33,11 @@ def as_tensor(value: Any, what: str, dtype: torch.dtype | None = None) -> Tensor
             "Drop those samples, or fill the entries with array.filled(value) first.",
         )
     if hasattr(value, "to_numpy"):
-        value = value.to_numpy()
+        value = read_frame(value, what) if hasattr(value, "columns") else value.to_numpy()
     try:
-        tensor = torch.as_tensor(value, dtype=dtype).detach()
+        with catch_warnings():
+            simplefilter("ignore", UserWarning)  # that arrays of pandas must not be written to: dif does not write
+            tensor = torch.as_tensor(value, dtype=dtype).detach()
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         given = f"array of dtype {value.dtype}" if hasattr(value, "dtype") else f"object of type {type(value).__name__}"
         raise InvalidInputError(

@@ -42,6 +42,10 @@ class ZarrValues:
     def __getitem__(self, where: Any) -> Tensor:
         return torch.from_numpy(np.asarray(self.array[where]))
 
+    def pick(self, rows: list[int]) -> Tensor:
+        """Return the listed rows; others are not read."""
+        return torch.from_numpy(np.asarray(self.array.oindex[rows, :]))
+
     def __setitem__(self, where: Any, block: Tensor) -> None:
         self.array[where] = block.numpy()
 
@@ -242,5 +246,5 @@ def _zarr() -> Any:
     try:
         import zarr
     except ImportError as error:
-        raise ImportError('Scores in a .zarr file need Zarr: pip install "dif[zarr]".') from error
+        raise ImportError('Scores in a .zarr file need Zarr: pip install "directional-influence[zarr]".') from error
     return zarr

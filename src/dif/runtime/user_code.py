@@ -28,6 +28,8 @@ _CURES = {  # what to do, by a phrase in torch's message
     "_embedding_bag": "Use nn.Embedding and sum or average its rows yourself.",
     "erivative for": "Use operators that torch can differentiate, with a smooth function (sigmoid, softplus) in place "
     "of a step or a count.",
+    "output type Long": "Convert whole numbers, such as labels, to floating point: y.double() in the loss, or "
+    "y.astype(float) in the data.",
     "expected m1 and m2 to have the same dtype": "Convert data and parameters to one dtype.",
 }
 

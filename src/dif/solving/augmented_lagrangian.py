@@ -8,26 +8,35 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from dif.derivatives.hessian import Curvature
+from dif.derivatives.program import Program
 from dif.errors import InfeasibleError, UnboundedError
-from dif.evaluation.hessian import Curvature
-from dif.evaluation.program import Program
 from dif.linalg.metric import Metric
-from dif.linalg.trust_region import exact_step, steihaug_step
+from dif.linalg.trust_region import KrylovModel, exact_step
 from dif.runtime.limits import Limits
 from dif.runtime.progress import Reporter
 
 PATIENCE = 8  # rounds allowed without halving the residual
 _DIVERGED = 1e9  # ‖θ‖ relative to its start, beyond which a problem counts as unbounded
-_BLOCK = 50  # L-BFGS iterations per block
+_BLOCK = {True: 50, False: 100}  # L-BFGS iterations per block, by whether the Hessian is cheap
 _BLOCKS = 40  # blocks per round
-_CURVATURE_EVERY = 2  # blocks between two updates of the curvature
+_CURVATURE_EVERY = {True: 2, False: 1}  # blocks between two updates of the curvature, likewise
+_PAIRS = {True: 20, False: 100}  # steps that L-BFGS remembers, likewise
 _SKETCH_COST = 1000  # evaluations of all losses that a sketch of the Hessian may cost at first
 _SKETCH_COST_MAX = 16_000  # the same after sketches have proved too coarse
 _SHRINKS = 8  # reductions of the trust region per step
-_TRUST_STEPS = 5  # trust-region steps per update of the curvature, where the Hessian is not assembled
+_TRUST_STEPS = 5  # trust-region steps per update of the curvature, where there is no cheap Gauss–Newton matrix
 _FAST = 0.5  # further steps are made while each reduces the gradient norm by at least this factor
 _INNER = 100  # Hessian-vector products per trust-region step
 _TOO_MANY = 40  # products per trust-region step above which the sketch counts as too coarse
+
+
+class _Reached(Exception):
+    """Ends L-BFGS at a point whose gradient is small enough."""
+
+    def __init__(self, value: Tensor, gradient: Tensor) -> None:
+        super().__init__()
+        self.value, self.gradient = value, gradient
 
 
 class AugmentedLagrangian:
@@ -43,6 +52,7 @@ class AugmentedLagrangian:
         self.theta, self.lam = theta.clone(), lam.clone()
         f, J = program.rows.gradients(theta)
         H0 = Curvature(program.rows, theta, program.weights(torch.zeros_like(lam)))
+        self.cheap = H0.cheap  # whether the Hessian is
         self.root = H0.scale().sqrt()
         self.metric = Metric(self.root)
         norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
@@ -90,6 +100,8 @@ class AugmentedLagrangian:
             self.penalty *= 10.0
             self.raised += 1
             return False
+        if self.limits.find_reached():  # the round is not finished
+            return True
         f, J = self.program.rows.gradients(self.theta)
         constrained = len(self.lam) > 0
         self.lam = self._next_multipliers(f)
@@ -124,6 +136,8 @@ class AugmentedLagrangian:
         """Minimise over θ by L-BFGS, with trust-region steps where that is slow; return False if θ diverges."""
         value, gradient = self._evaluate(self.theta)
         first = value
+        if not self.cheap and self.metric.vectors is None:
+            self._scale_coordinates(self._curvature())
         for block in range(1, _BLOCKS + 1):
             if self.limits.find_reached():
                 break
@@ -140,7 +154,7 @@ class AugmentedLagrangian:
             if size <= self.accuracy:
                 break
             stalled = torch.equal(before, self.theta)
-            if block % _CURVATURE_EVERY == 0 or stalled:
+            if block % _CURVATURE_EVERY[self.cheap] == 0 or stalled:
                 value, gradient, moved = self._use_curvature(value, gradient)
                 self._save(self.theta, self.lam, self.penalty, self.accuracy)
                 if (stalled and not moved) or self._relative_size(gradient) <= self.accuracy:
@@ -159,8 +173,8 @@ class AugmentedLagrangian:
         """Run a block of L-BFGS in scaled coordinates u; θ moves, and the value and gradient there are returned."""
         point = self.metric.to_u(self.theta)
         optimiser = torch.optim.LBFGS(
-            [point], max_iter=_BLOCK, max_eval=2 * _BLOCK, history_size=20, tolerance_grad=0.0, tolerance_change=0.0,
-            line_search_fn="strong_wolfe",
+            [point], max_iter=_BLOCK[self.cheap], max_eval=2 * _BLOCK[self.cheap], history_size=_PAIRS[self.cheap],
+            tolerance_grad=0.0, tolerance_change=0.0, line_search_fn="strong_wolfe",
         )  # fmt: skip
         first_call = True
 
@@ -174,10 +188,17 @@ class AugmentedLagrangian:
             if not (bool(torch.isfinite(trial_value)) and bool(torch.isfinite(trial_gradient).all())):
                 # outside the domain of the objective: a large value makes the line search turn back
                 return value + 1e10 * (1 + value.abs())
+            near = not self.cheap and self._relative_size(trial_gradient) <= self.accuracy
+            if near and float(trial_value) <= float(value):
+                raise _Reached(trial_value, trial_gradient)
             point.grad = self.metric.map_gradient(trial_gradient)
             return trial_value
 
-        optimiser.step(closure)
+        try:
+            optimiser.step(closure)
+        except _Reached as reached:
+            self.theta = self.metric.to_theta(point.detach())
+            return reached.value, reached.gradient
         self.theta = self.metric.to_theta(point.detach())
         return self._evaluate(self.theta)
 
@@ -195,25 +216,28 @@ class AugmentedLagrangian:
             self.metric = self.metric.with_eigenpairs(eigenvalues, vectors)
             propose = partial(exact_step, eigenvalues, vectors, gradient / self.root)
             return self._trust_region_step(value, gradient, propose, lambda p: p / self.root)
-        sketch = H.sketched(self.sketch_cost)
-        if sketch is not None:
-            self.metric = self.metric.with_eigenpairs(*torch.linalg.eigh(self.metric.scale_hessian(sketch.rough())))
-        any_moved, steps = False, 0
+        self._scale_coordinates(H)
+        any_moved, steps, most = False, 0, 1 if H.has_gauss_newton else _TRUST_STEPS
         while True:
             slope, used = self.metric.map_gradient(gradient), self.limits.used
-            p, Hp = steihaug_step(partial(self._product, H), slope, self.radius, _INNER)
+            model = KrylovModel(partial(self._product, H), slope, self.radius, _INNER)
             coarse = self.limits.used - used > _TOO_MANY
-            propose = partial(_shorten, slope, p, Hp)
-            value, gradient, moved = self._trust_region_step(value, gradient, propose, self.metric.to_theta)
+            value, gradient, moved = self._trust_region_step(value, gradient, model.step, self.metric.to_theta)
             fast = float(self.metric.map_gradient(gradient).norm()) < _FAST * float(slope.norm())
             any_moved, steps = any_moved or moved, steps + 1
-            proceed = moved and not coarse and (fast or steps < _TRUST_STEPS)
+            proceed = moved and not coarse and (fast or steps < most)
             if not proceed or self._relative_size(gradient) <= self.accuracy or self.limits.find_reached():
                 break
             H = self._curvature()
         if coarse:
             self.sketch_cost = min(2 * self.sketch_cost, _SKETCH_COST_MAX)
         return value, gradient, any_moved
+
+    def _scale_coordinates(self, H: Curvature) -> None:
+        """Scale the coordinates by a cheap estimate of the curvature, where the Hessian is expensive."""
+        matrix = H.metric_matrix(self.sketch_cost)
+        if matrix is not None:
+            self.metric = self.metric.with_eigenpairs(*torch.linalg.eigh(self.metric.scale_hessian(matrix)))
 
     def _curvature(self) -> Curvature:
         """Return the Hessian of the augmented Lagrangian at θ."""
@@ -284,9 +308,3 @@ class AugmentedLagrangian:
         violations = self.program.kinds.violation(f[1:] - self.program.tau)
         norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
         return violations, violations / torch.where(norms > 0, norms, 1.0)
-
-
-def _shorten(slope: Tensor, p: Tensor, Hp: Tensor, radius: float) -> tuple[Tensor, float]:
-    """Return the step p, shortened to the radius, and the change slopeᵀp + ½pᵀHp that it predicts."""
-    t = min(1.0, radius / max(float(p.norm()), torch.finfo(p.dtype).tiny))
-    return t * p, float(t * slope @ p + 0.5 * t**2 * p @ Hp)

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dif.evaluation.batched_program import BatchedProgram
+from dif.derivatives.batched_program import BatchedProgram
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.conjugate_gradients import ConjugateGradients, conjugate_gradients
 from dif.optimality.kkt_system import KKTSystem, Solve, complete_step

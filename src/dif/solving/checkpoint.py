@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dif.derivatives.fingerprint import fingerprint_program
+from dif.derivatives.program import Program
 from dif.errors import InvalidInputError, warn
-from dif.evaluation.fingerprint import fingerprint_program
-from dif.evaluation.program import Program
 from dif.runtime.atomic_file import open_atomically
 
 _FORMAT = "dif fit 2"  # name and version of the file format

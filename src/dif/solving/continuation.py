@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.hessian import Curvature
+from dif.derivatives.program import Program
+from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, DifError, NotConvergedError, count_words
-from dif.evaluation.hessian import Curvature
-from dif.evaluation.program import Program
-from dif.evaluation.weight_change import Direction
 from dif.linalg.anderson import Extrapolation
 from dif.optimality.kkt_system import KKTSystem, kkt_step
 from dif.optimality.residuals import residuals
@@ -74,6 +74,23 @@ class Path:
         targets = Targets(target, self.start)
         values = torch.stack([targets.values(theta) for theta in self.thetas])
         return (values - values[:1]).double().cpu()
+
+    def plot(self, ax: Any = None) -> Any:
+        """Plot the parameters that change most along the path, on new axes if `ax` is None; return the axes."""
+        from dif.plots import path
+
+        return path(self, ax)
+
+    def __str__(self) -> str:
+        moved = float((self.thetas[-1] - self.thetas[0]).norm())
+        label, switches = self.perturbation.labels[0], count_words(len(self.events), "event")
+        return "\n".join(
+            [
+                f"Path of the solution under {label!r}: ε from 0 to {float(self.epsilons[-1]):g} in "
+                f"{count_words(len(self.epsilons) - 1, 'step')}, ‖Δθ‖ = {moved:.4g}, {switches}",
+                *map(str, self.events),
+            ]
+        )
 
 
 @dataclass

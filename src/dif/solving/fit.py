@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.hessian import Curvature
+from dif.derivatives.kinks import explain
+from dif.derivatives.loss_checks import check_derivatives
+from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
-from dif.evaluation.hessian import Curvature
-from dif.evaluation.kinks import explain
-from dif.evaluation.loss_checks import check_derivatives
-from dif.evaluation.program import Program
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
 from dif.optimality.kkt_system import kkt_step
@@ -33,7 +33,7 @@ from dif.solving.newton import damped_newton
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
-_NEAR = 1e-3  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
+_NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
@@ -216,7 +216,7 @@ def solve(
         save: Called with θ and λ, and with the penalty and accuracy of the augmented Lagrangian once it is used.
     """
     goal = resolve_tolerance(tol, start.theta)
-    best, solver = Found(start.theta, start.lam), SolverSeries()
+    best, solver = Found(start.theta, start.lam), SolverSeries(_estimate_curvature)
     _polish(program, best, goal, limits, report, solver)
     rounds = None
     if not best.reached:
@@ -244,9 +244,18 @@ def solve(
     else:
         best.stopped_by = limits.find_reached() or "converged"
     best.iterations = limits.used
-    phase = (rounds.penalty, rounds.accuracy) if rounds is not None and rounds.rounds > 0 else ()
-    save(best.theta, best.lam, *phase)
+    if rounds is None or rounds.rounds == 0:
+        save(best.theta, best.lam)
+    elif best.reached:
+        save(best.theta, best.lam, rounds.penalty, rounds.accuracy)
+    else:  # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
+        save(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
     return best
+
+
+def _estimate_curvature(H: Curvature) -> Tensor | None:
+    """Return a matrix like H, (d, d), where there is a cheap one; else the solver chooses."""
+    return H.metric_matrix(0) if H.has_gauss_newton else None
 
 
 def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from dif.evaluation.program import Program
-from dif.evaluation.rows import Rows
+from dif.derivatives.program import Program
+from dif.derivatives.rows import Rows
 from dif.runtime.limits import Limits
 from dif.runtime.progress import Reporter
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash_all
+from dif.derivatives.program import PerConstraint, Program
+from dif.derivatives.step import Batch, Observation, Part, State, Step
 from dif.errors import InvalidInputError
-from dif.evaluation.fingerprint import encode_tensor, fingerprint_program, hash_all
-from dif.evaluation.program import PerConstraint, Program
-from dif.evaluation.step import Batch, Observation, Part, State, Step
 from dif.optimality.residuals import KKT
 from dif.optimality.solution import Solution
 from dif.problem.problem import Problem

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dif.derivatives.optimizers import Ascent, Optimizer, is_optimizer
+from dif.derivatives.program import Program
+from dif.derivatives.training_step import TrainingStep
 from dif.errors import InvalidInputError
-from dif.evaluation.optimizers import Ascent, Optimizer, is_optimizer
-from dif.evaluation.program import Program
-from dif.evaluation.training_step import TrainingStep
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.sample_losses import SampleLosses

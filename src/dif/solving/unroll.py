@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dif.errors import InvalidInputError
-from dif.evaluation.program import Program
-from dif.evaluation.user_step import (
+from dif.derivatives.program import Program
+from dif.derivatives.user_step import (
     UserStep,
     check_derivative,
     check_repeats,
@@ -21,6 +20,7 @@ from dif.evaluation.user_step import (
     flatten_params,
     select_params,
 )
+from dif.errors import InvalidInputError
 from dif.problem.parameters import BoundModule, Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples

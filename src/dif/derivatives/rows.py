@@ -9,9 +9,8 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
-from dif.evaluation.sweeps import (
-    batch_gauss_newton_products,
+from dif.derivatives.gauss_newton import can_map, gauss_newton_matrix, gauss_newton_products
+from dif.derivatives.sweeps import (
     columns_per_chunk,
     evaluate_with_pullback,
     hessian_products,
@@ -22,6 +21,7 @@ from dif.evaluation.sweeps import (
     sweep_batches,
     weighted_gradients,
 )
+from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Function, SampleSum, Term
@@ -258,11 +258,10 @@ class Rows:
         """Return the losses of this process's samples, and the map w → Σᵢ wᵢ∇ℓᵢ over them; w has all n weights."""
         local, sweep = span(len(table.samples)), sweep_batches(table.samples, self.parameters, theta)
         first = next(sweep, None)
-        if first is not None and first[0] == local:  # one batch: keep its graph for the backward pass
+        if first is not None and first[0] == local and not first[2].compiled:  # keep the graph of the only batch
             losses, pull = evaluate_with_pullback(first[2], theta)
             return losses.detach(), lambda w: pull(w[local])
-        with torch.no_grad():
-            losses = [loss(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
+        losses = [loss.values(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
         return torch.cat([theta.new_zeros(0), *losses]), partial(self._local_gradient, table.samples, theta)
 
     @retry_with_smaller_batches
@@ -270,7 +269,7 @@ class Rows:
         """Return Σᵢ wᵢ∇ℓᵢ(θ) over this process's samples, batch by batch."""
         total = torch.zeros_like(theta)
         for place, _, loss in sweep_batches(samples, self.parameters, theta):
-            total += evaluate_with_pullback(loss, theta)[1](w[place]).detach()
+            total += loss.gradient(theta, w[place])[1]
         return total
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
@@ -296,6 +295,16 @@ class Rows:
             H = H + self.hessian_products(theta, rest, torch.eye(d).to(theta))
         return 0.5 * (H + H.T)
 
+    def gauss_newton(self, theta: Tensor, weights: Tensor) -> Tensor:
+        """Return Σₖ weightsₖ ∇²pₖ(θ), (d, d), where the part of the samples leaves out the curvature of the model."""
+        H, rest = theta.new_zeros((theta.numel(), theta.numel())), weights.clone()
+        for number, table in enumerate(self.tables):
+            w, indices = self._sample_weights(number, weights)
+            if len(w) and can_map(table.samples, self.parameters, theta):
+                H += gauss_newton_matrix(table.samples, self.parameters, theta, w, indices)
+                rest[self.columns(number)] = 0
+        return H + self.hessian_products(theta, rest, torch.eye(len(H)).to(theta), gauss_newton=True)
+
     def _agrees(self, H: Tensor, theta: Tensor, weights: Tensor) -> bool:
         """Return whether H·v agrees with autograd for a random v, with each coordinate scaled by its curvature."""
         root = H.diagonal().abs().sqrt()
@@ -310,6 +319,8 @@ class Rows:
         """Return the nonzero weights of a table's samples, and the indices of these samples (None: all)."""
         w = weights[self.columns(table)] @ self.tables[table].U
         indices = torch.nonzero(w).reshape(-1)
+        if self.tables[table].samples.compile and 2 * len(indices) > len(w):
+            return w, None  # batches of other sizes would be compiled again
         return w[indices], indices if len(indices) < len(w) else None
 
     @retry_with_smaller_batches
@@ -340,7 +351,10 @@ class Rows:
             sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
             for place, batch, loss in sweep:
                 if gauss_newton:
-                    total += batch_gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
+                    total += gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
+                    continue
+                if loss.compiled:
+                    total += torch.stack([loss.product(theta, w[place], v) for v in V.T], 1)
                     continue
 
                 def scalar(t: Tensor, f=loss, w=w[place], more=pending) -> Tensor:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dif.derivatives.loss_checks import check_derivatives, check_function
+from dif.derivatives.rows import check_type, evaluate_function
+from dif.derivatives.sweeps import sample_losses
 from dif.errors import InvalidInputError
-from dif.evaluation.loss_checks import check_derivatives, check_function
-from dif.evaluation.rows import check_type, evaluate_function
-from dif.evaluation.sweeps import sample_losses
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Function

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.evaluation.rows import CompiledFunction, output_slices
-from dif.evaluation.sweeps import (
+from dif.derivatives.rows import CompiledFunction, output_slices
+from dif.derivatives.sweeps import (
     stacked_gradients,
     stacked_products,
     stacked_pullback,
@@ -68,6 +68,12 @@ class BatchedProgram:
         f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
         for samples, W in self.tables:
             for place, _, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
+                if loss.compiled:
+                    for p, w in enumerate(W[:, :, place]):
+                        losses, gradient = loss.gradient(thetas[p], weights[p] @ w)
+                        f[p] += w @ losses
+                        g[p] += gradient
+                    continue
                 chunk_size = thetas_per_chunk(samples, self.parameters, thetas[0], place, 1)
                 values, gradients = stacked_pullback(loss, thetas, W[:, :, place], weights, chunk_size)
                 f += values
@@ -90,6 +96,11 @@ class BatchedProgram:
             w = torch.einsum("pj,pjn->pn", weights, W)
             more = function_sum if number == 0 else None  # the functions join the first batch
             for place, _, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
+                if loss.compiled and more is None:
+                    each = zip(thetas, w[:, place], V, strict=True)
+                    products = [torch.stack([loss.product(t, u, v) for v in columns.T], 1) for t, u, columns in each]
+                    total += torch.stack(products)
+                    continue
 
                 def scalar(t: Tensor, w: Tensor, mu: Tensor, loss=loss, more=more) -> Tensor:
                     return loss(t) @ w if more is None else loss(t) @ w + more(t, mu)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
-from dif.evaluation.optimizers import Ascent, Optimizer
-from dif.evaluation.program import Program
-from dif.evaluation.step import Batch, Observation, State, WeightGradients, Weights, default_weights
+from dif.derivatives.optimizers import Ascent, Optimizer
+from dif.derivatives.program import Program
+from dif.derivatives.step import Batch, Observation, State, WeightGradients, Weights, default_weights
 from dif.problem.problem import Problem
 from dif.problem.structure import map_tensors
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from dif.evaluation.program import Program
+from dif.derivatives.program import Program
 from dif.problem.problem import Problem
 from dif.problem.sample_losses import SampleLosses
 

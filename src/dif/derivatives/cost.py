@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.evaluation.linear_structure import measure_maps
+from dif.derivatives.linear_structure import measure_maps
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves

@@ -13,14 +13,13 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from dif.errors import DifError, InvalidInputError, few
-from dif.evaluation.sweeps import (
+from dif.derivatives.batch_losses import BatchLosses
+from dif.derivatives.sweeps import (
     NO_FORWARD,
     NO_FORWARD_OVER_REVERSE,
     NO_MAP,
     NO_VMAP,
     batch_gradients,
-    batch_loss,
     hessian_products,
     pull_back,
     push_forward,
@@ -28,6 +27,7 @@ from dif.evaluation.sweeps import (
     sample_slopes,
     stacked_pullback,
 )
+from dif.errors import DifError, InvalidInputError, few
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import PLAIN_ATTENTION, SampleLosses
 from dif.runtime.user_code import is_unsupported
@@ -55,7 +55,7 @@ def _check_methods(samples: SampleLosses, parameters: Parameters, theta: Tensor)
     index = torch.linspace(0, len(samples) - 1, min(_PROBE_SAMPLES, len(samples))).round().long().unique()
     place, batch = next(samples.batches(index, device=theta.device))
     count = place.stop - place.start
-    check = _Check(batch_loss(samples, parameters, batch, count), theta, count, samples.fallbacks)
+    check = _Check(BatchLosses(samples, parameters, batch, count), theta, count, samples.fallbacks)
     what = f"loss of Samples {samples.name!r}"
     check.check_gradient(what, parameters)
     check.replace_if_wrong(NO_MAP, lambda _: check.sample_gap(batch_gradients(samples, parameters, theta, batch)))

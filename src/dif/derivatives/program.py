@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.probe import check_used, probe
+from dif.derivatives.rows import Rows, name_rows
 from dif.errors import InvalidInputError, count_words
-from dif.evaluation.probe import check_used, probe
-from dif.evaluation.rows import Rows, name_rows
 from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem

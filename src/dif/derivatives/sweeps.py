@@ -13,9 +13,10 @@ from torch.func import grad, jvp, vjp, vmap
 from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 
+from dif.derivatives.batch_losses import BatchLosses
+from dif.derivatives.cost import cost
+from dif.derivatives.linear_structure import NotLinearError, assemble_hessian
 from dif.errors import InvalidInputError
-from dif.evaluation.cost import cost
-from dif.evaluation.linear_structure import NotLinearError, assemble_hessian
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves, map_tensors
@@ -41,8 +42,8 @@ NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 def sweep_batches(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None,
     at_most: int | None = None, *, columns: int = 0, shared: bool = True,
-) -> Iterator[tuple[slice, Any, Callable[[Tensor], Tensor]]]:  # fmt: skip
-    """Sweep over all samples, or those listed: yield positions, batch, and the map θ → losses of that batch.
+) -> Iterator[tuple[slice, Any, BatchLosses]]:  # fmt: skip
+    """Sweep over all samples, or those listed: yield positions, batch, and the losses of that batch as a map of θ.
 
     Batches are as large as memory allows, up to `at_most` samples, and leave room for the `columns` that go through
     them. Where samples are distributed over processes, only this process's part is swept, unless `shared` is False.
@@ -54,9 +55,18 @@ def sweep_batches(
         step = min(step, max(_FEWEST, numbers_at_once(theta) // (each.elements * min(columns, _SHARED))))
     if at_most is not None:
         step = min(step, at_most)
-    within = span(len(samples) if indices is None else len(indices)) if shared else None
+    total = len(samples) if indices is None else len(indices)
+    within = span(total) if shared else None
+    if samples.compile:
+        step = _divide_evenly(total if within is None else within.stop - within.start, step)
     for place, batch in samples.batches(indices, step, theta.device, within):
-        yield place, batch, batch_loss(samples, parameters, batch, place.stop - place.start)
+        yield place, batch, BatchLosses(samples, parameters, batch, place.stop - place.start)
+
+
+def _divide_evenly(total: int, most: int) -> int:
+    """Return a batch size of at most `most` that divides the total if one is not much smaller: each is compiled."""
+    fewest = -(-total // max(1, most))
+    return next((total // count for count in range(fewest, 2 * fewest) if total % count == 0), most) if total else most
 
 
 def columns_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> int:
@@ -73,18 +83,12 @@ def thetas_per_chunk(samples: SampleLosses, parameters: Parameters, theta: Tenso
     return max(1, numbers_at_once(theta) // numbers)
 
 
-def batch_loss(samples: SampleLosses, parameters: Parameters, batch: Any, count: int) -> Callable[[Tensor], Tensor]:
-    """Return the map θ → losses of one batch, with their shape checked."""
-    return lambda theta: samples.losses(parameters.bind(parameters.tensors(theta)), batch, count)
-
-
 @retry_with_smaller_batches
 def sample_losses(
     samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
 ) -> Tensor:
     """Return ℓᵢ(θ) of all samples or of those listed, (n,)."""
-    with torch.no_grad():
-        batches = [loss(theta) for _, _, loss in sweep_batches(samples, parameters, theta, indices)]
+    batches = [loss.values(theta) for _, _, loss in sweep_batches(samples, parameters, theta, indices)]
     losses = torch.cat(batches) if batches else theta.new_zeros(0)  # of this process
     return gather_rows(losses, len(samples) if indices is None else len(indices))
 
@@ -118,8 +122,7 @@ def sample_slopes(
     for place, batch, loss in sweep_batches(samples, parameters, theta, indices, fits):
         count = place.stop - place.start
         if columns == 0 or by_gradients:
-            with torch.no_grad():
-                value = loss(theta)
+            value = loss.values(theta)
             slope = batch_gradients(samples, parameters, theta, batch) @ V if columns else V.new_zeros((count, 0))
         else:
             chunk_size = columns_per_chunk(samples, parameters, theta, count)
@@ -158,8 +161,12 @@ def weighted_gradients(
     value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
     for place, _, loss in sweep_batches(samples, parameters, theta):
         w = weights[:, place]
-        chunk_size = columns_per_chunk(samples, parameters, theta, w.shape[1])
-        losses, part = pull_back(loss, theta, w, chunk_size, samples.fallbacks)
+        if loss.compiled and len(w):
+            pulled = [loss.gradient(theta, row) for row in w]
+            losses, part = pulled[0][0], torch.stack([gradient for _, gradient in pulled])
+        else:
+            chunk_size = columns_per_chunk(samples, parameters, theta, w.shape[1])
+            losses, part = pull_back(loss, theta, w, chunk_size, samples.fallbacks)
         value = value + w @ losses
         gradient = gradient + part
     return sum_over_processes(value), sum_over_processes(gradient)
@@ -263,33 +270,6 @@ def structured_hessian(
     return sum_over_processes(H) if holds_in_all_processes(H is not None, theta) and H is not None else None
 
 
-def batch_gauss_newton_products(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, w: Tensor, V: Tensor
-) -> Tensor:
-    """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ·v for every column v of V (d, c): J of the model's outputs, ∇² of the loss in them."""
-    if samples.parted is None:
-        raise InvalidInputError(
-            f"Samples {samples.name!r} has a loss of the params and does not name the outputs of the model.",
-            "Gauss–Newton needs the outputs of the model, and a loss of these outputs.",
-            "Gauss–Newton leaves out the curvature of the model, so it must know where the model ends.",
-            "Write dif.Samples(loss, data, outputs=lambda params, z: ...); the loss then receives the outputs.",
-        )
-    outputs, criterion = samples.parted
-
-    def model(t: Tensor) -> Tensor:
-        return outputs(parameters.bind(parameters.tensors(t)), batch)
-
-    values, pull = evaluate_with_pullback(model, theta)
-    slope = grad(lambda out: criterion(out, batch) @ w)
-
-    def product(v: Tensor) -> Tensor:
-        Jv = jvp(model, (theta,), (v,))[1]
-        return pull(jvp(slope, (values,), (Jv,))[1])
-
-    chunk_size = columns_per_chunk(samples, parameters, theta, len(w))
-    return map_columns(product, V, chunk_size, samples.fallbacks)
-
-
 def _reverse_over_reverse(
     scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, chunk_size: int | None, fallbacks: Container[str]
 ) -> Tensor:
@@ -377,7 +357,7 @@ def batch_gradients(samples: SampleLosses, parameters: Parameters, theta: Tensor
     """Return ∇ℓ of each sample of a batch, (n, d), by vmap, or from the whole batch if vmap over samples fails."""
 
     def loss_of_one(t: Tensor, z: Any) -> Tensor:
-        return batch_loss(samples, parameters, map_tensors(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
+        return BatchLosses(samples, parameters, map_tensors(z, lambda x: x.unsqueeze(0)), 1)(t)[0]
 
     if NO_MAP not in samples.fallbacks:
         try:
@@ -387,6 +367,6 @@ def batch_gradients(samples: SampleLosses, parameters: Parameters, theta: Tensor
                 raise
             samples.fallbacks.add(NO_MAP)
     count = len(leaves(batch)[0])
-    loss = batch_loss(samples, parameters, batch, count)
+    loss = BatchLosses(samples, parameters, batch, count)
     chunk_size = columns_per_chunk(samples, parameters, theta, count)
     return pull_back(loss, theta, torch.eye(count).to(theta), chunk_size, samples.fallbacks)[1]

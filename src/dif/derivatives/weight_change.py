@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.batched_program import BatchedProgram
+from dif.derivatives.probe import check_tensors
+from dif.derivatives.program import Program
+from dif.derivatives.rows import Rows, Table
+from dif.derivatives.sweeps import sample_losses, sample_slopes, weighted_gradients
 from dif.errors import InvalidInputError
-from dif.evaluation.batched_program import BatchedProgram
-from dif.evaluation.probe import check_tensors
-from dif.evaluation.program import Program
-from dif.evaluation.rows import Rows, Table
-from dif.evaluation.sweeps import sample_losses, sample_slopes, weighted_gradients
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, check_shift
 from dif.problem.sample_losses import SampleLosses
 from dif.runtime.inputs import check_instance

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.program import Program
+from dif.derivatives.step import Batch, State, WeightGradients, Weights, default_weights
 from dif.errors import InvalidInputError
-from dif.evaluation.program import Program
-from dif.evaluation.step import Batch, State, WeightGradients, Weights, default_weights
 from dif.problem.parameters import Parameters
 from dif.problem.structure import leaves, map_tensors
 from dif.runtime.user_code import convert_errors, is_unsupported

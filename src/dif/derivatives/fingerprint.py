@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dif.evaluation.program import Program
-from dif.evaluation.rows import Rows
+from dif.derivatives.program import Program
+from dif.derivatives.rows import Rows
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dif.derivatives.rows import CompiledFunction, Rows
+from dif.derivatives.sweeps import sample_losses
 from dif.errors import InvalidInputError
-from dif.evaluation.rows import CompiledFunction, Rows
-from dif.evaluation.sweeps import sample_losses
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
 

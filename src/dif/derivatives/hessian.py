@@ -8,9 +8,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dif.evaluation.cost import cost
-from dif.evaluation.rows import Rows
-from dif.evaluation.sweeps import sample_slopes, weighted_gradients
+from dif.derivatives.cost import cost
+from dif.derivatives.gauss_newton import can_map
+from dif.derivatives.rows import Rows
+from dif.derivatives.sweeps import sample_slopes, weighted_gradients
 from dif.linalg.operator import Matrix, coordinate_curvature, positive
 from dif.runtime.user_code import UserCodeError
 
@@ -21,7 +22,7 @@ _ANYWAY = 1000  # number of parameters up to which it is always assembled: itera
 _PER_PRODUCT = 8  # loss evaluations that one Hessian-vector product costs
 _PER_ELEMENT = 128  # multiplications that take as long as writing and reading one intermediate number
 _SKETCH_MIN = 256  # smallest number of samples in a sketch of the Hessian
-_SKETCH_PER_PARAMETER = 8  # samples per parameter beyond which a sketch hardly improves
+_SKETCH_PER_PARAMETER = 24  # samples per parameter beyond which a sketch hardly improves, even in flat directions
 _PROBES = 16  # random sign vectors for estimates of a diagonal
 
 
@@ -109,6 +110,24 @@ class Curvature:
         """Cache of sketches, by the number of samples from each table."""
         return {}
 
+    @property
+    def has_gauss_newton(self) -> bool:
+        """Whether the Gauss–Newton matrix can be assembled from the Jacobians of the samples."""
+        samples = [table.samples for table in self.rows.tables]
+        named = self.d <= DENSE_LIMIT and all(each.parted is not None for each in samples)
+        return named and all(can_map(each, self.rows.parameters, self.theta) for each in samples)
+
+    def metric_matrix(self, evaluations: float) -> Tensor | None:
+        """Return a matrix, (d, d), that scales the coordinates: rough, but cheap; None if even that is expensive.
+
+        It is the Gauss–Newton matrix of all samples where they name the outputs of the model, and else the matrix of
+        some samples, which may cost as many evaluations of all losses as given.
+        """
+        if self.has_gauss_newton:
+            return self._add_rows(replace(self.plain or self, gauss_newton=True).dense())
+        sketch = self.sketched(evaluations)
+        return None if sketch is None else sketch.rough()
+
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:
         """Add GᵀRG and δI to the operator."""
         if self.G is not None and self.R is not None:
@@ -140,9 +159,8 @@ class Curvature:
     def _dense(self) -> Tensor:
         if self.plain is not None:
             return self._add_rows(self.plain.dense())
-        if not self.gauss_newton:
-            return self.rows.part_hessian(self.theta, self.weights @ self.rows.C)
-        H = self.product(torch.eye(self.d).to(self.theta))
+        assemble = self.rows.gauss_newton if self.gauss_newton else self.rows.part_hessian
+        H = assemble(self.theta, self.weights @ self.rows.C)
         return 0.5 * (H + H.T)
 
     def _add_rows(self, H: Tensor) -> Tensor:

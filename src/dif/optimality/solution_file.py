@@ -1,0 +1,75 @@
+"""The file of a solution: θ̄, λ̄ and the fingerprint of the problem that they solve."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dif.derivatives.fingerprint import fingerprint_program
+from dif.derivatives.program import Program
+from dif.errors import InvalidInputError
+from dif.runtime.atomic_file import open_atomically
+
+_FORMAT = "dif solution 1"  # name and version of the file format
+
+
+def write_solution(path: str | os.PathLike[str], program: Program, theta: Tensor, lam: Tensor, tol: float) -> None:
+    """Write an npz file without pickle; an interrupted write leaves the old file as it is."""
+    fingerprint = fingerprint_program(program).hex()
+    if fingerprint != fingerprint_program(program).hex():
+        raise InvalidInputError(
+            "A loss or function of the problem refers to an object that cannot be inspected.",
+            "Everything that a problem refers to must be code, tensors, or objects made of them.",
+            "The file would name a problem that can never be recognised again.",
+            "Take that object (an open file, a lock, a compiled function) out of the loss, or save solution.params "
+            "with torch.save.",
+        )
+    about = json.dumps({**_describe(program), "problem": fingerprint, "tol": tol})
+    with open_atomically(path) as file:
+        np.savez(file, theta=theta.cpu().numpy(), lam=lam.cpu().numpy(), about=np.array(about))
+
+
+def read_solution(path: str | os.PathLike[str], program: Program) -> tuple[Tensor, Tensor, float]:
+    """Return θ̄, λ̄ and the tolerance of a file, which must be a solution of this program."""
+    if not Path(path).exists():
+        raise FileNotFoundError(f"There is no solution file {os.fspath(path)!r}.")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            theta, lam = (torch.as_tensor(file[name]) for name in ("theta", "lam"))
+            about = json.loads(str(file["about"]))
+        stored = {key: about[key] for key in _describe(program)}
+        fingerprint, tol = about["problem"], float(about["tol"])
+    except Exception as error:
+        raise InvalidInputError(
+            f"The solution file {os.fspath(path)!r} cannot be read ({type(error).__name__}: {error}).",
+            f"It must have the format {_FORMAT!r}.",
+            "It was not written by Solution.save, is damaged, or comes from a newer version.",
+            "Save the solution again, or fit the problem.",
+        ) from error
+    wanted = _describe(program)
+    different = [f"{key} {stored[key]}, not {wanted[key]}" for key in wanted if stored[key] != wanted[key]]
+    if not different and fingerprint != fingerprint_program(program).hex():
+        different = ["the same parameters and constraints, but other data, weights, bounds or code"]
+    if different:
+        raise InvalidInputError(
+            f"The solution file {os.fspath(path)!r} belongs to another problem: it has {'; '.join(different)}.",
+            "It must have been saved from a solution of this very problem.",
+            "Parameters that solve one problem do not solve another.",
+            "State the problem as when it was saved, or fit this one: dif.fit(problem, params).",
+        )
+    like = program.parameters
+    return theta.to(like.device, like.dtype), lam.to(like.device, like.dtype), tol
+
+
+def _describe(program: Program) -> dict[str, Any]:
+    """Return what can be compared in words between a file and a program."""
+    parameters = program.parameters
+    layout = [[name, list(shape)] for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
+    dtype = str(parameters.dtype).removeprefix("torch.")
+    return {"format": _FORMAT, "params": layout, "dtype": dtype, "constraints": list(program.names)}

@@ -1,0 +1,110 @@
+"""Data frames and series as data."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from problems import F64, regression_data, squared
+from refusals import invalid
+
+import dif
+from dif.runtime.frames import read_frame
+
+pandas = pytest.importorskip("pandas")
+
+X, Y = (part.numpy() for part in regression_data())
+LABELS = [f"person {i}" for i in range(40)]
+
+
+def frames():
+    return pandas.DataFrame(X, index=LABELS, columns=list("abcd")), pandas.Series(Y, index=LABELS, name="y")
+
+
+def test_a_frame_becomes_rows_and_columns():
+    frame, y = frames()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of arrays that must not be written to
+        train = dif.Samples(squared, (frame, y), name="train")
+    assert torch.equal(train.storage.data[0], torch.from_numpy(X.copy()))
+    assert torch.equal(train.storage.data[1], torch.from_numpy(Y.copy()))
+    mixed = pandas.DataFrame({"age": [30, 41], "member": [True, False], "income": np.float32([1.5, 2.5])})
+    data = dif.Samples(lambda p, z: z[:, 0], mixed).storage.data
+    assert data.dtype == F64
+    assert data.tolist() == [[30.0, 1.0, 1.5], [41.0, 0.0, 2.5]]
+
+
+def test_arrays_that_pandas_protects_are_taken_without_a_warning():
+    protected = X.copy()
+    protected.flags.writeable = False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train = dif.Samples(squared, (protected, Y), name="train")
+    assert train.storage.data[0].data_ptr() == protected.ctypes.data  # not copied
+
+
+def test_labels_of_a_series_are_converted_by_the_user():
+    labels = pandas.Series(np.arange(40) % 2)
+    cross_entropy = torch.nn.functional.binary_cross_entropy_with_logits
+    train = dif.Samples(lambda p, z: cross_entropy(z[0] @ p["theta"], z[1], reduction="none"), (X, labels))
+    with pytest.raises(dif.InvalidInputError, match="Convert whole numbers, such as labels, to floating point"):
+        dif.fit(dif.Problem(train.mean()), {"theta": torch.zeros(4, dtype=F64)}, show_progress=False)
+
+
+def test_what_keeps_its_dtype():
+    assert dif.Samples(squared, frames()[0].astype("float32")).storage.data.dtype == torch.float32
+    classes = {"x": frames()[0], "label": pandas.Series(np.arange(40) % 3, index=LABELS)}
+    assert dif.Samples(squared, classes).storage.data["label"].dtype == torch.int64
+    assert dif.Samples(squared, pandas.DataFrame({"count": [1, 2]})).storage.data.dtype == F64
+    nullable = pandas.DataFrame({"count": pandas.array([1, 2], dtype="Int64")})
+    assert read_frame(nullable, "data").tolist() == [[1.0], [2.0]]
+
+
+def test_text_dates_and_missing_entries_are_refused_by_column():
+    frame = pandas.DataFrame({"age": [30.0, 41.0], "city": ["Rome", "Oslo"], "kind": pandas.Categorical(["a", "b"])})
+    frame["since"] = pandas.to_datetime(["2020", "2021"])
+    error = invalid(
+        lambda: dif.Samples(squared, frame, name="train"),
+        "data of Samples 'train' has columns that are not numbers: city",
+        "A DataFrame becomes one tensor with its rows and columns, and a tensor holds numbers only.",
+    )
+    assert all(name in error.found for name in ("kind", "since"))
+    assert "age" not in error.found
+    invalid(lambda: dif.Samples(squared, frame["city"]), "was given as data of Samples", "Encode text as numbers")
+    invalid(lambda: dif.Samples(squared, pandas.DataFrame({"a": [1.0, np.nan]})), "NaN or infinite in 1 sample (1)")
+    children = pandas.DataFrame({"children": pandas.array([1, None], dtype="Int64")})
+    invalid(lambda: dif.Samples(squared, children), "data of Samples 'samples'")
+
+
+def test_frames_in_different_orders_are_refused():
+    frame, y = frames()
+    invalid(
+        lambda: dif.Samples(squared, (frame, y[::-1]), name="train"),
+        "The data frames in data of Samples 'train' have the same index in different orders.",
+        "Sample i is row i of every frame, whatever its label, so rows of different samples would be combined.",
+    )
+    renumbered = dif.Samples(squared, (frame, y.reset_index(drop=True)))
+    assert list(renumbered.remove_each([0]).index) == ["person 0"]
+
+
+def test_removals_know_the_index():
+    frame, y = frames()
+    train = dif.Samples(squared, (frame, y), name="train")
+    assert list(train.remove_each([3, 1]).index) == ["person 3", "person 1"]
+    assert list(train.view(squared).remove([5]).index) == ["person 5"]
+    assert list(train.remove_each()[2:4].index) == ["person 2", "person 3"]
+    assert list(train.take(torch.tensor([7, 9])).remove_each().index) == ["person 7", "person 9"]
+    for other in (train.remove([1, 2]), 0.5 * train.remove([1]), train.reweight(np.ones(40))):
+        assert other.index is None
+    assert dif.Samples(squared, (X, Y)).remove_each().index is None
+
+
+def test_added_rows_keep_their_labels():
+    frame, y = frames()
+    train = dif.Samples(squared, (frame, y), name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(0.1))
+    more = (pandas.DataFrame(X[:1], index=["newcomer"], columns=list("abcd")), pandas.Series(Y[:1], index=["newcomer"]))
+    (after,) = problem.after(train.remove([0]) + train.add(more)).samples
+    assert list(after.remove_each().index)[-1] == "newcomer"
+    (unlabelled,) = problem.after(train.add((X[:1], Y[:1]))).samples
+    assert unlabelled.remove_each().index is None

@@ -305,3 +305,17 @@ def test_targets_of_any_numeric_type(kind):
     wanted = ConstrainedLinearRegression(A_ub=[[1.0, 0.0, 0.0]], b_ub=0.1).fit(X, y.astype(np.float64))
     np.testing.assert_allclose(fitted.coef_, wanted.coef_, rtol=1e-12)
     assert np.isfinite(fitted.influence().values.numpy()).all()
+
+
+def test_the_index_of_a_data_frame_is_shown():
+    pandas = pytest.importorskip("pandas")
+    generator = np.random.default_rng(0)
+    X = pandas.DataFrame(generator.normal(size=(30, 2)), index=[f"row {i}" for i in range(30)], columns=["a", "b"])
+    y = pandas.Series(X["a"] + 0.1 * generator.normal(size=30))
+    labels = (y > 0).astype(int)
+    for model, target in ((ConstrainedLinearRegression(), y), (FairLogisticRegression(), labels)):
+        assert list(model.fit(X, target).influence(indices=[4, 2]).to_frame().index) == ["row 4", "row 2"]
+        assert list(model.fit(X.to_numpy(), target).influence(indices=[4]).to_frame().index) == ["remove train[4]"]
+    for model, target in ((Ridge(), y), (LogisticRegression(), labels)):
+        (train,) = solution_of(model.fit(X, target), X, target).problem.samples
+        assert list(train.remove_each([4]).index) == ["row 4"]

@@ -18,7 +18,7 @@ import dif
 
 F64 = torch.float64
 QUIET = {"show_progress": False}
-PROBLEMS, PARTS, MORE = 10, 4, 26
+PROBLEMS, PARTS, MORE = 10, 2, 28
 SHARE = 1e-5
 
 LOSSES = {

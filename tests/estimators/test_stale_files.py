@@ -184,7 +184,7 @@ def squared(p, z):
 
 def fingerprint(loss):
     """Return the fingerprint of a loss."""
-    from dif.evaluation.fingerprint import ObjectEncoder
+    from dif.derivatives.fingerprint import ObjectEncoder
 
     return b"".join(ObjectEncoder().encode(loss))
 

@@ -64,7 +64,7 @@ def find_binding(multipliers, solution):
 def test_switching_predicts_the_active_set():
     rng = np.random.default_rng(7)
     right, flips, no_worse, plain_errors, switching_errors = [], 0, [], [], []
-    for seed in range(50):
+    for seed in range(25):
         train, solution = nearly_weak(seed)
         plain = dif.DirectionalInfluence(solution, switching=False)
         switching = dif.DirectionalInfluence(solution, switching=True)
@@ -84,7 +84,7 @@ def test_switching_predicts_the_active_set():
             no_worse.append(errors[1] <= errors[0] + 0.01)
     print(f"{len(right)} removals, {flips} flips, set right {np.mean(right):.1%}, no worse {np.mean(no_worse):.1%}, ")
     print(f"mean relative error {np.mean(plain_errors):.3f} -> {np.mean(switching_errors):.3f}")
-    assert flips >= 100
+    assert flips >= 50
     assert np.mean(right) >= 0.97
     assert np.mean(no_worse) >= 0.99
     assert np.mean(switching_errors) < 0.5 * np.mean(plain_errors)

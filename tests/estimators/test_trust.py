@@ -18,7 +18,7 @@ from dif.analyses.verdict import Verdict
 from dif.cli import app
 from dif.optimality.certificate import Certificate
 from dif.report.description import TEMPLATE, Description
-from dif.report.report import Report
+from dif.report.report import Report, is_loss
 from dif.studies import calibration
 
 F64 = torch.float64
@@ -179,7 +179,7 @@ def test_margins_are_what_retraining_moves():
     priced = torch.stack([change.multipliers.flat[0].abs() for change in moved])
     assert binding.largest == pytest.approx(float(priced.max()), rel=0.05)
     assert binding.median == pytest.approx(float(priced.median()), rel=0.05)
-    weighed = dif.evaluation.weight_change.Direction(solution.program, some)
+    weighed = dif.derivatives.weight_change.Direction(solution.program, some)
     values = torch.stack(
         [
             weighed.perturbed_program(p).rows.values(solution.theta + moved[p].flat)[2] - solution.f[2]
@@ -374,8 +374,8 @@ def test_parity_through_the_command_line(tmp_path):
 def test_two_samples_over_the_same_people_are_noticed_by_the_command_line(tmp_path):
     twice = PARITY.replace('train.view(rate, name="rates")', 'dif.Samples(rate, (X, y), name="rates")')
     (tmp_path / "model.py").write_text(twice)
-    with pytest.warns(dif.SameDataWarning):
-        result = RUN.invoke(app, ["check", str(tmp_path / "model.py"), "--json"])
+    result = RUN.invoke(app, ["check", str(tmp_path / "model.py"), "--out", str(tmp_path), "--json"])
+    assert "dif: Note: Samples 'train' and 'rates' hold the same data." in result.stderr
     findings = {one["what"]: one for one in json.loads(result.stdout)["findings"]}
     asked = findings["Are all losses of a person changed together?"]
     assert asked["verdict"] == "note"
@@ -384,12 +384,12 @@ def test_two_samples_over_the_same_people_are_noticed_by_the_command_line(tmp_pa
 
 def test_check_leads_with_the_verdict(tmp_path):
     (tmp_path / "model.py").write_text(TEMPLATE)
-    result = RUN.invoke(app, ["check", str(tmp_path / "model.py")])
+    result = RUN.invoke(app, ["check", str(tmp_path / "model.py"), "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert result.output.startswith("✓ Predictions should be off by ")
     shaky = TEMPLATE.replace("600", "40").replace("dif.ridge(1e-2)", "dif.ridge(1e-4)")
     (tmp_path / "shaky.py").write_text(shaky)
-    result = RUN.invoke(app, ["check", str(tmp_path / "shaky.py")])
+    result = RUN.invoke(app, ["check", str(tmp_path / "shaky.py"), "--out", str(tmp_path)])
     assert result.exit_code == 2
     assert result.output.startswith("✗ Predictions for this model cannot be trusted: they should be off by ")
     better = ["retrain", str(tmp_path / "shaky.py"), "--accuracy", "0.02", "--top", "10", "--out", str(tmp_path)]
@@ -400,7 +400,7 @@ def test_check_leads_with_the_verdict(tmp_path):
     assert "leave out --estimator newton" in RUN.invoke(app, both).stderr
     aimless = TEMPLATE.replace("targets = {", "wishes = {")
     (tmp_path / "aimless.py").write_text(aimless)
-    result = RUN.invoke(app, ["check", str(tmp_path / "aimless.py")])
+    result = RUN.invoke(app, ["check", str(tmp_path / "aimless.py"), "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert "No prediction was checked: the file names no `targets`" in result.output
 
@@ -443,10 +443,10 @@ def test_words_for_targets(tmp_path):
     risk, gap = told.targets["risk"], told.targets["gap"]
     rates = next(s for s in told.solution.problem.samples if s.name == "rates")
     test = dif.Samples(told.train.loss, tuple(t[:9] for t in told.train.storage.data), name="test")
-    assert told.is_loss(risk)
-    assert told.is_loss(test.mean() + dif.ridge(0.1))
+    assert is_loss(risk, told.solution)
+    assert is_loss(test.mean() + dif.ridge(0.1), told.solution)
     for other in (gap, -1 * risk, rates.mean(), dif.linear([1.0, 0.0, 0.0]), test.weighted(-torch.ones(9).double())):
-        assert not told.is_loss(other)
+        assert not is_loss(other, told.solution)
 
 
 # Refused points and kinks
@@ -482,8 +482,8 @@ def test_smooth_losses_are_smooth_in_single_precision_too():
 def test_a_target_that_jumps_is_named(tmp_path):
     hits = '"hits": dif.Samples(lambda p, z: (z[1] * (z[0] @ p["w"]) > 0).double(), (X, y), name="hits").mean()'
     (tmp_path / "model.py").write_text(TEMPLATE.replace('"risk": risk,', f"{hits},"))
-    for command in (["check"], ["score", "--out", str(tmp_path)]):
-        result = RUN.invoke(app, [command[0], str(tmp_path / "model.py"), *command[1:]])
+    for command in ("check", "score"):
+        result = RUN.invoke(app, [command, str(tmp_path / "model.py"), "--out", str(tmp_path)])
         assert "the target is not smooth (the loss of hits[" in " ".join(result.output.split())
         assert "jumps (gt)" in " ".join(result.output.split())
 
@@ -497,7 +497,7 @@ def test_whose_members_are_removed_is_not_guessed(tmp_path):
     text = text.replace("train.mean(where=group == 1) - train.mean(where=group == 0)", "people.mean()")
     text = text.replace("range(len(train))", "range(600)")
     (tmp_path / "model.py").write_text(text)
-    result = RUN.invoke(app, ["check", str(tmp_path / "model.py")])
+    result = RUN.invoke(app, ["check", str(tmp_path / "model.py"), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "No prediction was checked: the file names no `train`" in " ".join(result.output.split())
 

@@ -7,8 +7,8 @@ from refusals import invalid, refused
 from trainings import classify, logistic, state_problem, violations
 
 import dif
+from dif.derivatives.training_step import TrainingStep
 from dif.estimators.rerun import rerun
-from dif.evaluation.training_step import TrainingStep
 from dif.optimality.targets import Targets
 
 F64 = torch.float64

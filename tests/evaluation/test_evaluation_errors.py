@@ -1,452 +1,204 @@
-"""Invalid losses, functions, multipliers and perturbations are refused when they are evaluated."""
-
-import re
+"""What evaluation refuses, and what it says then."""
 
 import numpy as np
 import pytest
 import torch
-from refusals import (
-    CAP,
-    ESTIMATORS,
-    EYE,
-    F64,
-    GROUP,
-    INF,
-    NAN,
-    OTHER,
-    PROBLEM,
-    START,
-    TRAIN,
-    X,
-    Y,
-    drawn,
-    estimator,
-    fit_loss,
-    invalid,
-    point,
-    refused,
-    samples,
-    solution,
-    solve,
-    squares,
-    table,
-    through,
-    untouched,
-)
-from torch import nn
+from refusals import NAN, TRAIN, estimator, invalid, solution, table
 
 import dif
-from dif.runtime.user_code import UserCodeError
+from dif import evaluation
+
+SCORES = torch.arange(8.0)
+MEAN = TRAIN.mean()
 
 
-def shaped(change):
-    return lambda params, z: change(squares(params, z))
+def truth():
+    return estimator(dif.Retraining)
 
 
-LOSSES = {
-    "scalar": (shaped(torch.mean), "shape ()"),
-    "column": (shaped(lambda loss: loss[:, None]), "shape (8, 1)"),
-    "one too few": (shaped(lambda loss: loss[1:]), "shape (7,)"),
-    "a number": (shaped(lambda loss: 1.0), "float"),
-    "nothing": (shaped(lambda loss: None), "NoneType"),
-    "a list": (shaped(list), "list"),
+def lds(methods=None, truth_=None, target=TRAIN, samples=TRAIN, **options):
+    methods = {"mine": SCORES} if methods is None else methods
+    options = {"show_progress": False, "subsets": 4, **options}
+    return evaluation.linear_datamodelling_score(methods, truth_ or truth(), target, samples, **options)
+
+
+def curve(methods=None, counts=(1, 2), target=MEAN, **options):
+    methods = {"mine": SCORES} if methods is None else methods
+    return evaluation.removal_curve(methods, truth(), target, TRAIN, counts, show_progress=False, **options)
+
+
+def singles(**options):
+    return evaluation.leave_one_out_agreement({"mine": SCORES}, truth(), MEAN, TRAIN, show_progress=False, **options)
+
+
+def own(train=lambda kept, seed: 1.0, count=8, **options):
+    return evaluation.OwnTraining(train, count, **options)
+
+
+def traced(checkpoints=None, rates=1.0):
+    return evaluation.TracIn(solution(), [solution().params] if checkpoints is None else checkpoints, rates)
+
+
+def fickle(kept, seed):
+    return np.ones(1 + len(kept) % 2)
+
+
+MASK = torch.arange(8) < 3
+NUMBERS = "There is one score for each sample, or one for each sample and target."
+REMOVALS = "This method knows only which samples are there and which are not."
+
+CASES = {
+    "no methods": (lambda: lds({}), "is empty", "There is nothing to evaluate."),
+    "a number as methods": (lambda: lds(3), "of type int", "There is nothing to evaluate."),
+    "scores without a name": (lambda: lds([SCORES]), "without a name", "Tables and pictures name each method."),
+    "two of a name": (
+        lambda: lds([estimator(dif.ClassicalInfluence)] * 2),
+        "two methods named",
+        "Tables and pictures name each method.",
+    ),
+    "scores of another length": (lambda: lds({"mine": SCORES[:5]}), "(5, 1)", NUMBERS),
+    "scores of other targets": (lambda: lds({"mine": torch.ones(8, 3)}), "(8, 3)", "(8,) or (8, 8)", NUMBERS),
+    "NaN": (lambda: lds({"mine": SCORES * NAN}), "8 of them are not finite", NUMBERS),
+    "an influence of other removals": (
+        lambda: lds({"mine": estimator(dif.ClassicalInfluence).scores(TRAIN, TRAIN.remove_each([2, 1]), assess=0)}),
+        "2 perturbations, the first of them 'remove train[2]'",
+        "Scores are matched by the number of their sample.",
+    ),
+    "a function as truth": (
+        lambda: lds(truth_=len),
+        "`truth` is of type",
+        "It says what removing samples really changes.",
+    ),
+    "one sample": (lambda: lds(samples=1), "`samples` is 1", "Evaluation removes some samples and keeps the others."),
+    "no subsets": (lambda: lds(subsets=0), "`subsets` is 0", "The model is trained once for each subset."),
+    "two subsets": (
+        lambda: lds(subsets=2),
+        "2 subsets of 4 of 8 samples",
+        "The score ranks models that were trained on different parts of the data.",
+    ),
+    "everything removed": (lambda: lds(share=1.0), "4 subsets of 8", "trained on different parts of the data."),
+    "a negative share": (
+        lambda: lds(share=-0.5),
+        "`share` is -0.5",
+        "It is the share of the samples that each subset removes.",
+    ),
+    "all trainings fail": (
+        lambda: lds(truth_=own(lambda kept, seed: NAN if len(kept) < 8 else 1.0), target=None),
+        "0 of 4 trainings gave an answer",
+        "There are too few models to rank.",
+    ),
+    "no counts": (lambda: curve(counts=[]), "`counts` is empty", "Each is a number of samples to remove at once."),
+    "all samples": (
+        lambda: curve(counts=[3, 8]),
+        "`counts` includes 8",
+        "So many samples are removed at once, and at least one must remain.",
+    ),
+    "a negative number of orders": (
+        lambda: curve(random=-1),
+        "`random` is -1",
+        "It says how many random orders are removed for comparison.",
+    ),
+    "scores of several targets in a curve": (
+        lambda: curve({"mine": torch.ones(8, 2)}),
+        "There are 2 targets",
+        "The curve shows how one number moves.",
+    ),
+    "several targets in a curve": (lambda: curve(target=TRAIN), "There are 8 targets", "how one number moves."),
+    "nothing to leave out": (
+        lambda: singles(strongest=0, random=1),
+        "`strongest` is 0 and `random` is 1",
+        "They say how many samples are removed, one at a time.",
+    ),
+    "half a sample": (lambda: singles(strongest=0.5), "`strongest` is 0.5", "one at a time."),
+    "panels": (
+        lambda: singles(random=4).plot([1, 2]),
+        "There are 2 axes",
+        "Each method is drawn in a panel of its own.",
+    ),
+    "a mask of numbers": (
+        lambda: evaluation.label_error_auc({"mine": SCORES}, SCORES),
+        "dtype torch.float32",
+        "A ranking is judged by how it separates wrong labels from right ones.",
+    ),
+    "nothing wrong": (
+        lambda: evaluation.label_error_auc({"mine": SCORES}, MASK & False),
+        "0 true entries",
+        "separates wrong labels from right ones.",
+    ),
+    "a short mask": (
+        lambda: evaluation.label_error_auc({"mine": SCORES}, MASK[:5], TRAIN),
+        "`wrong` has 5 entries",
+        "It says of each sample whether its label is wrong.",
+    ),
+    "an estimator without samples": (
+        lambda: evaluation.label_error_auc({"DIF": estimator(dif.DirectionalInfluence)}, MASK),
+        "'DIF' is an estimator",
+        "The suspicion of an estimator is the self-influence of each sample.",
+    ),
+    "one label": (
+        lambda: evaluation.flip_labels(torch.ones(4), 0.5),
+        "4 labels of shape (4,) with 1 different values",
+        "A wrong label is one of the others.",
+    ),
+    "a share above one": (
+        lambda: evaluation.flip_labels(SCORES, 1.5),
+        "`share` is 1.5",
+        "A wrong label is one of the others.",
+    ),
+    "no share": (
+        lambda: evaluation.flip_labels(SCORES, "half"),
+        "`share` is 'half'",
+        "It is the share of the labels that are made wrong.",
+    ),
+    "no training function": (
+        lambda: own(3),
+        "`train` is of type int",
+        "It is called with the numbers of the samples to train on, and a seed.",
+    ),
+    "no samples to train on": (lambda: own(count=0), "`count` is 0", "It is the number of samples of your training."),
+    "no seeds": (lambda: own(seeds=[]), "`seeds` is empty", "Targets are averaged over trainings with these seeds."),
+    "another number of samples": (
+        lambda: lds(truth_=own(count=9), target=None),
+        "8 samples can be removed, but `count` is 9",
+        "The numbers of the samples are those that your function trains on.",
+    ),
+    "other targets each time": (
+        lambda: own(fickle).scores(None, TRAIN.remove([3]), show_progress=False),
+        "`train` returned 1 number and 2 numbers",
+        "Each number is a target, which is compared between trainings.",
+    ),
+    "a reweighting": (
+        lambda: own().scores(None, TRAIN.reweight(torch.ones(8)), show_progress=False),
+        "'reweight 8 of train'",
+        REMOVALS,
+    ),
+    "half a removal": (lambda: traced().scores(MEAN, 0.5 * TRAIN.remove([1])), "'0.5 × remove train[1]'", REMOVALS),
+    "no checkpoints": (lambda: traced([]), "`checkpoints` is empty", "TracIn sums over the checkpoints of a training."),
+    "a checkpoint of another model": (
+        lambda: traced([{"v": torch.ones(2)}]),
+        "v (2,)",
+        "Gradients at a checkpoint are those of the same model.",
+    ),
+    "rates": (
+        lambda: traced(rates=[1.0, -2.0]),
+        "`rates` is [1.0, -2.0]",
+        "Each checkpoint counts with its learning rate.",
+    ),
+    "no run": (lambda: evaluation.TracIn.of_run(3), "`run` is of type int", "Its epochs are the checkpoints."),
 }
 
 
-@table(LOSSES)
-def test_a_loss_of_the_wrong_shape_is_refused(case):
-    loss, measured = case
-    texts = ("The loss of Samples 'odd' returned", "the loss of each sample by itself", 'reduction="none"')
-    error = invalid(lambda: fit_loss(loss), measured, *texts)
-    assert error.allowed == "It must return a tensor of shape (8,) for a batch of 8."
-    invalid(lambda: estimator(dif.DirectionalInfluence).scores(samples(loss), TRAIN.remove(0)), measured, *texts)
-    invalid(lambda: dif.Solution(dif.Problem(samples(loss).mean()), START), measured, *texts)
-
-
-@pytest.mark.parametrize("bad", [NAN, INF])
-def test_a_loss_that_is_not_finite_is_refused_with_the_samples_named(bad):
-    def loss(params, z):
-        return torch.where(z[1] > limit, bad, squares(params, z))
-
-    limit = float(torch.sort(Y).values[5])
-    worst = torch.nonzero(limit < Y).reshape(-1).tolist()
-    expected = f"NaN or infinite for 2 of 8 samples ({worst})"
-    invalid(lambda: fit_loss(loss), expected, "The sum of the losses and its derivatives", "Samples 'odd'")
-    invalid(lambda: estimator(dif.NewtonInfluence).scores(samples(loss), TRAIN.remove(0)), expected)
-
-
-def dropout(params, z):
-    return nn.functional.dropout(squares(params, z), 0.5, training=True)
-
-
-def uniform(params, z):
-    return squares(params, z) * torch.rand(len(z[1]), dtype=F64)
-
-
-@pytest.mark.parametrize("loss", [dropout, uniform])
-def test_a_random_loss_is_refused(loss):
-    text = "It is random (dropout, augmentation, sampling), so there is no solution to differentiate."
-    actions = [
-        lambda: fit_loss(loss),
-        lambda: dif.Solution(dif.Problem(samples(loss).mean()), START),
-        lambda: estimator(dif.DirectionalInfluence).scores(samples(loss), TRAIN.remove(0)),
-        lambda: estimator(dif.Retraining).scores(samples(loss).mean(), TRAIN.remove(0)),
-    ]
-    for action in actions:
-        error = refused(dif.InvalidInputError, action, text, "model.eval()")
-        assert error.allowed == "They must return the same values."
-        found = r"Two calls of the loss of Samples 'odd' returned values that differ by up to (\S+)\."
-        assert float(re.fullmatch(found, error.found).group(1)) > 0
-
-
-def test_the_difference_of_two_calls_is_measured():
-    calls = iter(range(100))
-    loss = shaped(lambda losses: losses + 0.25 * (next(calls) % 2))
-    invalid(lambda: fit_loss(loss), "returned values that differ by up to 0.25.")
-
-
-class Augmented(torch.utils.data.Dataset):
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, i):
-        return X[i] + torch.randn(2, dtype=F64), Y[i]
-
-
-def test_random_augmentation_in_a_dataset_is_refused():
-    with pytest.raises(dif.InvalidInputError, match="Two calls of the loss of Samples 'odd'"):
-        solve(samples(squares, Augmented()).mean(), params=point(1.0, 1.0))
-
-
-def test_a_loss_that_mixes_the_samples_of_a_batch_is_refused():
-    loss = shaped(lambda losses: losses - losses.mean())  # the loss of a single sample is 0
-    error = refused(dif.InvalidInputError, lambda: fit_loss(loss), "depends on the other samples of its batch", "'odd'")
-    losses = Y**2  # the first two samples are evaluated alone, the others in half batches
-    whole, halves = losses - losses.mean(), torch.empty_like(losses)
-    for half in (slice(0, None, 2), slice(1, None, 2)):
-        halves[half] = losses[half] - losses[half].mean()
-    halves[:2] = 0
-    gap = float(((whole - halves).abs() / (1 + halves.abs())).max())
-    found = f"The loss of a sample of 'odd' changes by {gap:.3g} of its size when its batch has other samples."
-    assert error.found == found
-    assert error.allowed == "The relative change must be at most 1e-08."
-
-
-def test_an_error_inside_the_loss_names_the_samples():
-    with untouched():
-        error = refused(
-            UserCodeError,
-            lambda: fit_loss(lambda params, z: z[0] @ params["nope"]),
-            "The exception was raised by your code, or by torch inside it.",
-        )
-    assert error.found == "The loss of Samples 'odd' raised KeyError: 'nope'."
-    assert isinstance(error.__cause__, KeyError)
-
-
-UNUSED_MEANING = "The data say nothing about them, and the curvature in their direction is zero."
-
-
-def test_a_loss_that_uses_no_parameter_is_refused():
-    invalid(lambda: fit_loss(lambda p, z: z[1]), "depends on these parameters: w.", UNUSED_MEANING, "detach")
-
-
-def test_a_loss_that_hides_its_parameters_is_refused():
-    hidden = lambda p, z: (z[0] @ p["w"].detach() - z[1]) ** 2  # noqa: E731
-    text = "What torch returns is not the derivative, so neither a solution nor an influence can rest on it."
-    refused(dif.InvalidInputError, lambda: fit_loss(hidden), text, "gradient of the loss of Samples 'odd'", ".detach()")
-
-
-FUNCTIONS = {
-    "a number": (lambda p: 3.0, "returned a value of type float.", "one number, or one per row"),
-    "a matrix": (lambda p: torch.outer(p["w"], p["w"]), "The function 'odd' returned a tensor of shape (2, 2)."),
-    "nan": (lambda p: (p["w"] - 5).log().sum(), "The function 'odd' returned [nan].", "part of an objective"),
-    "infinite rows": (lambda p: 1 / p["w"], "[inf, inf]", "Start where the function is finite."),
-}
-
-
-@table(FUNCTIONS)
-def test_functions_are_checked(case):
-    fn, *expected = case
-    odd = dif.Function(fn, name="odd")
-    invalid(lambda: solve(TRAIN.mean(), [odd <= 1.0]), *expected)
-    if fn is not FUNCTIONS["infinite rows"][0]:
-        invalid(lambda: solve(TRAIN.mean() + odd), *expected)
-
-
-PROGRAMS = {
-    "missing name": (
-        lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0], of="v") <= 1.0]),
-        "there is no parameter 'v'",
-        "`of` must be one of w.",
-        "The tensor that A multiplies is not among the params.",
-    ),
-    "columns": (
-        lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0, 1.0]) <= 1.0]),
-        "`A` of linear(A) has 3 columns.",
-        "2, the number of scalars in the params",
-        "Each column multiplies one entry of θ.",
-    ),
-    "columns of one tensor": (
-        lambda: solve(TRAIN.mean(), [dif.linear([1.0], of="w") <= 1.0]),
-        "`A` of linear(A) has 1 columns.",
-        "2, the number of scalars in w",
-    ),
-    "bounds": (
-        lambda: solve(TRAIN.mean(), [EYE <= [1.0, 2.0, 3.0]]),
-        "combines vectors of 2 and 3 rows.",
-        "Functions and bounds in one expression",
-        "Check the rows of A against the length of b.",
-    ),
-    "vector objective": (
-        lambda: solve(EYE),
-        "The objective is a vector of length 2.",
-        "Only a single number can be minimised.",
-    ),
-    "vector added to the objective": (
-        lambda: solve(TRAIN.mean() + np.ones(3)),
-        "The objective is a vector of length 3.",
-    ),
-    "no iterations": (
-        lambda: solve(TRAIN.mean(), max_iter=0),
-        "max_iter=0, max_seconds=None",
-        "No iteration could be made within these limits.",
-    ),
-    "no time": (lambda: solve(TRAIN.mean(), max_seconds=0), "max_iter=20000, max_seconds=0", "Both must be positive"),
-    "no iterations to retrain": (
-        lambda: dif.Retraining(solution(), max_iter=0).change(TRAIN.remove(0)),
-        "max_iter=0, max_seconds=None",
-        "The limits are max_iter=0",
-    ),
-}
-
-
-@table(PROGRAMS)
-def test_programs_refuse(case):
-    invalid(*case)
-
-
-MULTIPLIERS = {
-    "too many": ([1.0, 2.0], "has 2 values.", "Every row of every constraint has one multiplier."),
-    "none": ([], "has 0 values.", "1 finite value, one per constraint row"),
-    "nan": (torch.tensor([NAN]), "has 1 value, 1 not finite.", "leave them out to have them recovered"),
-    "unknown name": (
-        {"caps": 1.0},
-        "unknown names ['caps'] and lacks the names ['cap']",
-        "Each constraint has its own multipliers.",
-        "one entry for each of ['cap']",
-    ),
-    "missing name": ({}, "`multipliers` has unknown names [] and lacks the names ['cap']."),
-}
-
-
-@table(MULTIPLIERS)
-@pytest.mark.parametrize("entry", [dif.Solution, lambda p, w, m: dif.fit(p, w, multipliers=m)], ids=["Solution", "fit"])
-def test_multipliers_are_checked(case, entry):
-    given, *expected = case
-    invalid(lambda: entry(PROBLEM, START, given), *expected)
-
-
-def test_multipliers_are_indexed_by_name_position_or_constraint():
-    found = solution().multipliers
-    assert found["cap"] == found[0] == found[CAP]
-    with pytest.raises(KeyError, match=r"There is no constraint 'lid'. The constraints are cap."):
-        found["lid"]
-    for number in (9, -2):
-        with pytest.raises(IndexError, match=f"There is no constraint {number}. The constraints are cap."):
-            found[number]
-    with pytest.raises(KeyError, match="There is no constraint None"):
-        found[None]
-    with pytest.raises(KeyError, match="not a constraint of this problem"):
-        found[TRAIN.mean() <= 1.0]
-
-
-def everywhere(perturbation, found, *texts):
-    """Check that change and scores of every estimator refuse the perturbation."""
-    for kind in ESTIMATORS:
-        invalid(lambda kind=kind: estimator(kind).change(perturbation), found, *texts)
-        invalid(lambda kind=kind: estimator(kind).scores(TRAIN.mean(), perturbation), found, *texts)
-
-
-FOREIGN_TERM = TRAIN.mean()
-
-
-FOREIGN_CONSTRAINT = TRAIN.mean() <= 1.0
-
-
-RESOLVED = {
-    "foreign samples": (
-        OTHER.remove(0),
-        "Samples 'other' cannot be perturbed: no term of the problem uses these samples.",
-        "Samples are told apart by identity.",
-        "take them from solution.problem.samples",
-    ),
-    "samples that a term does not use": (
-        TRAIN.remove(0, terms=[CAP]),
-        "The perturbation of 'train' is restricted to terms that do not use these samples.",
-        "Nothing would change.",
-    ),
-    "foreign constraint": (
-        FOREIGN_CONSTRAINT.shift(1.0),
-        "Constraint(Term(mean of train) <= 1)",
-        "Constraints are told apart by identity, and .named(...) makes a new one.",
-        "problem.constraints[j]",
-        "take them from solution.problem.constraints",
-    ),
-    "renamed constraint": (CAP.named("lid").shift(1.0), repr(CAP.named("lid")), ".named(...) makes a new one"),
-    "equal term": (
-        TRAIN.remove(0, terms=[FOREIGN_TERM]),
-        "Term(mean of train)",
-        "Terms are told apart by identity.",
-    ),
-    "equal constraint": (
-        TRAIN.reweight([1.0] * 8, terms=[FOREIGN_CONSTRAINT]),
-        repr(FOREIGN_CONSTRAINT),
-        "`terms` contains",
-    ),
-    "name of a term": (TRAIN.add((X[:1], Y[:1]), terms="objective"), "'objective'", "Use problem.objective"),
-    "rows of a shift": (CAP.shift([1.0, 2.0]), "The shift of cap has 2 values.", "A shift moves every row alike"),
-}
-
-
-@table(RESOLVED)
-def test_perturbations_that_are_not_of_the_problem_are_refused(case):
-    everywhere(*case)
-
-
-def test_removing_every_sample_of_a_term_is_refused():
-    everyone = "(remove train[0, 1, 2, 3, 4, 5, … 8 in all]) leaves no samples in 'mean of train'."
-    first = f"Perturbation 0 {everyone}"
-    everywhere(TRAIN.remove(range(8)), first, "A term without samples is not defined")
-    everywhere(TRAIN.remove(range(8), terms=[PROBLEM.objective], renormalise=False), first)
-    DIF = estimator(dif.DirectionalInfluence)
-    groups = TRAIN.remove_groups([[0], range(8)])
-    invalid(lambda: DIF.scores(TRAIN, groups), f"Perturbation 1 {everyone}", "restrict the removal")
-
-
-def masked():
-    """Return a problem with means over two halves of the samples, and its DIF estimator."""
-    problem = dif.Problem(TRAIN.mean(where=GROUP == 0), [(TRAIN.mean(where=GROUP == 1) <= 9.0).named("second half")])
-    return problem, dif.DirectionalInfluence(dif.fit(problem, START, show_progress=False))
-
-
-def test_removing_every_sample_of_a_constraint_is_refused_unless_terms_exclude_it():
-    problem, DIF = masked()
-    gone = "Perturbation 0 (remove train[4, 5, 6, 7]) leaves no samples in 'mean of 4 of train'."
-    invalid(lambda: DIF.change(TRAIN.remove([4, 5, 6, 7])), gone)
-    assert torch.equal(
-        DIF.change(TRAIN.remove([4, 5, 6, 7], terms=[problem.objective])).flat.abs(), torch.zeros(2).double()
-    )
-
-
-def test_membership_of_added_samples_must_be_known():
-    problem, DIF = masked()
-    new = (X[:1], Y[:1])
-    text = "Only you know whether a new sample is in a masked mean"
-    found = "The membership of the samples added to 'train' is unknown in mean of 4 of train"
-    invalid(lambda: DIF.change(TRAIN.add(new)), f"{found}, mean of 4 of train.", text)
-    objective = [problem.objective]
-    invalid(lambda: DIF.change(TRAIN.add(new, terms=objective)), f"{found}.", "Pass like=i")
-    assert torch.isfinite(DIF.change(TRAIN.add(new, like=0)).flat).all()
-
-
-class Half(nn.Module):
-    """A module that uses one of its two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.used, self.idle = nn.Linear(2, 1).double(), nn.Linear(2, 1).double()
-
-    def forward(self, x):
-        return self.used(x)
-
-
-HALF = Half()
-
-
-EXTRA = {**point(0.0, 0.0), "extra": torch.zeros(2, dtype=F64)}
-
-
-UNUSED = {
-    "dict": (lambda: solve(TRAIN.mean(), params=EXTRA), "extra"),
-    "dict with a ridge": (lambda: solve(TRAIN.mean() + dif.ridge(0.1), params=EXTRA), "extra"),
-    "module": (lambda: solve(samples(through).mean() + dif.ridge(0.1), params=HALF), "idle.weight, idle.bias"),
-}
-
-
-@table(UNUSED)
-def test_parameters_that_the_loss_does_not_use_are_refused_by_name(case):
-    action, names = case
-    found = f"No loss and no function other than a ridge depends on these parameters: {names}."
-    invalid(action, found, UNUSED_MEANING)
-
-
-TYPE_MEANING = "Counts and booleans have no derivative, and other types lose digits silently."
-
-
-@pytest.mark.parametrize(("change", "dtype"), [(torch.Tensor.long, "torch.int64"), (lambda x: x > 0, "torch.bool")])
-def test_a_loss_without_a_derivative_is_refused(change, dtype):
-    found = f"The loss of Samples 'odd' returned a tensor of {dtype}."
-    invalid(lambda: fit_loss(shaped(change)), found, TYPE_MEANING)
-
-
-def late_noise(params, z):
-    noise = torch.rand(len(z[1]), dtype=F64) * (torch.arange(len(z[1])) > 20)
-    return squares(params, z) * (1 + noise)
-
-
-def dropped_features(params, z):
-    return squares(params, (nn.functional.dropout(z[0], 0.5, training=True), z[1]))
-
-
-RANDOM = {
-    "augmentation": lambda: solve(samples(squares, Augmented()).mean(), params=point(1.0, 1.0)),
-    "augmentation, at θ = 0": lambda: solve(samples(squares, Augmented()).mean()),
-    "dropout of the features, at θ = 0": lambda: fit_loss(dropped_features),
-    "function": lambda: solve(
-        TRAIN.mean() + dif.Function(lambda p: (p["w"] * torch.rand(2, dtype=F64)).sum(), name="odd")
-    ),
-    "after the samples that are probed": lambda: fit_loss(late_noise, (drawn(40, 2), drawn(40))),
-}
-
-
-@table(RANDOM)
-def test_all_randomness_is_refused(case):
-    refused(dif.InvalidInputError, case, "odd", "random")
-
-
-def test_a_loss_seeded_inside_works():
-    def loss(params, z):
-        return squares(params, z) * (1 + torch.rand((), generator=torch.Generator().manual_seed(0), dtype=F64))
-
-    assert fit_loss(loss).converged
-
-
-KINDS = {
-    "loss of float32": lambda: fit_loss(shaped(torch.Tensor.float)),
-    "function of float32": lambda: solve(TRAIN.mean() + dif.Function(lambda p: p["w"].float().sum(), name="odd")),
-    "function of integers": lambda: solve(TRAIN.mean(), [dif.Function(lambda p: p["w"].long(), name="odd") <= 1.0]),
-    "params of float16": lambda: solve(
-        samples(squares, (X.half(), Y.half())).mean(), params={"w": torch.zeros(2, dtype=torch.half)}
-    ),
-    "all on the meta device": lambda: solve(
-        samples(squares, (X.to("meta"), Y.to("meta"))).mean(), params={"w": torch.zeros(2, dtype=F64, device="meta")}
-    ),
-    "new samples on another device": lambda: estimator(dif.DirectionalInfluence).change(
-        TRAIN.add((X[:1].to("meta"), Y[:1].to("meta")))
-    ),
-}
-
-
-@table(KINDS)
-def test_wrong_types_and_devices_are_refused(case):
-    refused(dif.InvalidInputError, case)
-
-
-def test_functions_must_have_the_type_of_the_parameters():
-    odd = dif.Function(lambda p: p["w"].float().sum(), name="odd")
-    found = "The function 'odd' returned a tensor of torch.float32."
-    invalid(lambda: solve(TRAIN.mean() + odd), found, TYPE_MEANING)
-
-
-def test_a_bare_batch_norm_is_refused_by_name():
-    refused(dif.InvalidInputError, lambda: solve(TRAIN.mean(), params=nn.BatchNorm1d(2).double()), "BatchNorm1d")
+@table(CASES)
+def test_refused(case):
+    action, found, *texts = case
+    invalid(action, found, *texts)
+
+
+def test_files_of_another_kind_are_refused(tmp_path):
+    singles(random=4).save(tmp_path / "singles.npz")
+    (tmp_path / "noise.npz").write_bytes(b"noise")
+    meaning = "It holds another kind of result, is damaged, or comes from a newer version."
+    for name, found in (("singles", "format 'dif leave-one-out agreement 1'"), ("noise", "cannot be read")):
+        invalid(lambda name=name: evaluation.RemovalCurve.load(tmp_path / f"{name}.npz"), found, meaning)
+    with pytest.raises(FileNotFoundError, match="There is no file"):
+        evaluation.DatamodellingScore.load(tmp_path / "missing.npz")

@@ -1,1 +1,1 @@
-"""Adapters to CVXPY, Cooper, scikit-learn and checkpoint files. They use only the public names of dif, no rooms."""
+"""Adapters to CVXPY, Cooper, scikit-learn, fairlearn and checkpoint files; they use the public names of dif only."""

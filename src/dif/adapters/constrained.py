@@ -14,72 +14,18 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
+from dif.adapters.influence_mixin import InfluenceMixin
 from dif.adapters.linear_models import (
-    build_params,
     build_ridge,
     build_samples,
     check_strength,
     logistic_loss,
+    read_index,
     squared_loss,
 )
 
 
-class _InfluenceMixin:
-    """What the constrained estimators share: fitting, `solution_` and `influence`."""
-
-    @property
-    def solution_(self) -> dif.Solution:
-        """The fitted problem with its parameters and multipliers, rebuilt from the fitted attributes."""
-        check_is_fitted(self, "coef_")
-        params = self._build_params(self.coef_, self.intercept_)
-        return dif.Solution(self._build_problem(), params, torch.as_tensor(self.multipliers_))  # type: ignore[attr-defined]
-
-    def influence(self, X: Any = None, y: Any = None, *, indices: Any = None) -> dif.Influence:
-        """Predict what would change without each training sample, without refitting.
-
-        Args:
-            X: Test samples, to predict the change of the loss of each. None: predict the change of every coefficient
-                and of the intercept.
-            y: Targets of the test samples.
-            indices: Indices of the training samples to remove, one at a time. None: all.
-
-        Returns:
-            Scores (training samples, test samples or coefficients), with `.top()`, `.to_frame()` and `.save()`.
-        """
-        solution = self.solution_
-        (train,) = solution.problem.samples
-        if X is None:
-            names = self._parameter_names()
-            rows = np.eye(len(names))
-            target: Any = [dif.linear(row, name=name).as_term() for row, name in zip(rows, names, strict=True)]
-        else:
-            target = dif.Samples(train.loss, self._read_test_samples(X, y), name="test")  # type: ignore[attr-defined]
-        return dif.DirectionalInfluence(solution).scores(target, train.remove_each(indices), show_progress=False)
-
-    def _parameter_names(self) -> list[str]:
-        """Return the names of the coefficients, and of the intercept if there is one."""
-        features = list(getattr(self, "feature_names_in_", range(len(self.coef_))))
-        group_column = getattr(self, "_group_column", None)
-        if group_column is not None and hasattr(self, "feature_names_in_"):
-            features.pop(group_column)
-        names = [f"coef[{feature}]" for feature in features]
-        return [*names, "intercept"] if self.fit_intercept else names  # type: ignore[attr-defined]
-
-    def _solve(self) -> None:
-        """Fit the problem and set the fitted attributes."""
-        start = self._build_params(np.zeros(self._X.shape[1]), 0.0)  # type: ignore[attr-defined]
-        solution = dif.fit(self._build_problem(), start, show_progress=False)  # type: ignore[attr-defined]
-        self.coef_ = solution.params["coef"].numpy()
-        self.intercept_ = float(solution.params["intercept"]) if "intercept" in solution.params else 0.0
-        self.multipliers_ = solution.lam.numpy()
-        self.kkt_residual_ = solution.kkt.residual
-        self.n_iter_ = 1  # scikit-learn requires this attribute
-
-    def _build_params(self, coef: Any, intercept: float) -> dict[str, Tensor]:
-        return build_params(coef, intercept if self.fit_intercept else None)  # type: ignore[attr-defined]
-
-
-class ConstrainedLinearRegression(_InfluenceMixin, RegressorMixin, BaseEstimator):
+class ConstrainedLinearRegression(InfluenceMixin, RegressorMixin, BaseEstimator):
     """Least squares under linear constraints on the coefficients: A_eq·coef = b_eq, A_ub·coef ≤ b_ub.
 
     Minimises Σ(yᵢ − xᵢ·coef − intercept)² + alpha‖coef‖².
@@ -119,6 +65,7 @@ class ConstrainedLinearRegression(_InfluenceMixin, RegressorMixin, BaseEstimator
 
     def fit(self, X: Any, y: Any) -> ConstrainedLinearRegression:
         """Solve the problem to a KKT residual of 1e-10."""
+        self._index = read_index(X)
         validated: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
         self._X, self._y = (np.array(part, dtype=np.float64) for part in validated)
         self._settings = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), check_strength(self.alpha, "alpha")
@@ -131,7 +78,7 @@ class ConstrainedLinearRegression(_InfluenceMixin, RegressorMixin, BaseEstimator
         return validate_data(self, X, dtype=np.float64, reset=False) @ self.coef_ + self.intercept_
 
     def _build_problem(self) -> dif.Problem:
-        risk = build_samples(squared_loss, self._X, self._y).sum()
+        risk = build_samples(squared_loss, self._X, self._y, self._index).sum()
         rows = []
         (A_eq, b_eq, A_ub, b_ub), alpha = self._settings
         for A, b, equal in ((A_eq, b_eq, True), (A_ub, b_ub, False)):
@@ -146,7 +93,7 @@ class ConstrainedLinearRegression(_InfluenceMixin, RegressorMixin, BaseEstimator
         return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
 
 
-class FairLogisticRegression(_InfluenceMixin, ClassifierMixin, BaseEstimator):
+class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
     """Logistic regression in which the mean loss of every group is at most the mean loss of all samples + tau.
 
     Minimises C·(sum of log-losses) + ½‖coef‖², as scikit-learn's LogisticRegression does.
@@ -177,6 +124,7 @@ class FairLogisticRegression(_InfluenceMixin, ClassifierMixin, BaseEstimator):
     def fit(self, X: Any, y: Any) -> FairLogisticRegression:
         """Solve the problem to a KKT residual of 1e-10."""
         check_classification_targets(y)
+        self._index = read_index(X)
         validated: Any = validate_data(self, X, y, dtype=np.float64 if self.group is None else None)
         X, y = validated
         group_column = self._find_group_column()
@@ -253,7 +201,7 @@ class FairLogisticRegression(_InfluenceMixin, ClassifierMixin, BaseEstimator):
         return check_array(np.delete(X, self._group_column, 1), dtype="float64"), members.astype(str)
 
     def _build_problem(self) -> dif.Problem:
-        train = build_samples(logistic_loss, self._X, self._y)
+        train = build_samples(logistic_loss, self._X, self._y, self._index)
         risk, (C, tau) = train.mean(), self._settings
         groups = enumerate(() if self.groups_ is None else self.groups_)
         rows = [(train.mean(where=self._group_index == g) <= risk + tau).named(str(name)) for g, name in groups]

@@ -19,7 +19,7 @@ from dif import InvalidInputError
 try:
     import cooper
 except ImportError as error:
-    raise ImportError('dif.adapters.cooper needs Cooper: pip install "dif[cooper]"') from error
+    raise ImportError('dif.adapters.cooper needs Cooper: pip install "directional-influence[cooper]"') from error
 
 Params = nn.Module | dict[str, Tensor]  # parameters that Cooper trains
 

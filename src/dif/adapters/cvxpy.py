@@ -27,7 +27,7 @@ try:
 
     from dif.adapters.parameter_terms import replace_parameter_terms
 except ImportError as error:
-    raise ImportError('dif.adapters.cvxpy needs CVXPY: pip install "dif[cvxpy]"') from error
+    raise ImportError('dif.adapters.cvxpy needs CVXPY: pip install "directional-influence[cvxpy]"') from error
 
 Array = NDArray[np.float64]  # dense, double precision
 _VALUE_TOLERANCE = 1e-3  # relative difference of two optimal values that count as equal

@@ -41,15 +41,24 @@ def build_ridge(strength: float) -> dif.Function:
     return dif.Function(lambda params: 0.5 * strength * (params["coef"] ** 2).sum(), name=f"½·{strength:g}‖coef‖²")
 
 
-def build_samples(loss: Any, X: Any, y: Any) -> dif.Samples:
-    """Build Samples "train" from the rows of X and their targets."""
-    target = torch.as_tensor(np.array(y))
-    return dif.Samples(loss, (torch.as_tensor(np.array(X, dtype=np.float64)), target), name="train")
+def read_index(X: Any) -> Any:
+    """Return the index of a pandas DataFrame, which results then show; None for other data."""
+    return X.index if hasattr(X, "columns") and hasattr(X, "index") else None
 
 
-def build_risk(loss: Any, X: Any, y: Any, weights: Any) -> dif.Term:
+def build_samples(loss: Any, X: Any, y: Any, index: Any = None) -> dif.Samples:
+    """Build Samples "train" from the rows of X, their targets and, unless it is None, the index of a DataFrame."""
+    rows: Any = np.array(X, dtype=np.float64)
+    if index is not None:
+        import pandas
+
+        rows = pandas.DataFrame(rows, index=index)
+    return dif.Samples(loss, (rows, torch.as_tensor(np.array(y))), name="train")
+
+
+def build_risk(loss: Any, X: Any, y: Any, weights: Any, index: Any = None) -> dif.Term:
     """Build the sum of the losses, weighted unless weights is None."""
-    train = build_samples(loss, X, y)
+    train = build_samples(loss, X, y, index)
     return train.sum() if weights is None else train.weighted(np.asarray(weights, dtype=float))
 
 

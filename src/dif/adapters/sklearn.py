@@ -14,7 +14,9 @@ try:
     from sklearn.linear_model import LinearRegression, LogisticRegression, LogisticRegressionCV, Ridge
     from sklearn.utils.validation import check_is_fitted, check_X_y, validate_data  # noqa: F401 (since 1.6)
 except ImportError as error:
-    raise ImportError('dif.adapters.sklearn needs scikit-learn 1.6 or newer: pip install "dif[sklearn]"') from error
+    raise ImportError(
+        'dif.adapters.sklearn needs scikit-learn 1.6 or newer: pip install "directional-influence[sklearn]"'
+    ) from error
 
 from dif.adapters.constrained import ConstrainedLinearRegression, FairLogisticRegression
 from dif.adapters.linear_models import (
@@ -23,6 +25,7 @@ from dif.adapters.linear_models import (
     build_risk,
     check_strength,
     logistic_loss,
+    read_index,
     softmax_loss,
     squared_loss,
 )
@@ -74,8 +77,8 @@ def solution_of(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None, po
 def _read_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
     """Return the problem that a LinearRegression or Ridge solves, and its fitted parameters."""
     check_is_fitted(estimator, "coef_")
-    X, y = check_X_y(X, y, dtype="float64", y_numeric=True)
-    risk = build_risk(squared_loss, X, y, sample_weight)
+    index, (X, y) = read_index(X), check_X_y(X, y, dtype="float64", y_numeric=True)
+    risk = build_risk(squared_loss, X, y, sample_weight, index)
     alpha = check_strength(getattr(estimator, "alpha", 0.0), "alpha")
     params = build_params(np.reshape(estimator.coef_, -1), estimator.intercept_ if estimator.fit_intercept else None)
     bounds = [(dif.linear(np.eye(X.shape[1]), of="coef") >= 0.0).named("positive")] if estimator.positive else []
@@ -85,7 +88,7 @@ def _read_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple
 def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
     """Return the problem that a LogisticRegression solves, and its fitted parameters."""
     check_is_fitted(estimator, "coef_")
-    X, y = check_X_y(X, y, dtype="float64")
+    index, (X, y) = read_index(X), check_X_y(X, y, dtype="float64")
     if estimator.l1_ratio or getattr(estimator, "penalty", None) in ("l1", "elasticnet"):
         raise InvalidInputError(
             f"The LogisticRegression has l1_ratio={estimator.l1_ratio}.",
@@ -112,7 +115,7 @@ def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tupl
     binary = len(estimator.classes_) == 2
     unweighted = sample_weight is None and estimator.class_weight is None
     labels = 2.0 * class_index - 1.0 if binary else class_index
-    risk = build_risk(logistic_loss if binary else softmax_loss, X, labels, None if unweighted else weights)
+    risk = build_risk(logistic_loss if binary else softmax_loss, X, labels, None if unweighted else weights, index)
     intercept = estimator.intercept_ if estimator.fit_intercept else None
     if binary:
         params = build_params(estimator.coef_[0], None if intercept is None else intercept[0])

@@ -15,6 +15,7 @@ from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.term import Constraint
 from dif.runtime.inputs import as_numbers
+from dif.runtime.text_table import TextTable
 from dif.solving.continuation import Event, PathPoint
 
 
@@ -50,10 +51,22 @@ class BoundCurve:
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('to_frame needs pandas: pip install "dif[pandas]"') from error
+            raise ImportError('to_frame needs pandas: pip install "directional-influence[pandas]"') from error
         columns = {"objective": self.objective.numpy(), "price": self.price.numpy()}
         columns |= {name: self.values[:, t].numpy() for t, name in enumerate(self.targets)}
         return pandas.DataFrame(columns, index=pandas.Index(self.bounds.numpy(), name=f"bound of {self.constraint}"))
+
+    def plot(self, ax: Any = None, target: int | str | None = None) -> Any:
+        """Plot the price of the constraint, or a target, against the bound, on new axes if `ax` is None."""
+        from dif.plots import bound_curve
+
+        return bound_curve(self, ax, target)
+
+    def __str__(self) -> str:
+        columns = [self.bounds, self.objective, self.price, *self.values.T]
+        rows = tuple(tuple(f"{float(x):.6g}" for x in row) for row in zip(*columns, strict=True))
+        table = TextTable(("bound", "objective", "price", *self.targets), rows, left=0)
+        return "\n".join([f"Curve of the bound of {self.constraint}", str(table), *map(str, self.kinks), *self.lost])
 
 
 def bound_curve(
@@ -71,7 +84,7 @@ def bound_curve(
         solution: A certified solution; its own bound may lie anywhere among the others.
         constraint: A constraint of its problem, with one row.
         bounds: Right-hand sides, as in the constraint as it is written.
-        target: A Term, a list of Terms, or Samples, whose values are computed along the curve.
+        target: A Term, a list or dict of Terms, or Samples, whose values are computed along the curve.
         tol: Relative KKT residual of every point (None: 1e-10 in float64).
         max_steps: Limit on steps, each a gradient and a solve, to either side.
 

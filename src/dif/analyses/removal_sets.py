@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from dif.derivatives.program import Program
+from dif.derivatives.weight_change import find_indispensable
 from dif.errors import DifError, InvalidInputError, NotConvergedError
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence
-from dif.evaluation.program import Program
-from dif.evaluation.weight_change import find_indispensable
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.samples import Samples, expect_samples

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from dif.derivatives.weight_change import find_indispensable
 from dif.errors import InvalidInputError
 from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.influence import Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.protocol import Estimator
-from dif.evaluation.weight_change import find_indispensable
 from dif.optimality.solution import Solution
 from dif.problem.samples import Samples, expect_samples
 from dif.runtime.progress import progress

@@ -8,15 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
 from dif.estimators.assessment import Assessor, ErrorEstimate, warn_unanswered
+from dif.estimators.change import Change
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.first_order import describe_solution
-from dif.estimators.influence import Change, Influence
+from dif.estimators.influence import Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
 from dif.estimators.scoring import Out, ScoredChunk, Scoring
-from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.batched_program import BatchedProgram
+from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, FirstOrderWarning, InvalidInputError, warn
 from dif.estimators.influence import TRUSTED
-from dif.evaluation.batched_program import BatchedProgram
-from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation

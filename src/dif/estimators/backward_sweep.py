@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dif.derivatives.fingerprint import hash_all
+from dif.derivatives.step import State
+from dif.derivatives.weight_change import Direction
 from dif.estimators.fingerprint import hash_direction, hash_solution, hash_targets
 from dif.estimators.rerun import runs_at_once
 from dif.estimators.training_weights import Record, RunPerturbation
-from dif.evaluation.fingerprint import hash_all
-from dif.evaluation.step import State
-from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
 from dif.problem.structure import leaves, map_tensors
 from dif.runtime.atomic_file import open_atomically

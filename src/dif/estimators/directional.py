@@ -8,12 +8,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from dif.derivatives.weight_change import check_perturbation
 from dif.errors import DegenerateError, InvalidInputError
+from dif.estimators.change import Change
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.estimators.influence import Change, Influence
+from dif.estimators.influence import Influence
 from dif.estimators.linearisation import Linearisation
 from dif.estimators.reach import rows_within_reach
-from dif.evaluation.weight_change import check_perturbation
 from dif.linalg.cholesky import Solver
 from dif.optimality.active_set import Margin
 from dif.optimality.kkt_system import KKTSystem

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import torch
 
-from dif.evaluation.fingerprint import READ, encode_rows, encode_samples, encode_tensor, fingerprint_program, hash_all
-from dif.evaluation.weight_change import Direction
+from dif.derivatives.fingerprint import READ, encode_rows, encode_samples, encode_tensor, fingerprint_program, hash_all
+from dif.derivatives.weight_change import Direction
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.structure import leaves

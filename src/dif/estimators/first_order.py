@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.weight_change import Direction, check_perturbation, split_perturbation
 from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
-from dif.estimators.influence import Change, Influence
+from dif.estimators.change import Change
+from dif.estimators.influence import Influence
 from dif.estimators.linearisation import Linearisation
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
-from dif.evaluation.weight_change import Direction, check_perturbation, split_perturbation
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
@@ -68,11 +69,11 @@ class FirstOrderEstimator:
         """Predict the change of each target under each perturbation, qᵀΔθ. Keywords as in `dif.Estimator`.
 
         Args:
-            target: A Term, a list of Terms, or Samples (one target per sample).
+            target: A Term, a list of Terms, a dict of Terms by name, or Samples (one target per sample).
             perturbations: One or many.
             out: File for the scores, ending in .npy or .zarr.
             jobs: Processes that share the work.
-            show_progress: Show a progress bar on a terminal.
+            show_progress: Show a progress bar on a terminal or in a notebook.
             assess: Number of the strongest predictions, and of random others, whose error is estimated:
                 `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
                 cannot be trusted. 0 skips this.

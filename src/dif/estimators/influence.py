@@ -1,11 +1,10 @@
-"""Results: the change under one perturbation, and the scores of many."""
+"""The scores of many perturbations."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -13,32 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
-from dif.evaluation.program import PerConstraint, Program
+from dif.estimators.influence_file import describe_scores, read_scores, write_description, write_scores
+from dif.estimators.influence_text import MOST_TARGETS, format_html, format_summary
+from dif.estimators.selection import find_rows, match_rows, pick_diagnostics
+from dif.optimality.solution import Solution
+from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.atomic_file import open_atomically
 from dif.runtime.inputs import as_index
-from dif.runtime.score_file import Values, companion_path, intact_chunks, is_filled_in_chunks, open_values, read_journal
+from dif.runtime.score_file import Values
 
-_FORMAT = "dif influence 1"  # name and version of the file format
-_LABELS = 4096  # labels written at once, to save memory
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
-
-
-@dataclass(frozen=True, eq=False)
-class Change:
-    """The change of the parameters and multipliers, Δθ and Δλ, under one perturbation."""
-
-    theta: dict[str, Tensor]  # Δθ in the structure of the params
-    multipliers: PerConstraint  # Δλ per constraint
-    flat: Tensor  # Δθ as one vector
-    diagnostics: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, program: Program, moved: Tensor, priced: Tensor, diagnostics: dict[str, Any]) -> Change:
-        """Build from Δθ, (d,), and Δλ, (m,)."""
-        return cls(program.parameters.tensors(moved), PerConstraint.of(program, priced), moved, diagnostics)
 
 
 @dataclass(frozen=True)
@@ -48,6 +33,15 @@ class Ranked:
     index: int
     label: str
     value: float
+    name: Any = None  # label of the sample in the index of the user's DataFrame; None without a DataFrame
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What scores were computed from."""
+
+    solution: Solution
+    targets: Targets
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +49,9 @@ class Influence:
     """The change of T targets under P perturbations, each carried out in full, in the target's own units.
 
     A score of +0.02 on a test loss says that the perturbation raises that loss by about 0.02.
+
+    Select some of the perturbations by position, label or mask: `influence[3:10]`, `influence["train[17]"]`,
+    `influence[mask]`. If the data were a pandas DataFrame, its index is shown, and text in it is a label, too.
     """
 
     stored: Values  # (P, T), on the CPU or on disk
@@ -62,6 +59,8 @@ class Influence:
     targets: tuple[str, ...]
     estimator: str
     diagnostics: dict[str, Any] = field(default_factory=dict)
+    saved_index: tuple[Any, ...] | None = None  # the index where read from a file
+    origin: Origin | None = None  # None where read from a file, and for scores that belong to no solution
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -74,6 +73,23 @@ class Influence:
     def rows(self, begin: int, end: int) -> Tensor:
         """Return the scores of consecutive perturbations, (end − begin, T); of a .zarr only these are read."""
         return self.stored[begin:end]
+
+    def __getitem__(self, key: Any) -> Influence:
+        """Select perturbations by an integer, a slice, a mask, a label, or a list of integers or labels.
+
+        The result keeps targets, labels and diagnostics; what these say of the whole computation, such as `trusted`,
+        stays as it is.
+        """
+        rows = find_rows(key, self.perturbations, self.index)
+        kept = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else None
+        labels = tuple(self.perturbations[row] for row in rows)
+        return replace(
+            self,
+            stored=self.stored[rows] if isinstance(self.stored, Tensor) else self.stored.pick(rows),
+            carried_out=labels if kept is None else kept,
+            diagnostics=pick_diagnostics(self.diagnostics, rows, labels),
+            saved_index=None if self.saved_index is None else tuple(self.saved_index[row] for row in rows),
+        )
 
     @property
     def expected_error(self) -> Tensor:
@@ -101,46 +117,97 @@ class Influence:
         """Label of each perturbation."""
         return tuple(self.carried_out.labels) if isinstance(self.carried_out, Perturbation) else self.carried_out
 
+    @cached_property
+    def index(self) -> Any:
+        """Label of each removed sample in the index of the user's DataFrame; None without a DataFrame."""
+        return self.carried_out.index if isinstance(self.carried_out, Perturbation) else self.saved_index
+
     def top(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that change a target most, in absolute value, largest first."""
-        if isinstance(target, str) and target in self.targets:
-            target = self.targets.index(target)
-        number, position, T = as_index(k), as_index(target), len(self.targets)
+        column = self._column("top", k, target)
+        return self._rank(column, torch.nan_to_num(column.abs(), nan=-1.0), k)  # those without an answer come last
+
+    def proponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
+        """Return the k perturbations that raise a target most, those that do not raise it left out.
+
+        Of a loss, these removals are of the samples that helped most: the loss is higher without them.
+        """
+        column = self._column("proponents", k, target)
+        return self._rank(column, column, min(k, int((column > 0).sum())))
+
+    def opponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
+        """Return the k perturbations that lower a target most, those that do not lower it left out.
+
+        Of a loss, these removals are of the samples that harmed most: the loss is lower without them.
+        """
+        column = self._column("opponents", k, target)
+        return self._rank(column, -column, min(k, int((column < 0).sum())))
+
+    def _rank(self, column: Tensor, size: Tensor, k: int) -> list[Ranked]:
+        """Return the k perturbations with the largest size; NaN comes last."""
+        order = torch.argsort(torch.nan_to_num(size, nan=-float("inf")), descending=True, stable=True)[:k].tolist()
+        names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
+        return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
+
+    def _column(self, method: str, k: int, target: int | str) -> Tensor:
+        """Return the scores of one target, (P,), after checking the arguments of a ranking."""
+        place = self.targets.index(target) if isinstance(target, str) and target in self.targets else target
+        number, position, T = as_index(k), as_index(place), len(self.targets)
         if number is None or number < 1 or position is None or not -T <= position < T:
             raise InvalidInputError(
-                f"`top` was called with k = {k} and target {target!r}.",
+                f"`{method}` was called with k = {k} and target {target!r}.",
                 f"`k` must be an integer of at least 1, and `target` a number from 0 to {T - 1} or a name.",
                 "There is no such ranking.",
                 f"Choose one of the targets {', '.join(self.targets[:5])}{', …' if T > 5 else ''}.",
             )
-        column = self.stored[:, position]
-        size = torch.nan_to_num(column.abs(), nan=-1.0)  # perturbations without an answer come last
-        order = torch.argsort(size, descending=True, stable=True)[:number].tolist()
-        return [Ranked(i, self.perturbations[i], float(column[i])) for i in order]
+        return self.stored[:, position]
 
     def compare(self, other: Influence) -> Agreement:
-        """Measure the agreement with the scores of another estimator (for example `Retraining`)."""
-        same = isinstance(other, Influence) and self.targets == other.targets
-        if not same or self.perturbations != other.perturbations:
+        """Measure the agreement with the scores of another estimator (for example `Retraining`).
+
+        Perturbations and targets are matched by label. One of the two may have scored fewer perturbations, such as the
+        top of the ranking, which is then compared.
+        """
+        matched = self._match(other) if isinstance(other, Influence) else None
+        if matched is None:
             found = f"The object to compare with is of type {type(other).__name__}."
             if isinstance(other, Influence):
                 shapes = [f"{len(influence)} × {len(influence.targets)}" for influence in (self, other)]
                 found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and their labels differ."
             raise InvalidInputError(
                 found,
-                "Both must be an Influence of the same perturbations and targets in the same order.",
+                "Both must be an Influence of the same targets, and the perturbations of one among those of the other.",
                 "Agreement is measured score by score.",
                 "Score the same perturbations and targets with both estimators.",
             )
-        return Agreement.of(self.values, other.values)
+        return Agreement.of(*matched)
+
+    def _match(self, other: Influence) -> tuple[Tensor, Tensor] | None:
+        """Return the scores that both have, in the same order; None where they cannot be matched by label."""
+        columns: list[int] | None = list(range(len(self.targets)))
+        if self.targets != other.targets:
+            columns = match_rows(other.targets, self.targets) if len(self.targets) == len(other.targets) else None
+        if columns is None:
+            return None
+        mine, others = self.values, other.values[:, columns]
+        if self.perturbations == other.perturbations:
+            return mine, others
+        if len(self) >= len(other):
+            rows = match_rows(self.perturbations, other.perturbations)
+            return None if rows is None else (mine[rows], others)
+        rows = match_rows(other.perturbations, self.perturbations)
+        return None if rows is None else (mine, others[rows])
 
     def to_frame(self) -> Any:
-        """Return a pandas DataFrame with one row per perturbation and one column per target."""
+        """Return a pandas DataFrame with one row per perturbation and one column per target.
+
+        Its index is that of the user's data, where these were a DataFrame and single samples are removed.
+        """
         try:
             import pandas
         except ImportError as error:
-            raise ImportError('to_frame needs pandas. Install it: pip install "dif[pandas]"') from error
-        index = pandas.Index(self.perturbations, name="perturbation")
+            raise ImportError('to_frame needs pandas: pip install "directional-influence[pandas]"') from error
+        index = pandas.Index(self.perturbations, name="perturbation") if self.index is None else self.index
         return pandas.DataFrame(self.values.numpy(), index=index, columns=list(self.targets))
 
     def metrics(self) -> dict[str, float]:
@@ -160,25 +227,58 @@ class Influence:
                 numbers[name] = float(value)
         return numbers
 
-    def _about(self, **more: Any) -> Iterator[str]:
-        """Yield everything but the values as JSON, chunk by chunk, so that a million labels need little memory."""
-        about = {"format": _FORMAT, "estimator": self.estimator, "diagnostics": self.diagnostics, **more}
-        yield json.dumps(about | {"targets": self.targets})[:-1] + ', "perturbations": ['
-        for begin in range(0, len(self), _LABELS):
-            chunk = self.carried_out[begin : min(begin + _LABELS, len(self))]
-            labels = chunk.labels if isinstance(chunk, Perturbation) else list(chunk)
-            yield (", " if begin else "") + json.dumps(labels)[1:-1]
-        yield "]}"
+    def summary(self, k: int = 5) -> str:
+        """Return a readable summary: whether to trust the scores, their size, and the k largest for each target."""
+        tops = [self.top(k, t) for t in range(min(len(self.targets), MOST_TARGETS))]
+        return format_summary(repr(self), self._trust(), self.targets, self.values, tops)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: whether to trust the scores, and the largest on the first target."""
+        return format_html(repr(self), self._trust(), self.targets, self.values, self.top() if self.targets else [])
+
+    def _trust(self) -> str:
+        """Return one sentence about how far the scores can be trusted; empty if none was assessed."""
+        assessment, text = self.diagnostics.get("assessment"), ""
+        if assessment is not None and assessment["pooled"] is None:
+            text = f"NOT trusted: no error could be estimated ({assessment['failed']})."
+        elif assessment is not None:
+            verdict = "Trusted" if self.trusted else "NOT trusted"
+            text = f"{verdict}: the estimated relative error is {assessment['pooled']:.2g}."
+        if self.unanswered:
+            text += f" {self.unanswered[0]} without an answer (NaN): {self.unanswered[1]}"
+        return text.strip()
+
+    def plot(self, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None) -> Any:
+        """Draw the k largest scores on a target as bars, on new axes if `ax` is None; return the axes."""
+        from dif.plots import ranking
+
+        return ranking(self, ax, k, target, names)
+
+    def report(
+        self, path: str | os.PathLike[str], *, features: Any = None, names: Any = None, groups: Any = None,
+        images: Any = None, title: str = "Influence", retrained: Influence | None = None,
+    ) -> None:  # fmt: skip
+        """Write one HTML file about these scores; it works offline. `dif.report.write_report` explains the arguments.
+
+        Raises:
+            InvalidInputError: Where the scores were read from a file; `write_report` takes the solution, too.
+        """
+        from dif.report.builder import write_report
+
+        write_report(
+            path, self, features=features, names=names, groups=groups, images=images, title=title, retrained=retrained
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all to one file (npz, no pickle); an interrupted write leaves the old file as it is."""
-        with open_atomically(path) as file:
-            np.savez(file, values=self.values.numpy(), about=np.array("".join(self._about())))
+        write_scores(path, self.values.numpy(), self._about())
 
     def describe(self, path: str | os.PathLike[str], record: dict[str, Any] | None = None) -> None:
         """Write everything but the values to a JSON file next to the file of values, which scoring fills."""
-        with open_atomically(companion_path(path)) as file:
-            file.writelines(chunk.encode() for chunk in self._about(streamed=record))
+        write_description(path, self._about(streamed=record))
+
+    def _about(self, **more: Any) -> Any:
+        return describe_scores(self.estimator, self.diagnostics, self.targets, self.carried_out, self.index, **more)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:
@@ -187,43 +287,9 @@ class Influence:
         The latter stays on disk and is read as needed. It may be read while scoring still fills it: rows to come are
         NaN, and `diagnostics["rows"]` is the number of finished rows.
         """
-        if not os.path.exists(path):
-            raise FileNotFoundError(f"There is no influence file {os.fspath(path)!r}.")
-        try:
-            if is_filled_in_chunks(path):
-                about = json.loads(companion_path(path).read_text())
-                values = open_values(path)
-            else:
-                with np.load(path, allow_pickle=False) as file:
-                    values, about = torch.as_tensor(file["values"]), json.loads(str(file["about"]))
-            written_as, shape = about["format"], (len(about["perturbations"]), len(about["targets"]))
-            fields = {key: about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")}
-        except ImportError:
-            raise
-        except Exception as error:
-            raise _unreadable_error(path, f"{type(error).__name__}: {error}") from error
-        if written_as != _FORMAT or tuple(values.shape) != shape:
-            raise _unreadable_error(path, f"format {written_as!r} with values of shape {tuple(values.shape)}")
-        if is_filled_in_chunks(path):
-            _, pieces = read_journal(path) or ({}, [])
-            good = intact_chunks(values, pieces)
-            rows = good[-1]["end"] if good else 0
-            if len(good) < len(pieces):
-                raise _unreadable_error(path, f"values from row {rows} on differ from those that were written")
-            fields["diagnostics"] = {**fields["diagnostics"], "rows": rows}
-        return cls(
-            values, tuple(fields["perturbations"]), tuple(fields["targets"]), fields["estimator"], fields["diagnostics"]
-        )
+        found = read_scores(path)
+        return cls(found.values, found.perturbations, found.targets, found.estimator, found.diagnostics, found.index)
 
     def __repr__(self) -> str:
-        return f"Influence({self.estimator}: {len(self)} perturbations × {len(self.targets)} targets)"
-
-
-def _unreadable_error(path: str | os.PathLike[str], reason: str) -> InvalidInputError:
-    """Build the error for a file that is no sound influence file."""
-    return InvalidInputError(
-        f"The influence file {os.fspath(path)!r} cannot be read ({reason}).",
-        f"It must have the format {_FORMAT!r}.",
-        "It was not written by Influence.save, is damaged, or comes from a newer version.",
-        "Save the influence again, or update dif.",
-    )
+        size = f"{count_words(len(self), 'perturbation')} × {count_words(len(self.targets), 'target')}"
+        return f"Influence({self.estimator}: {size})"

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.weight_change import Direction, split_perturbation
 from dif.errors import DegenerateError
-from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.hessian import Curvature
+from dif.derivatives.weight_change import Direction, check_perturbation
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.change import Change
 from dif.estimators.first_order import describe_solution
-from dif.estimators.influence import Change, Influence
+from dif.estimators.influence import Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
-from dif.evaluation.hessian import Curvature
-from dif.evaluation.weight_change import Direction, check_perturbation
 from dif.linalg.cholesky import Solver
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.operator import Matrix, Operator

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dif.errors import DifError, InvalidInputError, few
+from dif.estimators.change import Change
 from dif.estimators.first_order import describe_solution
-from dif.estimators.influence import Change, Influence
+from dif.estimators.influence import Influence
 from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, expect_solution

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dif.derivatives.hessian import Curvature
 from dif.errors import DegenerateError, NotConvergedError
 from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.linearisation import Linearisation
-from dif.evaluation.hessian import Curvature
-from dif.linalg.cholesky import DenseCholesky, prepare
+from dif.linalg.cholesky import DenseCholesky, Solver, prepare
 from dif.linalg.operator import Matrix
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.residuals import Scales
@@ -36,13 +36,14 @@ class PenaltyInfluence(FirstOrderEstimator):
         at_minimiser: Differentiate at the penalised minimiser instead of at θ̄.
         damping: δ in H + δI. It changes the answer and is reported.
         strict: Raise where the point is not a solution; False records it instead.
+        solver: Builds a solver for H (None: Cholesky up to a few thousand parameters, conjugate gradients above).
     """
 
     name = "penalty IF"
 
     def __init__(
         self, solution: Solution, rho: float = 100.0, k: float = 100.0, *, at_minimiser: bool = False,
-        damping: float = 0.0, strict: bool = True,
+        damping: float = 0.0, strict: bool = True, solver: Solver = None,
     ) -> None:  # fmt: skip
         for name, weight in (("rho", rho), ("k", k)):
             check_number(
@@ -62,8 +63,8 @@ class PenaltyInfluence(FirstOrderEstimator):
         plain = Curvature(program.rows, at.theta, weights) if bool(weights[1:].any()) else at.objective_curvature
         H = plain.with_rows(at.G, stiffness)
         every = torch.arange(program.m, device=at.theta.device)
-        solver, _ = prepare(H, at.G[:0], damping=self.damping)
-        system = KKTSystem(H, at.G, torch.ones_like(every).bool(), stiffness, solver)
+        prepared, _ = prepare(H, at.G[:0], damping=self.damping, solver=solver)
+        system = KKTSystem(H, at.G, torch.ones_like(every).bool(), stiffness, prepared)
         self.linearisation = Linearisation(at, weights, system, every, None)
 
     def linearise(self, perturbations: Perturbation) -> Linearisation:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any, Protocol, runtime_checkable
 
-from dif.estimators.influence import Change, Influence
+from dif.estimators.change import Change
+from dif.estimators.influence import Influence
 from dif.problem.perturbation import Perturbation
 
 
@@ -39,11 +40,11 @@ class Estimator(Protocol):
         """Predict the change of each target under each perturbation.
 
         Args:
-            target: A Term, a list of Terms, or Samples (one target per sample).
+            target: A Term, a list of Terms, a dict of Terms by name, or Samples (one target per sample).
             perturbations: One or many.
             out: File for the scores, ending in .npy or .zarr, filled as they are computed. After an interruption the
                 same call resumes.
             jobs: Processes that share the work (joblib; its `parallel_config` chooses the backend).
-            show_progress: Show a progress bar on a terminal.
+            show_progress: Show a progress bar on a terminal or in a notebook.
         """
         ...

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dif.derivatives.weight_change import Direction, split_perturbation
 from dif.estimators.linearisation import Linearisation
-from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.problem.perturbation import Perturbation
 
 _PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from dif.derivatives.cost import cost
+from dif.derivatives.step import State
 from dif.estimators.training_weights import RunPerturbation
-from dif.evaluation.cost import cost
-from dif.evaluation.step import State
 from dif.problem.perturbation import Perturbation
 from dif.problem.structure import leaves, map_tensors
 from dif.runtime.memory import numbers_at_once

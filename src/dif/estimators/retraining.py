@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Container, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import torch
 
+from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, NotConvergedError
+from dif.estimators.change import Change
 from dif.estimators.first_order import describe_residuals
-from dif.estimators.influence import Change, Influence
+from dif.estimators.influence import Influence
 from dif.estimators.rerun import rerun, runs_at_once
 from dif.estimators.retraining_cache import RetrainingCache
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
-from dif.evaluation.weight_change import Direction
 from dif.optimality.solution import Solution, expect_solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.problem.sample_losses import PLAIN_ATTENTION
+from dif.problem.sample_losses import HARMLESS
 from dif.runtime.limits import Limits
 from dif.runtime.user_code import is_unsupported
 from dif.runtime.workers import check_jobs, run_unordered
@@ -119,7 +121,8 @@ class Retraining:
 
         scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
         scoring.check()
-        return scoring.run(score, 1)
+        influence = scoring.run(score, 1)
+        return influence if self._run is None else replace(influence, origin=None)  # the end of a run solves nothing
 
     def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""
@@ -200,7 +203,7 @@ class Retraining:
         Yields nothing where the model cannot be mapped over parameters.
         """
         at, batched = self.solution, self._batched
-        if batched is None or any(table.samples.fallbacks - {PLAIN_ATTENTION} for table in at.program.rows.tables):
+        if batched is None or any(table.samples.fallbacks - HARMLESS for table in at.program.rows.tables):
             return
         partly = lambda share: Direction(at.program, share * direction.perturbation).stack_programs()  # noqa: E731
         try:

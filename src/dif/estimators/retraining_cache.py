@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from dif.derivatives.fingerprint import hash_all
+from dif.derivatives.weight_change import Direction, split_perturbation
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution
-from dif.evaluation.fingerprint import hash_all
-from dif.evaluation.weight_change import Direction, split_perturbation
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically

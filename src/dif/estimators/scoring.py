@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.fingerprint import hash_all
+from dif.derivatives.weight_change import Direction, split_perturbation
 from dif.errors import InvalidInputError
 from dif.estimators.fingerprint import hash_direction, hash_solution, hash_targets
-from dif.estimators.influence import Influence
-from dif.evaluation.fingerprint import hash_all
-from dif.evaluation.weight_change import Direction, split_perturbation
+from dif.estimators.influence import Influence, Origin
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
@@ -79,7 +79,14 @@ class Scoring:
         count = len(self.perturbations)
         shape = (count, len(self.targets.names))
         sheet = MemoryScores(shape) if self.out is None else FileScores(self.out, shape, self._fingerprint(), size)
-        influence = Influence(sheet.values, self.perturbations, self.targets.names, self.name, dict(self.diagnostics))
+        influence = Influence(
+            sheet.values,
+            self.perturbations,
+            self.targets.names,
+            self.name,
+            dict(self.diagnostics),
+            origin=Origin(self.at, self.targets),
+        )
         if sheet.done < count:
             if isinstance(sheet, FileScores):
                 influence.describe(sheet.path)  # so that the file can be read while it grows

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dif.derivatives.step import Batch, Part, WeightGradients, Weights, default_weights
+from dif.derivatives.weight_change import Direction
 from dif.errors import InvalidInputError
-from dif.evaluation.step import Batch, Part, WeightGradients, Weights, default_weights
-from dif.evaluation.weight_change import Direction
 from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
 from dif.problem.structure import describe
 from dif.solving.run import Loop, fetch

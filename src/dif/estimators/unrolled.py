@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dif.derivatives.step import Weights, default_weights
+from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, InvalidInputError
 from dif.estimators.backward_sweep import sweep_back
-from dif.estimators.influence import Change, Influence
+from dif.estimators.change import Change
+from dif.estimators.influence import Influence
 from dif.estimators.rerun import rerun
 from dif.estimators.scoring import Out, ScoredChunk, Scoring, differences
 from dif.estimators.training_weights import RunPerturbation
-from dif.evaluation.step import Weights, default_weights
-from dif.evaluation.weight_change import Direction
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
 from dif.problem.structure import map_tensors
@@ -107,7 +109,7 @@ class UnrolledInfluence:
 
         scoring = Scoring(self.name, self.run.point, targets, perturbations, {"since": self.since}, out, False)
         scoring.check()
-        return scoring.run(score, len(perturbations))
+        return replace(scoring.run(score, len(perturbations)), origin=None)  # the end of a run solves nothing
 
     def by_term(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """Return through which row each perturbation acts on one target: the objective and each constraint."""

@@ -1,0 +1,126 @@
+"""Select rows of scores: by position, slice, mask or label."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dif.errors import InvalidInputError, few
+from dif.runtime.inputs import as_index
+
+_BY_LABEL = ("unanswered", "failed", "crossed", "events")  # diagnostics with an entry for some perturbations, by label
+_BY_ROW = ("residuals", "remainders", "by")  # diagnostics with an entry for each perturbation, in order
+
+
+def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
+    """Return the numbers of the rows that a key in square brackets selects.
+
+    Args:
+        key: An integer, a slice, a mask, a label, or a list of integers or labels. A label is that of a perturbation
+            ("remove train[17]"), the same without its verb ("train[17]"), or text in the index of a data frame.
+        labels: Labels of the perturbations.
+        index: Label of each row in the index of the user's data frame, or None.
+
+    Raises:
+        IndexError: Where an integer is out of range.
+    """
+    P = len(labels)
+    if isinstance(key, slice):
+        rows = list(range(P))[key]
+    elif isinstance(key, str):
+        rows = _find_labels([key], labels, index)
+    elif (number := as_index(key)) is not None:
+        rows = [_check_position(number, P)]
+    else:
+        rows = _find_listed(key, labels, index)
+    if not rows:
+        raise _selection_error(f"{_describe(key)} selects none of {P} perturbations", P)
+    return rows
+
+
+def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
+    """Return the rows of a mask, or of a list of integers or labels."""
+    P = len(labels)
+    values = key.tolist() if hasattr(key, "tolist") else list(key) if isinstance(key, Iterable) else None
+    if not isinstance(values, list):
+        raise _selection_error(f"The scores were indexed with an object of type {type(key).__name__}", P)
+    if values and all(isinstance(value, bool) for value in values):
+        if len(values) != P:
+            raise _selection_error(f"The mask has {len(values)} entries for {P} perturbations", P)
+        return [row for row, chosen in enumerate(values) if chosen]
+    if values and all(isinstance(value, str) for value in values):
+        return _find_labels(values, labels, index)
+    numbers = [as_index(value) for value in values]
+    if None in numbers:
+        wrong = [value for value, number in zip(values, numbers, strict=True) if number is None]
+        raise _selection_error(f"The list of perturbations includes {few(wrong, quoted=True)}", P)
+    return [_check_position(number, P) for number in numbers if number is not None]
+
+
+def _find_labels(keys: list[str], labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
+    """Return the rows with these labels, in the order of the keys."""
+    by_label: dict[str, list[int]] = {}
+    for row, label in enumerate(labels):
+        texts = {label, label.partition(" ")[2]} | ({str(index[row])} if index is not None else set())
+        for text in texts - {""}:
+            by_label.setdefault(text, []).append(row)
+    unknown = [key for key in keys if key not in by_label]
+    if unknown:
+        raise InvalidInputError(
+            f"No perturbation has the label {few(unknown, quoted=True)}.",
+            f"The labels are {few(labels, quoted=True)}.",
+            "A label names the samples that a perturbation changes.",
+            "Write it as in `influence.perturbations`, with or without its verb: influence['train[17]'].",
+        )
+    return [row for key in keys for row in by_label[key]]
+
+
+def _check_position(number: int, P: int) -> int:
+    """Return a position ≥ 0; negative ones count from the end."""
+    if not -P <= number < P:
+        raise IndexError(f"There are scores of {P} perturbations, but index {number} was given.")
+    return number % P
+
+
+def _describe(key: Any) -> str:
+    return f"The slice {key}" if isinstance(key, slice) else "The given mask or list"
+
+
+def _selection_error(found: str, P: int) -> InvalidInputError:
+    return InvalidInputError(
+        f"{found}.",
+        f"A selection is an integer, a slice, a label, a mask of {P} entries, or a list of integers or labels, and "
+        "selects at least one.",
+        "Scores are selected by perturbation; their columns are the targets.",
+        "Write influence[3:10], influence['train[17]'] or influence[mask]; of one target take influence.to_frame().",
+    )
+
+
+def pick_diagnostics(diagnostics: dict[str, Any], rows: list[int], labels: Sequence[str]) -> dict[str, Any]:
+    """Return the diagnostics of the selected rows, which have these labels.
+
+    What describes the whole computation stays, such as the pooled error estimate.
+    """
+    picked, kept = dict(diagnostics), set(labels)
+    for key in _BY_LABEL:
+        if isinstance(picked.get(key), dict):
+            picked[key] = {label: value for label, value in picked[key].items() if label in kept}
+    for key in _BY_ROW:
+        if isinstance(picked.get(key), list):
+            picked[key] = [picked[key][row] for row in rows]
+    if picked.get("assessment") is not None:
+        known = dict(zip(picked["assessment"]["rows"], picked["assessment"]["errors"], strict=True))
+        assessed = [(place, known[row]) for place, row in enumerate(rows) if row in known]
+        places, errors = [place for place, _ in assessed], [error for _, error in assessed]
+        picked["assessment"] = picked["assessment"] | {"rows": places, "errors": errors}
+    if "rows" in picked:  # of a file that is being filled: how many are finished
+        picked["rows"] = sum(row < picked["rows"] for row in rows)
+    return picked
+
+
+def match_rows(labels: Sequence[str], others: Sequence[str]) -> list[int] | None:
+    """Return the row of each of `others` among `labels`; None where one is missing or a label is not unique."""
+    row = {label: place for place, label in enumerate(labels)}
+    if len(row) < len(labels) or len(set(others)) < len(others) or not set(others) <= row.keys():
+        return None
+    return [row[other] for other in others]

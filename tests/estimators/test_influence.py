@@ -1,0 +1,214 @@
+"""Scores behave like a table: they are selected, ranked, matched by label, and keep the index of a data frame."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from problems import bound_regression, fit_problem, regression_data, squared, zeros
+from refusals import invalid
+
+import dif
+
+
+@pytest.fixture(scope="module")
+def scored():
+    """Scores of all samples, and retraining without the strongest, in the order of their rank."""
+    train, problem = bound_regression()
+    solution = fit_problem(problem)
+    targets = {"first": train.mean(where=torch.arange(40) < 5), "weight": dif.linear([1.0, 0.0, 0.0, 0.0])}
+    scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each())
+    top = train.remove_each([entry.index for entry in scores.top(8)])
+    return train, solution, targets, scores, dif.Retraining(solution).scores(targets, top)
+
+
+@pytest.mark.parametrize(
+    ("key", "rows"),
+    [
+        (3, [3]),
+        (-1, [39]),
+        (slice(3, 10), range(3, 10)),
+        (slice(None, None, -13), [39, 26, 13, 0]),
+        ("train[17]", [17]),
+        ("remove train[17]", [17]),
+        (["train[17]", "remove train[2]"], [17, 2]),
+        ([5, 1, -2], [5, 1, 38]),
+        (np.array([5, 1]), [5, 1]),
+        (torch.arange(40) % 20 == 7, [7, 27]),
+        ([i == 9 for i in range(40)], [9]),
+    ],
+)
+def test_selection(scored, key, rows):
+    scores, rows = scored[3], list(rows)
+    some = scores[key]
+    assert torch.equal(some.values, scores.values[rows])
+    assert some.perturbations == tuple(f"remove train[{i}]" for i in rows)
+    assert (some.targets, some.estimator) == (scores.targets, scores.estimator)
+    assert torch.equal(some.expected_error.nan_to_num(-1.0), scores.expected_error[rows].nan_to_num(-1.0))
+    assert some.trusted is scores.trusted
+    assert some.diagnostics["kkt"] == scores.diagnostics["kkt"]
+
+
+def test_a_selection_can_be_scored_selected_and_saved_again(scored, tmp_path):
+    _, solution, targets, scores, _ = scored
+    some = scores[10:20]
+    assert torch.equal(some["train[12]"].values, scores.values[12:13])
+    again = dif.DirectionalInfluence(solution).scores(targets, some.carried_out)
+    torch.testing.assert_close(again.values, some.values)
+    some.save(tmp_path / "some.npz")
+    loaded = dif.Influence.load(tmp_path / "some.npz")
+    assert loaded[2:4].perturbations == ("remove train[12]", "remove train[13]")
+    assert [len(one) for one in scores[:3]] == [1, 1, 1]
+
+
+def test_diagnostics_follow_the_selection(scored):
+    retrained = scored[4]
+    assert retrained[2:4].diagnostics["residuals"] == retrained.diagnostics["residuals"][2:4]
+    labels, about = ("a", "b", "c"), {"unanswered": {"a": "x", "c": "y"}, "assessment": None, "rows": 2}
+    scores = dif.Influence(torch.zeros(3, 1), labels, ("t",), "test", about)
+    assert scores[1:].unanswered == (1, "y")
+    assert scores[1].unanswered is None
+    assert scores[1:].diagnostics["rows"] == 1
+    assert scores.unanswered == (2, "x")
+
+
+def test_scores_on_disk_are_selected(scored, tmp_path):
+    train, solution, targets, scores, _ = scored
+    for suffix in ("npy", "zarr"):
+        if suffix == "zarr":
+            pytest.importorskip("zarr")
+        path = tmp_path / f"scores.{suffix}"
+        dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), out=path)
+        loaded = dif.Influence.load(path)
+        assert torch.equal(loaded[[30, 2, 17]].values, scores.values[[30, 2, 17]])
+        assert torch.equal(loaded[5:9].values, scores.values[5:9])
+
+
+def test_what_selects_nothing_is_refused(scored):
+    scores = scored[3]
+    meaning = "Scores are selected by perturbation; their columns are the targets."
+    invalid(lambda: scores[5:5], "The slice slice(5, 5, None) selects none of 40", meaning)
+    invalid(lambda: scores[torch.zeros(40, dtype=torch.bool)], "mask or list selects none of 40", meaning)
+    invalid(lambda: scores[[True] * 39], "The mask has 39 entries for 40 perturbations", meaning)
+    invalid(lambda: scores[[1, 2.5]], "includes 2.5", meaning)
+    invalid(lambda: scores[None], "an object of type NoneType", meaning)
+    invalid(lambda: scores["train[40]"], "No perturbation has the label 'train[40]'", "A label names the samples")
+    for outside in (40, -41, [40]):
+        with pytest.raises(IndexError, match="scores of 40 perturbations, but index"):
+            scores[outside]
+
+
+def test_proponents_raise_and_opponents_lower_the_target(scored):
+    scores = scored[3]
+    column = scores.values[:, 0]
+    up, down = scores.proponents(4), scores.opponents(4)
+    assert [entry.value for entry in up] == sorted(column.tolist(), reverse=True)[:4]
+    assert [entry.value for entry in down] == sorted(column.tolist())[:4]
+    assert all(entry.label == f"remove train[{entry.index}]" for entry in up + down)
+    assert len(scores.proponents(40, "weight")) == int((scores.values[:, 1] > 0).sum())
+    assert len(scores.opponents(40)) + len(scores.proponents(40)) == 40
+    missing = dif.Influence(torch.tensor([[1.0], [float("nan")], [-2.0]]), ("a", "b", "c"), ("t",), "test")
+    assert [entry.label for entry in missing.proponents()] == ["a"]
+    assert [entry.label for entry in missing.opponents()] == ["c"]
+    assert [entry.label for entry in missing.top()] == ["c", "a", "b"]
+    invalid(lambda: scores.proponents(0), "`proponents` was called with k = 0", "There is no such ranking.")
+    invalid(lambda: scores.opponents(3, "gap"), "target 'gap'", "There is no such ranking.")
+
+
+def test_a_helpful_sample_is_a_proponent_of_its_own_loss(scored):
+    train, solution = scored[:2]
+    own = dif.DirectionalInfluence(solution).scores(train.mean(where=torch.arange(40) == 7), train.remove_each())
+    assert 7 in [entry.index for entry in own.proponents(40)]
+    assert 7 not in [entry.index for entry in own.opponents(40)]
+
+
+def test_compare_matches_by_label(scored):
+    _, _, _, scores, retrained = scored
+    rows = [scores.perturbations.index(label) for label in retrained.perturbations]
+    expected = dif.Agreement.of(scores.values[rows], retrained.values)
+    assert scores.compare(retrained) == expected
+    assert scores.compare(retrained[::-1]).pearson == pytest.approx(expected.pearson)
+    backwards = retrained.compare(scores)
+    assert backwards == dif.Agreement.of(retrained.values, scores.values[rows])
+    swapped = dif.Influence(retrained.values[:, [1, 0]], retrained.perturbations, ("weight", "first"), "retraining")
+    assert scores.compare(swapped).relative_error == pytest.approx(expected.relative_error)
+
+
+def test_what_cannot_be_matched_is_refused(scored):
+    _, _, _, scores, retrained = scored
+    meaning = "Agreement is measured score by score."
+    foreign = dif.Influence(torch.zeros(2, 2), ("remove test[0]", "remove train[1]"), scores.targets, "other")
+    twice = dif.Influence(torch.zeros(2, 2), ("remove train[1]",) * 2, scores.targets, "other")
+    renamed = dif.Influence(retrained.values, retrained.perturbations, ("first", "gap"), "other")
+    for other in (foreign, twice, renamed):
+        invalid(lambda other=other: scores.compare(other), "and their labels differ", meaning)
+    invalid(lambda: scores.compare(3.0), "of type float", meaning)
+
+
+def test_summary_and_notebook_view(scored):
+    scores, retrained = scored[3:]
+    text = scores.summary(k=3)
+    assert text.startswith("Influence(DIF: 40 perturbations × 2 targets)\nTrusted: the estimated relative error is ")
+    strongest = scores.top(1)[0]
+    assert f"{strongest.label} {strongest.value:+.4g}" in " ".join(text.split())
+    assert "Largest changes of first:" in text
+    assert "Largest changes of weight:" in text
+    assert f"{float(scores.values[:, 1].max()):+.4g}" in text
+    page = scores._repr_html_()
+    assert page.count("<tr>") == 11
+    assert "… and 30 more perturbations" in page
+    assert "Trusted" not in retrained._repr_html_()  # nothing was assessed
+    harmful = dif.Influence(torch.zeros(1, 1), ("remove <b>[0]",), ("<script>",), "test", {})
+    assert "<script>" not in harmful._repr_html_()
+    assert "&lt;b&gt;[0]" in harmful._repr_html_()
+    assessment = {"rows": [], "errors": [], "pooled": None, "failed": "a reason"}
+    about = {"assessment": assessment, "unanswered": {"a": "why"}}
+    doubtful = dif.Influence(torch.full((1, 1), float("nan")), ("a",), ("t",), "test", about)
+    assert "NOT trusted: no error could be estimated (a reason). 1 without an answer (NaN): why" in doubtful.summary()
+
+
+def test_many_targets_are_cut_short(scored):
+    train, solution = scored[:2]
+    scores = dif.DirectionalInfluence(solution).scores(train, train.remove_each([1, 2]))
+    assert "… and 34 more targets" in scores.summary()
+    assert "34 more targets" in scores._repr_html_()
+
+
+def fit_frame(index):
+    pandas = pytest.importorskip("pandas")
+    X, y = (part.numpy() for part in regression_data())
+    train = dif.Samples(squared, (pandas.DataFrame(X, index=index), pandas.Series(y, index=index)), name="train")
+    solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), zeros(), show_progress=False)
+    return train, dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
+
+
+def test_the_index_of_a_data_frame_is_kept(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    index = pandas.Index([f"P{i}" for i in range(40)], name="person")
+    train, scores = fit_frame(index)
+    assert scores.to_frame().index.equals(index)
+    assert scores.to_frame().index.name == "person"
+    best = scores.top(1)[0]
+    assert best.name == f"P{best.index}"
+    assert list(scores[5:7].to_frame().index) == ["P5", "P6"]
+    assert torch.equal(scores["P9"].values, scores["train[9]"].values)
+    assert best.name in scores.summary()
+    assert f"<td>{best.name}</td>" in scores._repr_html_()
+    scores.save(tmp_path / "scores.npz")
+    loaded = dif.Influence.load(tmp_path / "scores.npz")
+    assert list(loaded[3:5].to_frame().index) == ["P3", "P4"]
+    assert loaded.compare(scores).relative_error == 0.0
+    groups = dif.DirectionalInfluence(scores.origin.solution).scores(train.mean(), train.remove_groups([[1, 2], [3]]))
+    assert list(groups.to_frame().index) == ["remove train[1, 2]", "remove train[3]"]
+
+
+def test_numbers_dates_and_levels_as_index_survive_a_file(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    days, pairs = pandas.date_range("2024-01-01", periods=40), [(i % 2, f"p{i}") for i in range(40)]
+    for index in (pandas.RangeIndex(100, 140), days, pandas.MultiIndex.from_tuples(pairs)):
+        _, scores = fit_frame(index)
+        assert scores.to_frame().index.equals(index)
+        scores.save(tmp_path / "scores.npz")
+        loaded = dif.Influence.load(tmp_path / "scores.npz").to_frame()
+        assert [str(label) for label in loaded.index] == [str(label) for label in index]
+    json.dumps(scores.diagnostics)

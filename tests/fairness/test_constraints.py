@@ -1,0 +1,266 @@
+"""Fairness constraints by name on real loans: certified solutions, and DIF against re-solving with SciPy."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from fair_oracle import FairOracle
+from refusals import invalid
+from scipy.special import expit
+
+import dif
+import dif.fairness
+from dif.data.credit import german_credit
+
+CREDIT = german_credit()
+X, Y, YOUNG = CREDIT.X[:700], CREDIT.paid[:700], (CREDIT.age <= 30)[:700].numpy()
+AGE = np.where(YOUNG, "young", "old")
+X_TEST, Y_TEST, YOUNG_TEST = CREDIT.X[700:].numpy(), CREDIT.paid[700:].numpy(), (CREDIT.age <= 30)[700:].numpy()
+RIDGE = 0.02
+
+
+def loss(params, batch):
+    return torch.nn.functional.softplus(-batch[1] * (batch[0] @ params["w"]))
+
+
+def score(params, batch):
+    return batch[0] @ params["w"]
+
+
+def error(params, batch):
+    return torch.sigmoid(-batch[1] * score(params, batch))
+
+
+TRAIN = dif.Samples(loss, (X, Y), name="train")
+BOUNDS = {
+    "demographic parity": 0.02,
+    "equal opportunity": 0.02,
+    "false positive rate parity": 0.01,
+    "equalised odds": 0.01,
+    "error rate parity": 0.02,
+    "bounded group loss": 0.535,
+}
+
+
+def constrain(kind, features=AGE, **options):
+    options = {"bound": BOUNDS[kind], "sensitive_features": features} | options
+    build = getattr(dif.fairness, kind.replace(" ", "_"))
+    if kind == "bounded group loss":
+        return build(TRAIN, **options)
+    if kind == "error rate parity":
+        return build(TRAIN, error, **options)
+    labels = {} if kind == "demographic parity" else {"labels": Y}
+    return build(TRAIN, score, **(labels | options))
+
+
+@cache
+def solve(kind, **options):
+    problem = dif.Problem(TRAIN.mean() + dif.ridge(RIDGE), constrain(kind, **options))
+    return dif.fit(problem, {"w": torch.zeros(X.shape[1], dtype=torch.float64)}, show_progress=False)
+
+
+def losses(w):
+    return np.logaddexp(0, -Y_TEST * (X_TEST @ w))
+
+
+def rates(w):
+    return expit(X_TEST @ w)
+
+
+@pytest.mark.parametrize("kind", BOUNDS)
+def test_removals_agree_with_re_solving_by_scipy(kind):
+    solution = solve(kind)
+    certificate = dif.Certificate.of(solution)
+    assert certificate.holds
+    assert any(row.state == "binding" for row in certificate.constraints)
+    oracle = FairOracle(kind, X.numpy(), Y.numpy(), YOUNG.astype(int), BOUNDS[kind], RIDGE)
+    theta = oracle.solve(np.ones(700, dtype=bool), solution.theta.numpy())
+    np.testing.assert_allclose(solution.theta, theta, atol=1e-5)
+
+    gone = np.random.default_rng(0).permutation(700)[:100]
+    test = dif.Samples(loss, (X_TEST, Y_TEST), name="test")
+    shown = test.view(lambda params, batch: torch.sigmoid(score(params, batch)), name="rate")
+    old = ~YOUNG_TEST
+    targets = [test.mean(), test.mean(where=YOUNG_TEST), shown.mean(where=YOUNG_TEST) - shown.mean(where=old)]
+    found = dif.DirectionalInfluence(solution).scores(targets, TRAIN.remove_each(gone), show_progress=False)
+    assert found.trusted
+
+    def measure(w):
+        gap = rates(w)[YOUNG_TEST].mean() - rates(w)[old].mean()
+        return np.array([losses(w).mean(), losses(w)[YOUNG_TEST].mean(), gap])
+
+    before, actual = measure(theta), []
+    for i in gone:
+        here = np.arange(700) != i
+        actual.append(measure(oracle.solve(here, theta)) - before)
+    correlations = [np.corrcoef(found.values[:, t], np.array(actual)[:, t])[0, 1] for t in range(3)]
+    assert min(correlations) > 0.99, correlations
+
+
+def test_the_constraint_holds_for_every_group_although_only_the_smaller_is_constrained():
+    solution = solve("demographic parity")
+    assert solution.problem.names == ("demographic parity, young, at most", "demographic parity, young, at least")
+    p = expit(X.numpy() @ solution.theta.numpy())
+    gaps = [p[YOUNG].mean() - p.mean(), p[~YOUNG].mean() - p.mean()]
+    np.testing.assert_allclose(min(gaps), -0.02, atol=1e-9)
+    assert 0 < max(gaps) < 0.02
+
+
+def test_two_groups_of_equal_size_have_a_regular_solution():
+    """Stated for both groups, the constraints would be the same twice, and the multipliers not unique."""
+    order = np.argsort(CREDIT.age[:700].numpy(), kind="stable")
+    half = np.isin(np.arange(700), order[:350])
+    problem = dif.Problem(TRAIN.mean() + dif.ridge(RIDGE), constrain("demographic parity", half, bound=0.01))
+    solution = dif.fit(problem, {"w": torch.zeros(X.shape[1]).double()}, show_progress=False)
+    assert dif.Certificate.of(solution).holds
+    p = expit(X.numpy() @ solution.theta.numpy())
+    np.testing.assert_allclose(np.abs([p[half].mean(), p[~half].mean()] - p.mean()), 0.01, atol=1e-9)
+
+
+def test_equal_means_are_one_equality_per_group_except_the_largest():
+    three = np.where(CREDIT.age[:700].numpy() > 50, "senior", AGE)
+    rows = constrain("demographic parity", three, bound=0.0)
+    assert [row.name for row in rows] == ["demographic parity, senior", "demographic parity, young"]
+    problem = dif.Problem(TRAIN.mean() + dif.ridge(RIDGE), rows)
+    solution = dif.fit(problem, {"w": torch.zeros(X.shape[1]).double()}, show_progress=False)
+    assert dif.Certificate.of(solution).holds
+    p = expit(X.numpy() @ solution.theta.numpy())
+    np.testing.assert_allclose([p[three == g].mean() for g in ("old", "senior", "young")], p.mean(), atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["demographic parity", "equalised odds"])
+def test_ratios(kind):
+    solution = solve(kind, bound=0.0, ratio=0.95)
+    assert dif.Certificate.of(solution).holds
+    oracle = FairOracle(kind, X.numpy(), Y.numpy(), YOUNG.astype(int), 0.0, RIDGE, 0.95)
+    theta = oracle.solve(np.ones(700, dtype=bool), np.zeros(X.shape[1]))
+    np.testing.assert_allclose(solution.theta, theta, atol=2e-5)
+    assert float(solution.lam.max()) > 1e-3
+
+
+def test_mean_scores_are_a_linear_program_away_from_cvxpy():
+    """Parity of scores is linear in the parameters, so the problem is convex, and CVXPY solves it."""
+    cp = pytest.importorskip("cvxpy")
+    rows = constrain("demographic parity", bound=0.05, link=None)
+    start = {"w": torch.zeros(X.shape[1]).double()}
+    solution = dif.fit(dif.Problem(TRAIN.mean() + dif.ridge(RIDGE), rows), start, show_progress=False)
+    A, w = X.numpy(), cp.Variable(X.shape[1])
+    risk = cp.sum(cp.logistic(cp.multiply(-Y.numpy(), A @ w))) / 700
+    gap = (A[YOUNG].mean(0) - A.mean(0)) @ w
+    held = cp.abs(gap) <= 0.05
+    cp.Problem(cp.Minimize(risk + 0.5 * RIDGE * cp.sum_squares(w)), [held]).solve(solver=cp.CLARABEL, tol_gap_rel=1e-12)
+    np.testing.assert_allclose(solution.theta, w.value, atol=1e-5)
+    np.testing.assert_allclose(float(solution.lam.max()), held.dual_value, rtol=1e-4)
+
+
+def test_weights_are_repetitions():
+    """A weight of 2 is a second person who is the same, in the objective and in every mean of the constraints."""
+    weights = 1 + (np.arange(700) % 3 == 0)
+    twice = np.repeat(np.arange(700), weights)
+    rows = constrain("equalised odds", sample_weight=weights)
+    start = {"w": torch.zeros(X.shape[1]).double()}
+    risk = TRAIN.mean(weights=weights)
+    weighted = dif.fit(dif.Problem(risk + dif.ridge(RIDGE), rows), start, show_progress=False)
+    people = dif.Samples(loss, (X[twice], Y[twice]), name="train")
+    rows = dif.fairness.equalised_odds(
+        people, score, labels=Y[twice], sensitive_features=AGE[twice], bound=BOUNDS["equalised odds"]
+    )
+    repeated = dif.fit(dif.Problem(people.mean() + dif.ridge(RIDGE), rows), start, show_progress=False)
+    np.testing.assert_allclose(weighted.theta, repeated.theta, atol=1e-9)
+    np.testing.assert_allclose(weighted.lam, repeated.lam, atol=1e-8)
+    changes = dif.DirectionalInfluence(weighted), dif.DirectionalInfluence(repeated)
+    one = changes[0].change(TRAIN.remove([3])).flat  # of weight 2
+    both = changes[1].change(people.remove(np.flatnonzero(twice == 3))).flat
+    np.testing.assert_allclose(one, both, atol=1e-9)
+    again = dif.fit(weighted.problem.after(TRAIN.remove([3])), weighted.params, show_progress=False)
+    gone = people.remove(np.flatnonzero(twice == 3))
+    np.testing.assert_allclose(
+        again.theta, dif.fit(repeated.problem.after(gone), start, show_progress=False).theta, atol=1e-9
+    )
+
+
+def test_several_features_are_combined_and_frames_are_read():
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"age": AGE, "housing": np.array(CREDIT.features["housing"][:700])})
+    names = [row.name for row in constrain("bounded group loss", frame, bound=5.0)]
+    assert names[0] == "bounded group loss, old, free"
+    assert len(names) == 6
+    by_number = [row.name for row in constrain("bounded group loss", torch.tensor([10, 2] * 350), bound=5.0)]
+    assert by_number == ["bounded group loss, 2", "bounded group loss, 10"]
+    mixed = constrain("bounded group loss", pandas.Series([1, "one"] * 350, dtype=object), bound=5.0)
+    assert [row.name for row in mixed] == ["bounded group loss, 1", "bounded group loss, one"]
+
+
+def test_dif_fairness_needs_no_import_of_its_own():
+    assert dif.__getattr__("fairness") is dif.fairness
+    with pytest.raises(AttributeError, match="no attribute 'fairnes'"):
+        dif.__getattr__("fairnes")
+
+
+def test_wrong_inputs_are_refused():
+    missing = np.array(["a", None] * 350, dtype=object)
+    pandas = pytest.importorskip("pandas")
+    label = "The rates of a group are taken over the samples with one of two labels."
+    for action, measured, meaning in (
+        (lambda: constrain("demographic parity", AGE[:5]), "shape (5,)", "It says to which group each sample belongs."),
+        (lambda: constrain("demographic parity", None), "None", "It says to which group each sample belongs."),
+        (lambda: constrain("demographic parity", missing), "350", "A sample without a group belongs to no constraint."),
+        (
+            lambda: constrain("demographic parity", pandas.array(["a", pandas.NA] * 350)),
+            "missing for 350 of 700",
+            "A sample without a group belongs to no constraint.",
+        ),
+        (
+            lambda: constrain("demographic parity", ["a"] * 700),
+            "1 group",
+            "Groups are compared by their means, which must exist without any one sample.",
+        ),
+        (
+            lambda: constrain("demographic parity", np.arange(700)),
+            "700 groups, 700 of them with one sample",
+            "Groups are compared by their means, which must exist without any one sample.",
+        ),
+        (
+            lambda: constrain("equal opportunity", np.where(Y > 0, "a", "b")),
+            "'b'",
+            "The mean of such a group is not defined.",
+        ),
+        (lambda: constrain("equal opportunity", labels=np.arange(700)), "0, 1, 10, 100", label),
+        (lambda: constrain("equal opportunity", labels=np.ones(700)), "1.0", label),
+        (lambda: constrain("equalised odds", labels=[0, 1]), "(2,)", label),
+        (
+            lambda: constrain("demographic parity", bound=-0.1),
+            "-0.1",
+            "It limits how far groups may differ, or the loss of each.",
+        ),
+        (
+            lambda: constrain("bounded group loss", bound=None),
+            "None",
+            "It limits how far groups may differ, or the loss of each.",
+        ),
+        (
+            lambda: constrain("demographic parity", ratio=1.2),
+            "1.2",
+            "It is the smallest ratio of the mean of a group and the mean of all samples.",
+        ),
+        (lambda: constrain("demographic parity", link=3), "`link`", "It is evaluated at many parameters."),
+        (lambda: constrain("bounded group loss", loss=3), "`loss`", "It is evaluated at many parameters."),
+        (
+            lambda: dif.fairness.demographic_parity([1], score, sensitive_features=[1]),
+            "list",
+            "Fairness constraints are about the samples of the objective.",
+        ),
+        (
+            lambda: TRAIN.mean(where=Y > 0, weights=np.where(Y > 0, 0.0, 1.0)),
+            "0 above 0 where the mask is true",
+            "A weighted mean divides by the sum of the weights.",
+        ),
+        (
+            lambda: constrain("demographic parity", sample_weight=-np.ones(700)),
+            "700 entries below 0",
+            "A weighted mean divides by the sum of the weights.",
+        ),
+        (lambda: constrain("demographic parity", sample_weight=np.ones(7)), "(7,)", "One weight per sample is needed."),
+    ):
+        assert meaning in str(invalid(action, measured))

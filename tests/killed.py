@@ -79,8 +79,8 @@ def log_calls(owner, name, log):
 
 def train_and_sweep(train, problem, folder):
     """Train, sweep back, and train again without some samples; everything is kept in the folder."""
+    from dif.derivatives.training_step import TrainingStep
     from dif.estimators import backward_sweep, retraining
-    from dif.evaluation.training_step import TrainingStep
 
     backward_sweep._SECONDS = -1.0  # a checkpoint after every step
     for owner, name in ((TrainingStep, "observe"), (TrainingStep, "pull_back"), (retraining, "rerun")):

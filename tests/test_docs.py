@@ -1,6 +1,7 @@
 """The documentation builds without a warning, and its examples run as they stand."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
+PAGES = ["index", "choosing", "groups", "extending", "frames", "auditors", "data-scientists", "pytorch"]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -31,11 +33,25 @@ def test_documentation_builds(tmp_path):
     assert "WARNING" not in result.stderr
     assert (tmp_path / "site" / "api" / "index.html").is_file()
     assert "Problem" in (tmp_path / "site" / "index.html").read_text()
-    assert "--8" not in (tmp_path / "site" / "index.html").read_text()
     assert "DirectionalInfluence" in (tmp_path / "site" / "api" / "index.html").read_text()
+
+
+def test_the_evaluation_page_shows_its_example():
+    page = (ROOT / "docs" / "evaluation.md").read_text()
+    assert f"```python\n{(ROOT / 'docs' / 'examples' / 'evaluation.py').read_text()}```" in page
 
 
 def test_the_quickstart_is_the_readme():
     readme = (ROOT / "README.md").read_text()
     code = (ROOT / "docs" / "examples" / "quickstart.py").read_text()
     assert "".join(code.split()) in "".join(readme.replace("import torch, dif", "import torch import dif").split())
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_in_the_pages_is_the_code_that_runs(page):
+    """Pages show whole examples, so that they can be read without being built."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    shown = [code.strip() for code in re.findall(r"```python\n(.*?)```", text, flags=re.S)]
+    examples = {path.read_text().strip() for path in EXAMPLES}
+    assert any(code in examples for code in shown)
+    assert "--8<--" not in text

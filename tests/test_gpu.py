@@ -8,7 +8,7 @@ import torch
 from problems import class_data, logistic
 
 import dif
-from dif.evaluation.sweeps import sample_slopes
+from dif.derivatives.sweeps import sample_slopes
 
 pytestmark = pytest.mark.gpu
 
@@ -104,7 +104,7 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
         "dif.runtime.memory.numbers_at_once.__defaults__", (2**40,)
     )  # as if there were room for everything
     monkeypatch.setattr("dif.runtime.memory._ACCELERATED", 2**40)
-    monkeypatch.setattr("dif.evaluation.sweeps._PASS", 2**40)
+    monkeypatch.setattr("dif.derivatives.sweeps._PASS", 2**40)
     torch.cuda.empty_cache()
     room = torch.cuda.memory_allocated() + 2**29
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)

@@ -108,7 +108,10 @@ def test_scores_leave_as_frames_parquet_and_numbers_to_log(tmp_path):
     assert json.loads(json.dumps(numbers)) == numbers
 
 
-@pytest.mark.parametrize(("adapter", "package"), [("cvxpy", "cvxpy"), ("cooper", "cooper"), ("sklearn", "sklearn")])
+@pytest.mark.parametrize(
+    ("adapter", "package"),
+    [("cvxpy", "cvxpy"), ("cooper", "cooper"), ("fairlearn", "fairlearn"), ("sklearn", "sklearn")],
+)
 def test_without_an_extra_dif_imports_and_the_adapter_says_which(adapter, package):
     code = (
         f"import sys; sys.modules[{package!r}] = None\n"
@@ -117,4 +120,4 @@ def test_without_an_extra_dif_imports_and_the_adapter_says_which(adapter, packag
         "except ImportError as error:\n    print(error)\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f'pip install "dif[{adapter}]"' in result.stdout
+    assert f'pip install "directional-influence[{adapter}]"' in result.stdout

@@ -34,8 +34,8 @@ def collect_packages(name, found):
 
 
 def test_run_time_dependencies_are_permissive_and_listed():
-    found = collect_packages("dif", {})
-    del found["dif"]
+    found = collect_packages("directional-influence", {})
+    del found["directional-influence"]
     assert {"torch", "numpy", "scipy", "daqp", "joblib", "rich", "typer"} <= set(found)
     said = (DOCS / "supply-chain.md").read_text()
     assert [name for name in found if not re.search(rf"\b{re.escape(name)}\b", said)] == []

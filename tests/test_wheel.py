@@ -20,12 +20,12 @@ def test_an_installed_wheel_scores_a_file_outside_the_repository(tmp_path):
         return result.stdout
 
     run(sys.executable, "-m", "build", ROOT, "--outdir", tmp_path)  # the wheel out of the source archive
-    (wheel,) = tmp_path.glob("dif-*.whl")
-    (archive,) = tmp_path.glob("dif-*.tar.gz")
+    (wheel,) = tmp_path.glob("directional_influence-*.whl")
+    (archive,) = tmp_path.glob("directional_influence-*.tar.gz")
     assert archive.stat().st_size < 10_000_000
     with zipfile.ZipFile(wheel) as inside:
         assert "dif/py.typed" in inside.namelist()
-        assert not [name for name in inside.namelist() if not name.startswith(("dif/", "dif-"))]
+        assert not [name for name in inside.namelist() if not name.startswith(("dif/", "directional_influence-"))]
     run(sys.executable, "-m", "venv", tmp_path / "env")
     run(tmp_path / "env" / "bin" / "pip", "install", "--no-deps", wheel)
     # what dif depends on is taken from here, dif itself is not: .pth files beside it are not read

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import dif
+import dif.fairness
 
 
 def loss(params: Mapping[str, Tensor], z: tuple[Tensor, Tensor]) -> Tensor:
@@ -32,8 +33,15 @@ def main() -> None:
     assert_type(checked.converged, bool)
     assert_type(solution.theta, Tensor)
     assert_type(solution.objective, float)
+    assert_type(solution.value(gap), float)
+    solution.save("solution.npz")
+    assert_type(dif.Solution.load("solution.npz", problem, solution.params), dif.Solution)
     kkt, active = assert_type(solution.kkt, dif.KKT), assert_type(solution.active, dif.ActiveSet)
     print(kkt.residual, active.binding, active.names, solution.multipliers["gap"])
+
+    fair = dif.fairness.demographic_parity(train, loss, sensitive_features=group, bound=0.1, link=None)
+    assert_type(fair, list[dif.Constraint])
+    assert_type(train.mean(where=group, weights=torch.ones(50)), dif.Term)
 
     removals = assert_type(train.remove_each(), dif.Perturbation)
     several = 0.5 * train.remove([1, 2]) + bound.shift(0.01)
@@ -42,7 +50,13 @@ def main() -> None:
     scores = assert_type(influence.scores(train, removals, out="scores.npy", jobs=2), dif.Influence)
     assert_type(scores.values, Tensor)
     assert_type(scores.rows(0, 10), Tensor)
-    print([(one.index, one.label, one.value) for one in scores.top(5)])
+    print([(one.index, one.label, one.value, one.name) for one in scores.top(5)])
+    print(scores.proponents(5), scores.opponents(5, "gap"), scores.summary(k=3), scores.index, len(scores))
+    for some in (scores[3], scores[3:10], scores["train[17]"], scores[group], scores[[1, 2]]):
+        assert_type(some, dif.Influence)
+    named = influence.scores({"risk": risk, "gap": gap.named("gap")}, removals)
+    named.plot(k=5, target="gap")
+    named.report("report.html", features={"y": data[1]}, retrained=scores)
     change = assert_type(influence.change(several), dif.Change)
     print(change.theta["w"], change.flat, change.multipliers[0], influence.change(new).diagnostics)
     agreement = scores.compare(dif.Retraining(solution, keep="kept", jobs=2).scores(train, removals))
@@ -55,10 +69,23 @@ def main() -> None:
         dif.NewtonInfluence(solution),
     ):
         assert_type(estimator.scores(train, removals), dif.Influence)
+    change.plot()
+    dif.PathInfluence(solution).follow(several).plot()
+    dif.bound_curve(solution, bound, [0.0], {"risk": risk}).plot(target="risk")
     print(dif.PathInfluence(solution).follow(several), dif.self_influence(influence, train))
     print(dif.GroupInfluence(solution).scores(train, train.remove_groups([[1, 2], [3]])))
     assert_type(dif.bound_curve(solution, bound, [0.0, 0.1]), dif.BoundCurve)
     assert_type(dif.choose(solution, risk, train, 3), dif.Choice)
+    methods = {"DIF": influence, "mine": torch.ones(50)}
+    retraining = dif.Retraining(solution, keep="kept")
+    halves = dif.evaluation.linear_datamodelling_score(methods, retraining, train, train, subsets=5)
+    assert_type(halves, dif.evaluation.DatamodellingScore)
+    assert_type(halves.scores["DIF"], float)
+    print(halves.table(), dif.evaluation.removal_curve([influence], retraining, risk, train, [1, 2]).plot())
+    assert_type(dif.evaluation.leave_one_out_agreement(methods, retraining, risk, train), dif.evaluation.LeaveOneOut)
+    assert_type(dif.evaluation.label_error_auc(methods, group, train).areas, dict[str, float])
+    own = dif.evaluation.OwnTraining(lambda kept, seed: [float(len(kept))], 50)
+    print(dif.evaluation.removal_curve({"mine": torch.ones(50)}, own, None, 50, [1]))
     scores.save("scores.npz")
     assert_type(dif.Influence.load("scores.npz"), dif.Influence)
     with dif.sharded():

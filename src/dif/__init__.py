@@ -1,8 +1,13 @@
 """dif: how each training sample shaped a model that was trained under constraints."""
 
+from importlib import import_module
+from types import ModuleType
+
+import dif.evaluation as evaluation
 from dif.analyses.bound_curve import BoundCurve, bound_curve
 from dif.analyses.removal_sets import Choice, choose, smallest_set
 from dif.analyses.self_influence import self_influence
+from dif.derivatives.optimizers import SGD, Adam, AdamW, Ascent
 from dif.errors import (
     DegenerateError,
     DifError,
@@ -18,16 +23,16 @@ from dif.errors import (
 )
 from dif.estimators.adaptive import AdaptiveInfluence
 from dif.estimators.agreement import Agreement
+from dif.estimators.change import Change
 from dif.estimators.classical import ClassicalInfluence
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.influence import Change, Influence
+from dif.estimators.influence import Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.protocol import Estimator
 from dif.estimators.retraining import Retraining
 from dif.estimators.unrolled import UnrolledInfluence
-from dif.evaluation.optimizers import SGD, Adam, AdamW, Ascent
 from dif.linalg.cholesky import LinearSolver
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.operator import Operator
@@ -102,6 +107,7 @@ __all__ = [
     "UnrolledInfluence",
     "bound_curve",
     "choose",
+    "evaluation",
     "fit",
     "linear",
     "ridge",
@@ -111,3 +117,10 @@ __all__ = [
     "unroll",
     "variable",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Import `dif.fairness` when it is first used; it is built on the names above."""
+    if name == "fairness":
+        return import_module("dif.fairness")
+    raise AttributeError(f"module 'dif' has no attribute {name!r}")

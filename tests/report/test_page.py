@@ -9,7 +9,8 @@ import torch
 
 import dif
 from dif.report.description import Description
-from dif.report.report import Report, select_samples
+from dif.report.numbers import format_number
+from dif.report.report import Report, select_samples, write_html
 
 EVIL = "<script>alert(1)</script>"
 LONG = "applicants aged 25 or younger at the time of their application, in Deutsche Mark"
@@ -42,10 +43,12 @@ images = X
     description = Description.read(source)
     name, target = description.target("gap")
     predictor = dif.DirectionalInfluence(description.solution)
-    scores = predictor.scores(target, description.train.remove_each(), show_progress=False)
-    listed = select_samples(scores, 20)
-    parts = predictor.by_term(target, description.train.remove_each(listed))
-    report = Report.of(description, name, scores, parts, listed, f"dif score {EVIL}")
+    removals = description.train.remove_each()
+    scores = replace(predictor.scores(target, removals, show_progress=False), targets=(name,))
+    parts = predictor.by_term(target, description.train.remove_each(select_samples(scores, 20)))
+    report = Report.of(
+        description.subjects, scores, title="model", term=target, parts=parts, command=f"dif score {EVIL}"
+    )
     retrained = [sample["index"] for sample in report.samples[:10]]
     actual = dif.Retraining(description.solution, show_progress=False).scores(
         target, description.train.remove_each(retrained)
@@ -195,7 +198,41 @@ def test_axes_have_round_numbers_inside_the_picture(browser, page):
         "return [...document.querySelectorAll('#scatter text[text-anchor=end]')].map((t) => t.textContent)"
     )
     assert len(ticks) >= 3
-    assert all(len(tick.lstrip("-").replace(".", "").strip("0")) <= 3 for tick in ticks)
+    assert all(len(tick.lstrip("−").replace(".", "").strip("0")) <= 3 for tick in ticks)
+
+
+def test_numbers_are_written_as_in_python(browser, page):
+    open_page(browser, page[0])
+    script = "return [...document.querySelectorAll('#table tbody tr')].map(r => [r.dataset.index, "
+    rows = browser.execute_script(script + "r.querySelectorAll('td.number')[0].textContent])")
+    scores = {sample["index"]: sample["score"] for sample in page[1].samples}
+    assert len(rows) == 50
+    assert all(text == format_number(scores[int(index)], signed=True) for index, text in rows)
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_targets_are_chosen_by_a_button_and_no_column_is_clipped(browser, page, tmp_path, width):
+    """Two reports on one page: the newest is open, the other one a click away, with its own table and CSV."""
+    halved = [sample | {"score": sample["score"] / 2} for sample in page[1].samples]
+    write_html(tmp_path / "both.html", [replace(page[1], target="half the gap", samples=halved), page[1]])
+    open_page(browser, tmp_path / "both.html", width)
+    assert browser.get_log("browser") == []
+    first = "return document.querySelector('#table tbody td.number').textContent"
+    shown = "return [...document.querySelectorAll('a.csv')].filter(e => e.offsetParent).map(e => e.download)"
+    assert browser.execute_script(first) == format_number(halved[0]["score"] * 2, signed=True)
+    assert browser.execute_script(shown) == ["model-gap.csv"]
+    browser.find_element("css selector", "[data-choice='1']").click()
+    assert browser.execute_script(first) == format_number(halved[0]["score"], signed=True)
+    assert browser.execute_script(shown) == ["model-half the gap.csv"]
+    assert len(browser.find_elements("css selector", "#scatter circle[data-index]")) == 10  # drawn anew, not twice
+    browser.execute_script("for (const d of document.querySelectorAll('details')) d.open = true")
+    clipped = browser.execute_script(
+        """return [...document.querySelectorAll('th, td, dd, .csv, .choices button')].filter((e) => {
+        const box = e.getBoundingClientRect();
+        return box.width && (box.right > innerWidth || box.left < 0 || e.scrollWidth > e.clientWidth + 1) &&
+          getComputedStyle(e).display !== 'inline'; }).map((e) => e.textContent)"""
+    )
+    assert clipped == []
 
 
 def test_the_page_stays_small(page, tmp_path):
@@ -205,8 +242,8 @@ def test_the_page_stays_small(page, tmp_path):
     large = replace(report, samples=wordy)
     large.write_html(tmp_path / "report.html")
     assert 3_000_000 < (tmp_path / "report.html").stat().st_size < 5_000_000
-    assert "The page lists 1000 of 3600 samples" in large.remarks[0]
-    assert "without features" not in "".join(report.remarks)
+    assert "The page lists 1000 of 3600 samples" in (tmp_path / "report.html").read_text()
+    assert "without features" not in page[0].read_text()
 
 
 def test_what_is_saved_is_what_is_read(page):

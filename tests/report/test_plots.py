@@ -1,5 +1,8 @@
 """Plots show the given numbers on the given axes."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -155,3 +158,55 @@ def test_history_of_a_run():
     with pytest.raises(dif.InvalidInputError, match=r"There are 2 axes. There must be 3.") as caught:
         plots.history(run, axes[:2])
     assert caught.value.meaning == "Objective, violations and multipliers have different units."
+
+
+def test_results_draw_themselves_on_new_axes(scored):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    train, solution, estimator, scores = scored
+    ax = scores.plot(k=5)
+    np.testing.assert_allclose(widths(ax), [sample.value for sample in scores.top(5)[::-1]])
+    change = estimator.change(train.remove([3]))
+    ax = change.plot(k=2)
+    np.testing.assert_allclose(widths(ax), change.flat[change.flat.abs().argsort()][-2:])
+    assert ax.get_yticklabels()[-1].get_text() == f"theta[{int(change.flat.abs().argmax())}]"
+    followed = dif.PathInfluence(solution).follow(train.remove([3]))
+    moved = followed.end.theta - solution.theta
+    assert followed.plot().lines[0].get_ydata()[-1] == pytest.approx(float(moved[moved.abs().argmax()]))
+    constraint = solution.problem.constraints[0]
+    curve = dif.bound_curve(solution, constraint, [0.0, float(constraint.tau)], {"risk": train.mean()})
+    np.testing.assert_allclose(curve.plot().lines[0].get_ydata(), curve.price)
+    np.testing.assert_allclose(curve.plot(target="risk").lines[0].get_ydata(), curve.values[:, 0])
+    assert plots.predicted_vs_actual(scores, scores).get_legend() is None
+    assert len({id(pyplot.figure(number)) for number in pyplot.get_fignums()}) == 6  # a new figure each
+    pyplot.close("all")
+
+
+def test_a_corner_of_the_feasible_set_is_drawn_sharp():
+    from dif.studies import toy
+
+    _, problem = toy.build_problem()
+    solution = dif.fit(problem, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
+    ax = plots.landscape(solution, Figure().subplots(), span=0.55)
+    boundary = np.concatenate([path.vertices for path in ax.collections[-1].get_paths()])
+    assert np.linalg.norm(boundary - [1.0, 0.0], axis=1).min() < 2e-3  # where θ₁ + θ₂ = 1 and θ₁ − θ₂ = 1 meet
+
+
+def test_figures_of_the_studies(tmp_path, monkeypatch):
+    """No coordinate is "−0", both axes of the regression have one scale, and no two panels of the network are equal."""
+    from dif.studies import cnn_figures, regression, toy
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    toy.draw_figure(tmp_path / "toy.png", toy.run())
+    labels = [text.get_text() for text in drawn[-1].axes[1].get_legend().get_texts()]
+    assert labels[1:] == ["DIF: (0.167, −0.167)", "classical IF: (0.25, 0)"]
+    predicted = {name: [[3.0], [-1.0]] for name in ("classical IF", regression.PRINTED, "DIF")}
+    numbers = {"actual": [[1.0], [2.0]], "predicted": {"paper": predicted}, "binding": ["sum"], "seed": 0}
+    regression.draw_figure(tmp_path / "regression.png", numbers)
+    for ax in drawn[-1].axes:
+        assert ax.get_xlim() == ax.get_ylim() == drawn[-1].axes[0].get_xlim()
+        assert ax.get_aspect() == 1.0
+    kept = Path(__file__).parents[2] / "docs" / "results" / "cnn-60000" / "cnn.json"
+    cnn_figures.draw_figure(tmp_path / "cnn.png", json.loads(kept.read_text()))
+    titles = [ax.get_title() for ax in drawn[-1].axes]
+    assert titles == ["DIF = DIF (switching)", "classical IF = penalty IF\ndamped by 0.1", "Newton"]

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 import dif
 from dif.cli import app
-from dif.studies import attribution, digits, groups, regression, toy
+from dif.studies import attribution, digits, evaluation, groups, regression, toy
 
 
 def test_toy():
@@ -125,25 +125,26 @@ def test_bound_of_digits(monkeypatch):
 
 def test_tracin_is_the_dot_product_of_gradients(small_digits):
     task, solution = small_digits
-    traced = attribution.TracIn(task, solution)
+    traced = digits.trace_training(task, solution)
+    pair = traced.scores(task.test.take(torch.tensor([3])), task.train.remove([7]))
     theta = {name: p.clone().requires_grad_() for name, p in task.start.items()}
     weights = torch.full((300,), 1 / 300, dtype=torch.float64)
     weights += float(solution.lam[0]) * ((task.group == 0).double() / (task.group == 0).sum() - 1 / 300)
     expected = 0.0
-    for step in range(1, attribution.CHECKPOINTS * attribution.STEPS + 1):
+    for step in range(1, digits.CHECKPOINTS * digits.STEPS + 1):
         lagrangian = weights @ digits.loss(theta, (task.X, task.labels))
         ridge = sum(0.5 * digits.L2 * (p**2).sum() for p in theta.values())
         gradients = torch.autograd.grad(lagrangian + ridge, list(theta.values()))
         theta = {
-            name: (p - attribution.RATE * slope).detach().requires_grad_()
+            name: (p - digits.RATE * slope).detach().requires_grad_()
             for (name, p), slope in zip(theta.items(), gradients, strict=True)
         }
-        if step % attribution.STEPS == 0:
-            pair = []
+        if step % digits.STEPS == 0:
+            gradients = []
             for X, y in ((task.X[7:8], task.labels[7:8]), (task.test_X[3:4], task.test_labels[3:4])):
-                pair.append(torch.autograd.grad(digits.loss(theta, (X, y)).sum(), list(theta.values())))
-            expected += sum(float((a * b).sum()) for a, b in zip(*pair, strict=True))
-    assert float(traced.score_tests()[7, 3]) == pytest.approx(expected, rel=1e-9)
+                gradients.append(torch.autograd.grad(digits.loss(theta, (X, y)).sum(), list(theta.values())))
+            expected += sum(float((a * b).sum()) for a, b in zip(*gradients, strict=True))
+    assert float(pair.values) == pytest.approx(digits.RATE * digits.STEPS / 300 * expected, rel=1e-9)
 
 
 def test_half_the_data(small_digits, monkeypatch):
@@ -154,7 +155,22 @@ def test_half_the_data(small_digits, monkeypatch):
     assert scores["path"] >= scores["DIF"] > scores["TracIn"]
 
 
-def test_area_under_the_curve():
-    wanted = torch.tensor([True, True, False, False])
-    assert attribution.roc_area(torch.tensor([4.0, 3.0, 2.0, 1.0]), wanted) == 1.0
-    assert attribution.roc_area(torch.tensor([4.0, 1.0, 1.0, 3.0]), wanted) == pytest.approx(2.5 / 4)
+def test_evaluation_of_digits(tmp_path, monkeypatch):
+    for name, value in {"SUBSETS": 10, "TESTS": 8, "COUNTS": (6, 15), "ORDERS": 2, "REMOVED": 4}.items():
+        monkeypatch.setattr(evaluation, name, value)
+    tables = evaluation.reproduce(tmp_path, n=300, show_progress=False)
+    halves, raised, lowered, singles, labels = ({row[0]: row[1:] for row in table.rows} for table in tables)
+    assert halves["DIF"][0] > halves["TracIn"][0]
+    assert halves["DIF"][0] > halves["classical IF"][0] > abs(halves["random"][0])
+    assert raised["DIF"][-1] > raised["classical IF"][-1] > 0 > lowered["DIF"][-1]
+    assert singles["DIF"][0] > 0.95 > singles["classical IF"][0]
+    assert min(labels[name][0] for name in ("DIF", "classical IF", "TracIn", "the loss itself")) > 0.9
+    assert {"evaluation.png", "evaluation-single.png", "evaluation.json"} <= {file.name for file in tmp_path.iterdir()}
+    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "evaluation-retrainings").iterdir()}
+    assert evaluation.reproduce(tmp_path, n=300, show_progress=False) == tables
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "evaluation-retrainings").iterdir()} == kept
+    monkeypatch.setattr(evaluation, "reproduce", lambda out: tables)
+    shown = CliRunner().invoke(app, ["reproduce", "evaluation", "--out", str(tmp_path)])
+    assert shown.exit_code == 0
+    assert "Linear datamodelling score: 10 subsets, 8 targets" in shown.output
+    assert "evaluation-single.png" in shown.output

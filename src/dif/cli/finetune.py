@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from dif.cli.options import Data, Device, Out, Side, check_device
-from dif.cli.output import fail, make_console, make_table, report_errors
+from dif.cli.output import fail, make_console, make_table, report_errors, say_saved
 
 
 class Network(StrEnum):
@@ -95,7 +95,7 @@ def reproduce_finetune(
 
 def run_finetune(out: Path, base: str, changes: dict[str, Any], device: str = "cpu", data: Path | None = None) -> None:
     """Run a version of the study with some settings changed, and print its table."""
-    with report_errors():
+    with report_errors(say_saved(out)):
         from dif.studies import finetune
 
         setting = replace(finetune.STUDIES[base], **changes)

@@ -5,23 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+import warnings as python_warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
+from warnings import catch_warnings, simplefilter
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dif.errors import NotASolutionError
+from dif.errors import NotASolutionError, NotConvergedWarning
 
 if TYPE_CHECKING:
     from dif.optimality.certificate import Certificate
     from dif.report.report import Report
 
-_EXTRAS = ("cvxpy", "matplotlib", "pooch")  # optional packages that `pip install 'dif[studies]'` installs
+_EXTRAS = (
+    "cvxpy",
+    "matplotlib",
+    "pooch",
+)  # optional packages that the extra `studies` installs
 _PIPE_WIDTH = 160  # characters per line where the output is not a terminal
 _SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}  # symbol of each verdict
 _COLOURS = {"good": "green", "note": "yellow", "bad": "red"}  # colour of each verdict
@@ -38,18 +44,35 @@ def is_debugging() -> bool:
     return _state["debug"]
 
 
+def _describe_nothing() -> str:
+    return "Interrupted. Nothing was kept."
+
+
+def say_saved(out: Path, how: str = "the same command continues from there") -> Callable[[], str]:
+    """Return a function for `report_errors`: finished parts of a study are saved in `out`, and how to continue."""
+    return lambda: f"Interrupted. Finished parts are saved in {str(out)!r}; {how}."
+
+
 @contextmanager
-def report_errors() -> Iterator[None]:
-    """Turn an exception into one line on stderr and exit code 2; Ctrl-C into exit code 130."""
+def report_errors(describe: Callable[[], str] = _describe_nothing, *, warnings: bool = True) -> Iterator[None]:
+    """Turn an exception into one line on stderr and exit code 2; Ctrl-C into exit code 130.
+
+    Args:
+        describe: Says what was interrupted and what of it is kept.
+        warnings: Whether to print warnings, too, each on one line.
+    """
     try:
-        yield
+        with catch_warnings():
+            python_warnings.showwarning = lambda message, *_, **__: print_note(str(message)) if warnings else None
+            simplefilter("always", NotConvergedWarning)
+            yield
     except KeyboardInterrupt as error:
-        fail("Interrupted. Finished work is saved; run the same command again to continue.", 130, error)
+        fail(describe(), 130, error)
     except NotASolutionError as error:
         sentences = re.split(r"(?<=\.) ", str(error))  # the command line has no option strict=False
         fail(" ".join(sentence for sentence in sentences if "strict=False" not in sentence), 2, error)
     except ImportError as error:
-        missing = f"{error.name} is not installed. Install it with: pip install 'dif[studies]'"
+        missing = f"{error.name} is not installed. Install it with: pip install 'directional-influence[studies]'"
         fail(missing if error.name in _EXTRAS else str(error), 2, error)
     except OSError as error:
         by_system = error.strerror and error.filename
@@ -77,6 +100,11 @@ def fail(message: str, code: int = 2, cause: BaseException | None = None) -> Non
 def print_error(message: str) -> None:
     """Print a message as one line on stderr."""
     typer.echo(f"dif: {replace_control_characters(' '.join(message.split()))}", err=True)
+
+
+def print_note(message: str) -> None:
+    """Print a warning, or what else is worth knowing, as one line on stderr."""
+    print_error(f"Note: {message}")
 
 
 def escape_text(text: object) -> str:
@@ -132,7 +160,7 @@ def print_certificate(certificate: Certificate) -> None:
     make_console().print(table)
 
 
-def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool) -> None:
+def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bool, quiet: bool) -> None:
     """Print the verdict and the `top` most influential samples, as a table or as JSON."""
     samples = result.samples[:top]
     if as_json:
@@ -140,7 +168,7 @@ def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool
         content = {"verdict": result.verdict, "target": result.target, "value": result.value}
         content |= {"estimator": result.estimator, "samples": rows}
         content |= {"agreement": result.agreement, "remarks": result.remarks}
-        typer.echo(json.dumps(content | {"report": str((out / "report.html").resolve())}))
+        typer.echo(json.dumps(content | {"report": str(page.resolve()), "scores": str(scores.resolve())}))
     if as_json or quiet:
         if result.verdict["sign"] == "bad":
             print_error(f"{result.verdict['words']} {result.verdict['cure']}")
@@ -168,7 +196,7 @@ def print_report(result: Report, top: int, out: Path, as_json: bool, quiet: bool
         numbers = [text.format(result.agreement[k]) for k, text in formats.items() if result.agreement[k] is not None]
         text = ", ".join(numbers) or "not defined"
         typer.echo(f"Agreement with retraining ({result.agreement['n']} removals): {text}")
-    typer.echo(f"Report: {(out / 'report.html').resolve()}")
+    typer.echo(f"Scores of all samples: {scores.resolve()}\nReport: {page.resolve()}")
 
 
 def _format_signed(x: float | None) -> str:

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from dif.cli.finetune import reproduce_finetune, run_finetune
 from dif.cli.options import Data, Device, Out, Side, check_device
-from dif.cli.output import fail, make_console, make_table, report_errors
+from dif.cli.output import fail, make_console, make_table, report_errors, say_saved
 
 reproduce = typer.Typer(
     help="Rerun the studies: the paper's experiments and some more. Figures are PNG files, numbers JSON files.",
@@ -115,6 +115,9 @@ def reproduce_cnn(
         bool, typer.Option(help="Also retrain with the weights 1/Nⱼ unchanged, as the paper defines a removal.")
     ] = True,
     epochs: Annotated[int, typer.Option(help="Mini-batch epochs before the exact solver.", min=0)] = 100,
+    image: Annotated[
+        int, typer.Option(help="Which misclassified test image is the target: 0 is the first.", min=0)
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Random seed of initial weights, groups and mini-batches.", min=0)] = 0,
     device: Device = "cpu",
     data: Data = None,
@@ -126,7 +129,7 @@ def reproduce_cnn(
 ) -> None:
     """A fairness-constrained network on MNIST: compare all estimators with retraining (paper, section 5.2).
 
-    The target is the loss of the first misclassified test image. Every training sample is scored with DIF; then the
+    The target is the loss of a misclassified test image (--image). Every training sample is scored with DIF; then the
     most influential ones are removed, one at a time, and the network is retrained to a certified solution. All stages
     are saved in --out.
 
@@ -141,6 +144,7 @@ def reproduce_cnn(
     setting = {
         "n": n, "groups": groups, "alpha": alpha, "tau": tau, "l2": l2, "model": model.value, "side": int(side.value),
         "channels": channels, "seed": seed, "epochs": epochs, "removals": removals,
+        "image": image,
     }  # fmt: skip
     _run_cnn(out, setting, paper_epsilon=paper_epsilon, **options)
     typer.echo(f"\nWrote {out.resolve() / 'cnn.png'}, cnn-images.png, cnn.json")
@@ -157,7 +161,7 @@ def reproduce_ablation(out: Out = Path("results/ablation")) -> None:
     correlation and slope of predicted against retrained changes for each. Takes a quarter of an hour; finished parts
     are saved in --out and not repeated.
     """
-    with report_errors():
+    with report_errors(say_saved(out)):
         from dif.studies import ablation
 
         rows = ablation.reproduce(out)
@@ -224,7 +228,7 @@ def reproduce_attribution(out: Out = Path("results")) -> None:
     remove, on scikit-learn's digits with a bound on the risk of one group. Takes about ten minutes on two cores;
     finished parts are saved in --out. Needs scikit-learn.
     """
-    with report_errors():
+    with report_errors(say_saved(out)):
         from dif.studies import attribution
 
         result = attribution.reproduce(out)
@@ -250,6 +254,28 @@ def reproduce_attribution(out: Out = Path("results")) -> None:
     typer.echo(f"\nWrote {out.resolve() / 'attribution.json'}")
 
 
+@reproduce.command("evaluation")
+def reproduce_evaluation(out: Out = Path("results")) -> None:
+    """Evaluate DIF, classical influence, TracIn and random scores by the tests of dif.evaluation.
+
+    Linear datamodelling score, removal curves, leave-one-out agreement and detection of wrong labels, on scikit-learn's
+    digits with a bound on the risk of one group. Takes about half a minute on two cores; finished retrainings are kept
+    in --out. Needs scikit-learn.
+
+    Example: dif reproduce evaluation --out results
+    """
+    with report_errors():
+        from dif.studies import evaluation
+
+        tables = evaluation.reproduce(out)
+    for table in tables:
+        shown = make_table(table.title, *table.headings)
+        for cells in table.format_rows():
+            shown.add_row(*cells)
+        make_console().print(shown)
+    typer.echo(f"\nWrote {out.resolve() / 'evaluation.png'}, evaluation-single.png, evaluation.json")
+
+
 @reproduce.command("calibration")
 def reproduce_calibration(out: Out = Path("results")) -> None:
     """Compare the error that dif expects of its predictions with the actual error, for 47 models.
@@ -257,7 +283,7 @@ def reproduce_calibration(out: Out = Path("results")) -> None:
     Linear, logistic, Poisson and tanh-network models of many sizes, ridges and bounds; for each, 20 removals are
     retrained. Takes about twenty minutes on two cores; finished models are saved in --out.
     """
-    with report_errors():
+    with report_errors(say_saved(out)):
         from dif.studies import calibration
 
         result = calibration.reproduce(out)
@@ -345,7 +371,8 @@ def _make_comparison(title: str) -> Table:
 
 def _run_cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
     """Run the network study with a setting (None: the small study) and print its tables."""
-    with report_errors():
+    resuming = "" if options.get("resume") else " with --resume"
+    with report_errors(say_saved(out, f"the same command{resuming} continues from there")):
         from dif.studies import cnn
 
         chosen = cnn.SMALL_STUDY if setting is None else cnn.Setting(**setting)

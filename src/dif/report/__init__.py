@@ -1,3 +1,6 @@
 """What users see: the report and its HTML page, plots, the file that describes a model. No estimates are made here."""
 
-from dif.report.report import *  # noqa: F403
+from dif.report.builder import write_report
+from dif.report.report import Report
+
+__all__ = ["Report", "write_report"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import runpy
 import sys
@@ -13,18 +12,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
 
 import torch
-from torch import Tensor
 
-from dif.errors import DifError, InvalidInputError, NotConvergedWarning
-from dif.evaluation.sweeps import sample_losses
+import dif
+from dif.errors import DifError, InvalidInputError
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.samples import Samples
-from dif.problem.structure import leaves
 from dif.problem.term import Expression
+from dif.report.subjects import Subjects
 
 # Written by `dif init`
 TEMPLATE = '''"""Describes a model to dif. Use it with `dif check FILE`, `dif score FILE` and `dif retrain FILE`."""
@@ -70,9 +67,6 @@ groups = [f"group {int(g)}" for g in group]
 features = {"x0": X[:, 0], "x1": X[:, 1], "x2": X[:, 2], "label": y}
 # images = pixels  # (n, height, width)
 '''
-_MAX_FEATURES = 24  # features shown per sample
-_MAX_LENGTH = 160  # characters shown per feature value
-_MAX_PIXELS = 40  # pixels shown along each side of an image
 _EXAMPLE_TARGETS = '{"risk": train.mean()}'  # suggested in error messages
 
 
@@ -91,12 +85,15 @@ class Description:
     train_is_known: bool = True  # False: the file defines no `train` and the problem has several Samples
 
     @classmethod
-    def read(cls, path: Path, *, need_targets: bool = True) -> Description:
+    def read(cls, path: Path, *, need_targets: bool = True, fit: Callable[..., Solution] = dif.fit) -> Description:
         """Run the user's file and read the variables that it defines.
 
-        With `need_targets=False`, the file may leave out `targets` and `train`.
+        Args:
+            path: The file.
+            need_targets: Whether the file must define `targets` and, for several populations, `train`.
+            fit: What `dif.fit` does while the file runs.
         """
-        variables = _run(path)
+        variables = _run(path, fit)
         solution = variables.get("solution")
         if not isinstance(solution, Solution):
             raise _wrong_variable_error(path, "solution", solution, "a dif.Solution", "dif.fit(problem, params)")
@@ -116,8 +113,18 @@ class Description:
         if not isinstance(train, Samples):
             wanted = "the dif.Samples from which samples are removed"
             raise _wrong_variable_error(path, "train", train, wanted, "dif.Samples(loss, data)")
-        names, groups = (_read_column(path, name, variables.get(name), len(train)) for name in ("names", "groups"))
-        features = variables.get("features")
+        shown = {name: variables.get(name) for name in ("names", "groups", "features", "images")}
+        return cls.of(path, solution, targets, train, train_is_known, **shown)
+
+    @classmethod
+    def of(
+        cls, path: Path, solution: Solution, targets: dict[str, Any], train: Samples, train_is_known: bool = True, *,
+        names: Any, groups: Any, features: Any, images: Any,
+    ) -> Description:  # fmt: skip
+        """Build from what to show of each sample, after checking that there is one entry per sample."""
+        names, groups = (
+            _read_column(path, name, column, len(train)) for name, column in (("names", names), ("groups", groups))
+        )
         if features is not None:
             if not hasattr(features, "items"):
                 wanted = "a dict of columns, or a data frame"
@@ -126,7 +133,6 @@ class Description:
                 str(name): _read_column(path, f"features[{name!r}]", column, len(train))
                 for name, column in features.items()
             }
-        images = variables.get("images")
         _read_column(path, "images", images, len(train))
         description = cls(path, solution, targets, train, names, groups, features, images, train_is_known)
         description._check_display()
@@ -135,8 +141,8 @@ class Description:
     def _check_display(self) -> None:
         """Raise an error if the features or the image of the first sample cannot be displayed."""
         displays: list[tuple[str, str, Callable[[], object]]] = [
-            ("features", "numbers or words", lambda: self.feature([0])),
-            ("images", "numeric pixels of shape (n, height, width)", lambda: self.image(0)),
+            ("features", "numbers or words", lambda: self.subjects.feature([0])),
+            ("images", "numeric pixels of shape (n, height, width)", lambda: self.subjects.image(0)),
         ]
         for name, wanted, display in displays:
             try:
@@ -150,22 +156,10 @@ class Description:
                 ) from error
 
     @cached_property
-    def losses(self) -> dict[str, Tensor]:
-        """Loss of every sample at the solution, (n,), by name: first `train`, then each view of it in the problem."""
-        parameters, theta = self.solution.program.parameters, self.solution.theta
-        views = [
-            s for s in self.solution.problem.samples if s.population is self.train.population and s is not self.train
-        ]
-        return {s.name: sample_losses(s, parameters, theta).double().cpu() for s in (self.train, *views)}
-
-    def is_loss(self, target: Expression) -> bool:
-        """Return whether a target is a nonnegative combination of losses that the objective also contains."""
-        minimised = [s.samples for c, s in self.solution.problem.objective.sums if c > 0]
-        term = target.as_term()
-        return bool(term.sums) and all(f.ridge is not None and c >= 0 for c, f in term.functions) and all(
-            c >= 0 and bool((s.weights >= 0).all()) and any(s.samples.same_loss(other) for other in minimised)
-            for c, s in term.sums
-        )  # fmt: skip
+    def subjects(self) -> Subjects:
+        """What the report shows of each sample."""
+        features = None if self.features is None else dict(self.features)
+        return Subjects(None, self.solution, self.train, None, self.names, self.groups, features, self.images)
 
     def target(self, name: str | None) -> tuple[str, Any]:
         """Return the name and the term of a target; of the first one if `name` is None."""
@@ -180,43 +174,8 @@ class Description:
             )
         return name, self.targets[name]
 
-    def name(self, i: int) -> str:
-        """Return the name of sample i."""
-        return f"{self.train.name}[{i}]" if self.names is None else str(self.names[i])
 
-    def group(self, i: int) -> str | None:
-        """Return the group of sample i, or None."""
-        return None if self.groups is None else str(self.groups[i])
-
-    def feature(self, indices: Sequence[int]) -> list[dict[str, str]]:
-        """Return the features of the samples as text; by default, the numbers that a small sample consists of."""
-        if self.features is not None:
-            columns = list(self.features.items())[:_MAX_FEATURES]
-            return [{str(name): _as_text(column[i]) for name, column in columns} for i in indices]
-        rows = []
-        for i in indices:
-            _, batch = next(self.train.batches(torch.tensor([i])))
-            small = [leaf[0] for leaf in leaves(batch) if leaf[0].numel() <= _MAX_FEATURES]
-            rows.append(
-                {
-                    f"z{k}" + (f"[{j}]" if part.numel() > 1 else ""): _as_text(value)
-                    for k, part in enumerate(small)
-                    for j, value in enumerate(part.reshape(-1).tolist())
-                }
-            )
-        return rows
-
-    def image(self, i: int) -> Tensor | None:
-        """Return the pixels of sample i, (height, width) or (height, width, 3), 0 … 255; None if it has no image."""
-        if self.images is not None:
-            return _as_bytes(torch.as_tensor(self.images[i]).detach().cpu())
-        _, batch = next(self.train.batches(torch.tensor([i])))
-        candidates = [leaf[0].detach().cpu() for leaf in leaves(batch) if leaf[0].dim() in (2, 3)]
-        images = [leaf for leaf in candidates if min(leaf.shape[-2:]) >= 5 or min(leaf.shape[:2]) >= 5]
-        return _as_bytes(images[0]) if images else None
-
-
-def _run(path: Path) -> dict[str, Any]:
+def _run(path: Path, fit: Callable[..., Solution]) -> dict[str, Any]:
     """Run the user's file and return its global variables."""
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder. Give the Python file that describes the model.")
@@ -228,9 +187,9 @@ def _run(path: Path) -> dict[str, Any]:
     sys.path.insert(0, folder)  # the file may import modules beside it, as when Python runs it
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))  # for workers
     torch.manual_seed(0)  # for files that set no seed
+    usual, dif.fit = dif.fit, fit
     try:
-        with redirect_stdout(sys.stderr), catch_warnings():  # keep what the file prints out of our output
-            simplefilter("ignore", NotConvergedWarning)  # the certificate says so
+        with redirect_stdout(sys.stderr):  # keep what the file prints out of our output
             return runpy.run_path(str(path), run_name="__dif__")
     except (DifError, KeyboardInterrupt):
         raise
@@ -241,28 +200,8 @@ def _run(path: Path) -> dict[str, Any]:
             "dif runs this file to read the model from it.",
             f"Correct it until `python {path}` succeeds.",
         ) from error
-
-
-def _as_bytes(pixels: Tensor) -> Tensor | None:
-    """Return pixels as uint8 with the channels last, reduced to at most _MAX_PIXELS per side."""
-    if pixels.dim() == 3 and pixels.shape[0] in (1, 3) and pixels.shape[2] not in (1, 3):
-        pixels = pixels.movedim(0, 2)
-    if pixels.dim() == 3 and pixels.shape[2] == 1:
-        pixels = pixels[:, :, 0]
-    if pixels.dim() not in (2, 3) or (pixels.dim() == 3 and pixels.shape[2] != 3):
-        return None
-    step = max(1, math.ceil(max(pixels.shape[:2]) / _MAX_PIXELS))
-    pixels = pixels[::step, ::step]
-    if pixels.numel() == 0 or pixels.dtype == torch.uint8:
-        return pixels if pixels.numel() else None
-    low, high = float(pixels.min()), float(pixels.max())
-    return (255 * (pixels.double() - low) / ((high - low) or 1.0)).round().to(torch.uint8)
-
-
-def _as_text(value: Any) -> str:
-    value = value.item() if hasattr(value, "item") else value
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _MAX_LENGTH else text[:_MAX_LENGTH] + "…"
+    finally:
+        dif.fit = usual
 
 
 def _read_column(path: Path, name: str, column: Any, n: int) -> list[Any] | None:

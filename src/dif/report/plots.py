@@ -1,4 +1,4 @@
-"""Plots with matplotlib; each function draws on the axes it is given and returns them."""
+"""Plots with matplotlib. Each function draws on the axes it is given, or on new ones, and returns them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colour
 
 
 def predicted_vs_actual(
-    predicted: Tensor, actual: Tensor, ax: Any, label: str, colour: str = BLUE, marker: str = "o"
+    predicted: Any, actual: Any, ax: Any = None, label: str = "", colour: str = BLUE, marker: str = "o"
 ) -> Any:
-    """Plot predicted changes against those found by retraining, with the line y = x."""
+    """Plot predicted changes against those found by retraining, with the line y = x.
+
+    Both are tensors, arrays or Influences of the same perturbations.
+    """
     x, y = (_numbers(values) for values in (actual, predicted))
     if x.shape != y.shape or not len(x):
         raise InvalidInputError(
@@ -27,16 +30,18 @@ def predicted_vs_actual(
             "Each point of the plot is one perturbation.",
             "Score the same perturbations with both estimators.",
         )
+    ax = _draw_on(ax)
     ax.scatter(x, y, s=14, alpha=0.6, color=colour, marker=marker, linewidths=0, label=label)
     low, high = min(x.min(), y.min(), *ax.get_xlim()), max(x.max(), y.max(), *ax.get_xlim())
     ax.axline((low, low), (high, high), color=GREY, linewidth=1, linestyle="--", zorder=0)
     ax.set_xlabel("actual change (retrained)")
     ax.set_ylabel("predicted change")
-    ax.legend(frameon=False)
+    if label:
+        ax.legend(frameon=False)
     return ax
 
 
-def landscape(solution: Solution, ax: Any, span: float = 0.6, levels: int = 18) -> Any:
+def landscape(solution: Solution, ax: Any = None, span: float = 0.6, levels: int = 18) -> Any:
     """Plot objective and feasible region around a solution with two parameters."""
     program, centre = solution.program, solution.theta
     if len(centre) != 2:
@@ -46,19 +51,22 @@ def landscape(solution: Solution, ax: Any, span: float = 0.6, levels: int = 18) 
             "A landscape is drawn in the plane.",
             "Plot a smaller problem that has two parameters.",
         )
-    axis = torch.linspace(-span, span, 81).to(centre)
+    ax, axis = _draw_on(ax), torch.linspace(-span, span, 81).to(centre)
     values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
     size = (len(axis), len(axis))
     x, y = (axis + centre[0]).numpy(), (axis + centre[1]).numpy()
     ax.contour(x, y, values[:, 0].reshape(size).numpy(), levels=levels, cmap="Greys", linewidths=0.8, alpha=0.8)
     if program.m:
-        gap = values[:, 1:] - program.tau
+        gap = (values[:, 1:] - program.tau).T.reshape(-1, *size).numpy()
         for j in torch.nonzero(program.kinds.equal).reshape(-1).tolist():
-            ax.contour(x, y, gap[:, j].reshape(size).numpy(), levels=[0.0], colors=[ORANGE], linewidths=1.6)
+            ax.contour(x, y, gap[j], levels=[0.0], colors=[ORANGE], linewidths=1.6)
         if bool(program.kinds.one_sided.any()):
-            worst = gap[:, program.kinds.one_sided].max(1).values.reshape(size).numpy()
-            ax.contourf(x, y, worst, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
-            ax.contour(x, y, worst, levels=[0.0], colors=[BLUE], linewidths=1.2)
+            rows = [gap[j] for j in torch.nonzero(program.kinds.one_sided).reshape(-1).tolist()]
+            worst = np.max([_refine(row) for row in rows], axis=0)
+            fine = (np.linspace(axis[0], axis[-1], len(worst)) for axis in (x, y))
+            where = (*fine, worst)
+            ax.contourf(*where, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
+            ax.contour(*where, levels=[0.0], colors=[BLUE], linewidths=1.2)
     ax.plot(*centre.numpy(), marker="o", color="black", markersize=6, zorder=5)
     ax.set_aspect("equal")
     ax.set_xlabel("θ₁")
@@ -77,12 +85,18 @@ def arrow(start: Tensor, change: Tensor, ax: Any, label: str, colour: str, style
 
 
 def ranking(
-    influence: Influence, ax: Any, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None
+    influence: Influence, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None
 ) -> Any:
-    """Draw the k perturbations with the largest effect on a target as bars, largest on top."""
+    """Draw the k perturbations with the largest effect on a target as bars, largest on top.
+
+    They are named by `names`, by the index of the user's DataFrame, or by their labels.
+    """
     top = influence.top(k, target)[::-1]
     values = [entry.value for entry in top]
-    labels = [entry.label if names is None else str(names[entry.index]) for entry in top]
+    labels = [entry.label if entry.name is None else str(entry.name) for entry in top]
+    if names is not None:
+        labels = [str(names[entry.index]) for entry in top]
+    ax = _draw_on(ax)
     ax.barh(range(len(top)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_yticks(range(len(top)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
@@ -91,7 +105,7 @@ def ranking(
     return ax
 
 
-def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: int | str = 0) -> Any:
+def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
     """Draw a box plot of the scores of each group, labelled with their sum."""
     if len(groups) != len(influence):
         raise InvalidInputError(
@@ -100,7 +114,7 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: in
             "The plot collects the scores by group.",
             "Give the group of each perturbation, in their order.",
         )
-    target = influence.targets.index(target) if isinstance(target, str) else target
+    ax, target = _draw_on(ax), influence.targets.index(target) if isinstance(target, str) else target
     column = influence.values[:, target].numpy()
     named = sorted({str(group) for group in groups})
     members = [column[[str(group) == name for group in groups]] for name in named]
@@ -116,9 +130,9 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any, target: in
     return ax
 
 
-def by_term(parts: Influence, ax: Any, k: int = 12, names: Sequence[str] | None = None) -> Any:
+def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] | None = None) -> Any:
     """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
-    total = parts.values.sum(1)
+    ax, total = _draw_on(ax), parts.values.sum(1)
     order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
     above, below = np.zeros(len(order)), np.zeros(len(order))
     for column, name in enumerate(parts.targets):
@@ -136,8 +150,20 @@ def by_term(parts: Influence, ax: Any, k: int = 12, names: Sequence[str] | None 
     return ax
 
 
-def multipliers(solution: Solution, change: Change, ax: Any) -> Any:
+def parameter_change(change: Change, ax: Any = None, k: int = 15) -> Any:
+    """Draw the k largest entries of Δθ, the change of the parameters, as bars, largest on top."""
+    ax, largest = _draw_on(ax), change.largest(k)[::-1]
+    values = [value for _, value in largest]
+    ax.barh(range(len(largest)), values, color=[ORANGE if value > 0 else BLUE for value in values])
+    ax.set_yticks(range(len(largest)), [name for name, _ in largest])
+    ax.axvline(0.0, color=GREY, linewidth=1)
+    ax.set_xlabel("Δθ")
+    return ax
+
+
+def multipliers(solution: Solution, change: Change, ax: Any = None) -> Any:
     """Draw Δλ, the change of the multiplier (price) of each constraint."""
+    ax = _draw_on(ax)
     names, values = solution.program.names, change.multipliers.flat.detach().cpu().numpy()
     ax.bar(range(len(values)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_xticks(range(len(values)), names, rotation=30, ha="right")
@@ -146,11 +172,12 @@ def multipliers(solution: Solution, change: Change, ax: Any) -> Any:
     return ax
 
 
-def path(followed: Path, ax: Any, change: Change | None = None, most: int = 4) -> Any:
+def path(followed: Path, ax: Any = None, change: Change | None = None, most: int = 4) -> Any:
     """Plot θ(ε) along a path, the points where constraints switch, and the predicted change as a straight line.
 
     The `most` parameters that change most are drawn.
     """
+    ax = _draw_on(ax)
     shares, moved = followed.epsilons.numpy(), (followed.thetas - followed.thetas[0]).cpu()
     chosen = torch.argsort(moved[-1].abs(), descending=True)[:most].tolist()
     for number, i in enumerate(chosen):
@@ -162,8 +189,9 @@ def path(followed: Path, ax: Any, change: Change | None = None, most: int = 4) -
     return _mark_events(followed, ax)
 
 
-def multiplier_path(followed: Path, ax: Any) -> Any:
+def multiplier_path(followed: Path, ax: Any = None) -> Any:
     """Plot λ(ε) of every constraint that binds somewhere on a path, and the points where constraints switch."""
+    ax = _draw_on(ax)
     for j, name in enumerate(followed.start.program.names):
         if bool((followed.multipliers[:, j] != 0).any()):
             ax.plot(followed.epsilons, followed.multipliers[:, j].cpu(), marker="o", markersize=3, label=name)
@@ -184,33 +212,34 @@ def _mark_events(followed: Path, ax: Any) -> Any:
     return ax
 
 
-def history(run: Run, axes: Sequence[Any]) -> Sequence[Any]:
+def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     """Plot the history of a training run on three axes: objective, violations f − τ and multipliers λ at every step.
 
     Each step sees its own batch, so the curves are noisy.
     """
-    if len(axes) != 3:
+    panels: Sequence[Any] = _open_figure(3) if axes is None else axes
+    if len(panels) != 3:
         raise InvalidInputError(
-            f"There {'is 1 axis' if len(axes) == 1 else f'are {len(axes)} axes'}.",
+            f"There {'is 1 axis' if len(panels) == 1 else f'are {len(panels)} axes'}.",
             "There must be 3.",
             "Objective, violations and multipliers have different units.",
             "Pass Figure().subplots(3, 1, sharex=True), say.",
         )
     recorded, names = run.history, run.end.program.names
-    axes[0].plot(recorded.steps, recorded.objective, color=GREY, linewidth=1)
-    for ax, rows in ((axes[1], recorded.violations), (axes[2], recorded.multipliers)):
+    panels[0].plot(recorded.steps, recorded.objective, color=GREY, linewidth=1)
+    for ax, rows in ((panels[1], recorded.violations), (panels[2], recorded.multipliers)):
         for j, name in enumerate(names):
             ax.plot(recorded.steps, [row[j] for row in rows], linewidth=1, label=name)
         ax.axhline(0.0, color=GREY, linewidth=1, linestyle="--", zorder=0)
         if names:
             ax.legend(frameon=False, fontsize=8)
-    for ax, label in zip(axes, ("objective", "violation f − τ", "multiplier λ"), strict=True):
+    for ax, label in zip(panels, ("objective", "violation f − τ", "multiplier λ"), strict=True):
         ax.set_ylabel(label)
-    axes[2].set_xlabel("step")
-    return axes
+    panels[2].set_xlabel("step")
+    return panels
 
 
-def bound_curve(curve: BoundCurve, ax: Any, target: int | str | None = None) -> Any:
+def bound_curve(curve: BoundCurve, ax: Any = None, target: int | str | None = None) -> Any:
     """Plot the price of a constraint (target=None) or a target against the bound of the constraint, with the kinks."""
     column = curve.targets.index(target) if isinstance(target, str) and target in curve.targets else target
     if column is not None and (isinstance(column, str) or not 0 <= column < len(curve.targets)):
@@ -220,7 +249,7 @@ def bound_curve(curve: BoundCurve, ax: Any, target: int | str | None = None) -> 
             "The curve holds no values of other targets.",
             "Pass the target to dif.bound_curve.",
         )
-    values = curve.price if column is None else curve.values[:, column]
+    ax, values = _draw_on(ax), curve.price if column is None else curve.values[:, column]
     ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
     for kink in curve.kinks:
         ax.axvline(kink.bound, color=GREY, linestyle=":", linewidth=1)
@@ -231,7 +260,29 @@ def bound_curve(curve: BoundCurve, ax: Any, target: int | str | None = None) -> 
     return ax
 
 
+def _refine(grid: np.ndarray, factor: int = 10) -> np.ndarray:
+    """Interpolate values on a grid linearly, so that a corner of the maximum of several rows is drawn sharp."""
+    for _ in range(2):  # along one axis, then along the other
+        coarse, fine = np.arange(len(grid)), np.linspace(0, len(grid) - 1, factor * (len(grid) - 1) + 1)
+        grid = np.stack([np.interp(fine, coarse, column) for column in grid.T])
+    return grid
+
+
 def _numbers(values: Any) -> np.ndarray:
     """Return scores, a tensor or an array as a flat array."""
     values = values.values if isinstance(values, Influence) else values
     return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=float).reshape(-1)
+
+
+def _draw_on(ax: Any) -> Any:
+    """Return the given axes, or those of a new figure."""
+    return _open_figure(1) if ax is None else ax
+
+
+def _open_figure(panels: int) -> Any:
+    """Return the axes of a new figure, one below the other; notebooks show it, `pyplot.show()` opens a window."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError('Plots need matplotlib. Install it: pip install "directional-influence[studies]"') from error
+    return pyplot.subplots(panels, 1, sharex=True, layout="constrained")[1]

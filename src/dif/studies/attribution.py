@@ -12,14 +12,11 @@ import dif
 from dif.optimality.targets import Targets
 from dif.runtime.progress import progress
 from dif.studies import results
-from dif.studies.digits import L2, Task, build_task
+from dif.studies.digits import Task, build_task, trace_training
 
 STRICT = -0.03  # τ: the risk of group 0 must be lower than the mean risk by 0.03
 SUBSETS = 50  # random halves of the data
 TESTS = 100  # test samples in the linear datamodeling score
-CHECKPOINTS = 10  # checkpoints that TracIn sums over
-STEPS = 50  # gradient steps between two checkpoints
-RATE = 1.0  # learning rate of these steps
 MARGIN = 0.5  # margin of the prediction that a small set is to flip
 REDUCTION = 0.02  # how much a small set is to reduce the gap between the groups
 SEEDS = 10  # repetitions of the comparison of choices
@@ -27,72 +24,22 @@ CHOSEN = 30  # samples that each choice removes
 SMALL = 600  # training samples in the comparison of choices
 
 
-class TracIn:
-    """Dot products of gradients summed over checkpoints of training (Pruthi et al. 2020), in closed form.
-
-    Training is gradient descent on the Lagrangian with the final multipliers, from zeros. As in the original, a
-    sample enters only through the gradient of its own loss.
-    """
-
-    def __init__(self, task: Task, solution: dif.Solution) -> None:
-        n = len(task.train)
-        weights = torch.full((n,), 1.0 / n, dtype=torch.float64)
-        for g, price in enumerate(solution.lam.tolist()):
-            member = (task.group == g).double()
-            weights = weights + price * (member / member.sum() - 1.0 / n)
-        self.inputs = _append_one(task.X)
-        self.test_inputs = _append_one(task.test_X)
-        self.residuals, self.test_residuals = [], []
-        theta = torch.zeros(65, 10, dtype=torch.float64)
-        for step in range(1, CHECKPOINTS * STEPS + 1):
-            residual = _residual(self.inputs, theta, task.labels)
-            theta = theta - RATE * (self.inputs.T @ (weights[:, None] * residual) + L2 * theta)
-            if step % STEPS == 0:
-                self.residuals.append(_residual(self.inputs, theta, task.labels))
-                self.test_residuals.append(_residual(self.test_inputs, theta, task.test_labels))
-
-    def score_tests(self) -> Tensor:
-        """Return how much each training sample lowered the loss of each test sample, (n, T)."""
-        similarity = self.inputs @ self.test_inputs.T
-        pairs = zip(self.residuals, self.test_residuals, strict=True)
-        return sum((similarity * (r @ t.T) for r, t in pairs), torch.zeros_like(similarity))
-
-    def score_own_loss(self) -> Tensor:
-        """Return how much each training sample lowered its own loss, (n,)."""
-        squared_norm = (self.inputs**2).sum(1)
-        return sum((squared_norm * (r**2).sum(1) for r in self.residuals), torch.zeros_like(squared_norm))
-
-
-def _append_one(X: Tensor) -> Tensor:
-    """Append a column of ones, the input of the bias."""
-    return torch.cat([X, torch.ones(len(X), 1, dtype=X.dtype)], 1)
-
-
-def _residual(inputs: Tensor, theta: Tensor, labels: Tensor) -> Tensor:
-    """Return predicted probabilities minus one-hot labels, (n, 10)."""
-    return torch.softmax(inputs @ theta, 1) - torch.nn.functional.one_hot(labels, 10)
-
-
 def linear_datamodeling_score(task: Task, solution: dif.Solution) -> dict[str, float]:
-    """Return, per estimator, the rank correlation with retraining over random halves, averaged over test samples."""
-    n = len(task.train)
-    generator = torch.Generator().manual_seed(2)
-    removed = [torch.randperm(n, generator=generator)[: n // 2].tolist() for _ in range(SUBSETS)]
-    groups, test = task.train.remove_groups(removed), task.test.take(torch.arange(TESTS))
-    actual = dif.Retraining(solution, show_progress=False).scores(test, groups).values
-    traced = TracIn(task, solution).score_tests()[:, :TESTS]
-    predicted = {
-        "DIF": dif.DirectionalInfluence(solution, switching=False)
-        .scores(test, groups, show_progress=False, assess=0)
-        .values,
-        "path": dif.PathInfluence(solution, show_progress=False).scores(test, groups).values,
-        "classical IF": dif.ClassicalInfluence(solution).scores(test, groups, show_progress=False, assess=0).values,
-        "TracIn": torch.stack([traced[index].sum(0) for index in removed]),
+    """Return, per estimator, the rank correlation with retraining over random halves, averaged over test samples.
+
+    Estimators predict each half as a whole.
+    """
+    methods = {
+        "DIF": dif.DirectionalInfluence(solution, switching=False),
+        "path": dif.PathInfluence(solution, show_progress=False),
+        "classical IF": dif.ClassicalInfluence(solution),
+        "TracIn": trace_training(task, solution),
     }
-    return {
-        name: float(torch.tensor([dif.Agreement.of(values[:, t], actual[:, t]).spearman for t in range(TESTS)]).mean())
-        for name, values in predicted.items()
-    }
+    retraining, test = dif.Retraining(solution, show_progress=False), task.test.take(torch.arange(TESTS))
+    result = dif.evaluation.linear_datamodelling_score(
+        methods, retraining, test, task.train, subsets=SUBSETS, seed=2, jointly=True, show_progress=False
+    )
+    return result.scores
 
 
 def detect_wrong_labels() -> dict[str, float]:
@@ -101,27 +48,21 @@ def detect_wrong_labels() -> dict[str, float]:
     solution = task.fit()
     each, held_out = task.train.remove_each(), task.test.mean()
     derivative, classical = dif.DirectionalInfluence(solution, switching=False), dif.ClassicalInfluence(solution)
-    path, traced = dif.PathInfluence(solution, show_progress=False), TracIn(task, solution)
-    scores = {
-        "DIF, own loss": dif.self_influence(derivative, task.train, show_progress=False).values[:, 0],
-        "DIF, held-out loss": -derivative.scores(held_out, each, show_progress=False, assess=0).values[:, 0],
+    path, traced = dif.PathInfluence(solution, show_progress=False), trace_training(task, solution)
+    rankings = {
+        "DIF, own loss": derivative,
+        "DIF, held-out loss": -derivative.scores(held_out, each, show_progress=False, assess=0).values,
         "DIF, held-out loss through the objective": -derivative.by_term(held_out, each).values[:, 0],
         "DIF, price of the constraint": derivative.prices(each).values[:, 0].abs(),
-        "path, own loss": dif.self_influence(path, task.train, show_progress=False).values[:, 0],
-        "path, held-out loss": -path.scores(held_out, each).values[:, 0],
-        "classical IF, own loss": dif.self_influence(classical, task.train, show_progress=False).values[:, 0],
-        "classical IF, held-out loss": -classical.scores(held_out, each, show_progress=False, assess=0).values[:, 0],
-        "TracIn, own loss": traced.score_own_loss(),
-        "TracIn, held-out loss": -traced.score_tests().mean(1),
+        "path, own loss": path,
+        "path, held-out loss": -path.scores(held_out, each).values,
+        "classical IF, own loss": classical,
+        "classical IF, held-out loss": -classical.scores(held_out, each, show_progress=False, assess=0).values,
+        "TracIn, own loss": traced,
+        "TracIn, held-out loss": -traced.scores(held_out, each, show_progress=False).values,
         "the loss itself": Targets(task.train, solution).values(solution.theta),
     }
-    return {name: roc_area(values, task.flipped) for name, values in scores.items()}
-
-
-def roc_area(scores: Tensor, wanted: Tensor) -> float:
-    """Return the area under the ROC curve: how often a wanted sample scores higher than another."""
-    above = (scores[wanted][:, None] > scores[~wanted]).double() + 0.5 * (scores[wanted][:, None] == scores[~wanted])
-    return float(above.mean())
+    return dif.evaluation.label_error_auc(rankings, task.flipped, task.train, show_progress=False).areas
 
 
 def compare_choices(seeds: int = SEEDS) -> list[dict[str, Any]]:

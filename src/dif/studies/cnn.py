@@ -17,26 +17,29 @@ import torch
 from torch import Tensor, nn
 
 import dif
-from dif import plots
 from dif.data import mnist
+from dif.linalg.conjugate_gradients import SolverSeries
 from dif.runtime.atomic_file import open_atomically
 from dif.studies import results
+from dif.studies.cnn_figures import draw_figure, draw_images
 from dif.studies.network import (
     PAPER,
+    REEVALUATED,
+    RENORMALISED,
     SMALL,
     AllConvolutional,
     assign_groups,
     bound_group_risks,
     check_removals,
+    class_scores,
     cross_entropy,
     preprocess,
+    score_losses,
 )
-from dif.studies.plain import retrain, sample_losses
+from dif.studies.plain import retrain, sample_losses, whiten
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
 BATCH = 256  # images per mini-batch
-REEVALUATED = ", re-evaluated"  # suffix of an estimator whose predicted parameters are put into the test loss
-RENORMALISED = "renormalised"  # removal convention: the mean over the remaining samples
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
@@ -56,6 +59,7 @@ class Setting:
     seed: int = 0
     epochs: int = 100  # of mini-batches, before the exact solver
     removals: int = 100  # how many of the most influential samples are retrained
+    image: int = 0  # which of the misclassified test images is the target: 0 is the first
 
     @property
     def layers(self) -> tuple[tuple[int, int], ...]:
@@ -79,12 +83,18 @@ class Task:
     test_labels: Tensor
 
 
-def build_task(setting: Setting, data: str | None, device: str) -> Task:
-    """Build the problem min R̄ + ridge s.t. Rᵢ ≤ R̄ + τ, where R̄ is the mean of the risks Rᵢ of the groups."""
+def build_task(setting: Setting, data: str | None, device: str, fast: bool | None = None) -> Task:
+    """Build the problem min R̄ + ridge s.t. Rᵢ ≤ R̄ + τ, where R̄ is the mean of the risks Rᵢ of the groups.
+
+    With `fast` (None: on a GPU), the loss is compiled, and the model's outputs are named for Gauss–Newton curvature.
+    """
     digits = mnist(setting.n, 1_000, data=data)
     images, test = (preprocess(part, setting.side, device, torch.float64) for part in (digits.train, digits.test))
     labels = digits.train_labels.to(device)
-    train = dif.Samples(cross_entropy, (images, labels), name="train")
+    if device.startswith("cuda") if fast is None else fast:
+        train = dif.Samples(score_losses, (images, labels), name="train", outputs=class_scores, compile=True)
+    else:
+        train = dif.Samples(cross_entropy, (images, labels), name="train")
     group = assign_groups(digits.train_labels, setting.groups, setting.alpha, setting.seed)
     _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
     generator_state = torch.get_rng_state()
@@ -115,7 +125,8 @@ def load_or_fit(task: Task, setting: Setting, out: Path, show_progress: bool) ->
             )
         nn.utils.vector_to_parameters(theta.to(task.test), model.parameters())
         return dif.Solution(task.problem, model, lam.tolist())
-    solution = fit(task, setting, show_progress, checkpoint=out / "fit.npz")
+    with results.time(out, "fit"):
+        solution = fit(task, setting, show_progress, checkpoint=out / "fit.npz")
     solution.check()
     with open_atomically(path) as file:
         np.savez(file, theta=solution.theta.cpu().numpy(), lam=solution.lam.cpu().numpy())
@@ -130,21 +141,24 @@ def fit(task: Task, setting: Setting, show_progress: bool, **options: Any) -> di
     )  # fmt: skip
 
 
-def find_target(task: Task, solution: dif.Solution) -> tuple[int, int, float, dif.Samples]:
-    """Return index and predicted label of the first misclassified test image, the test error, and that image's loss."""
+def find_target(task: Task, solution: dif.Solution, number: int = 0) -> tuple[int, int, float, dif.Samples]:
+    """Return index and predicted label of a misclassified test image, the test error, and the loss of that image.
+
+    `number` counts the misclassified test images from 0.
+    """
     with torch.no_grad():
         predicted = solution.params(task.test).argmax(1)  # type: ignore[operator]
     wrong = torch.nonzero(predicted != task.test_labels).reshape(-1)
-    if len(wrong) == 0:
+    if len(wrong) <= number:
         raise dif.InvalidInputError(
-            f"None of the {len(predicted)} test images is misclassified.",
-            "At least one must be.",
-            "The study predicts changes of the loss of the first misclassified test image.",
-            "Train with more regularisation (--l2), or on fewer samples (--n).",
+            f"{len(wrong)} of the {len(predicted)} test images are misclassified.",
+            f"At least {number + 1} must be.",
+            "The study predicts changes of the loss of a misclassified test image.",
+            "Choose an earlier one (--image), train with more regularisation (--l2), or on fewer samples (--n).",
         )
-    first = int(wrong[0])
-    test = dif.Samples(cross_entropy, (task.test[[first]], task.test_labels[[first]]), name="test")
-    return first, int(predicted[first]), len(wrong) / len(predicted), test
+    image = int(wrong[number])
+    test = dif.Samples(cross_entropy, (task.test[[image]], task.test_labels[[image]]), name="test")
+    return image, int(predicted[image]), len(wrong) / len(predicted), test
 
 
 def build_estimators(
@@ -153,13 +167,16 @@ def build_estimators(
     """Return the estimators, each with the least damping of the grid that it needs, and remarks on the damping."""
     estimators: dict[str, Any] = {}
     remarks: dict[str, str] = {}
+    solver = None if solution.curvature.assembled else SolverSeries()  # all share one preconditioner
     kinds: dict[str, Callable[[float], Any]] = {
-        "DIF": lambda damping: dif.DirectionalInfluence(solution, damping=damping, switching=False),  # as in the paper
+        "DIF": lambda damping: dif.DirectionalInfluence(
+            solution, damping=damping, switching=False, solver=solver
+        ),  # as in the paper
         "DIF (switching)": lambda damping: dif.DirectionalInfluence(
-            solution, damping=damping, switching=True, strict=False
+            solution, damping=damping, switching=True, strict=False, solver=solver
         ),
-        "classical IF": lambda damping: dif.ClassicalInfluence(solution, damping=damping),
-        "penalty IF": lambda damping: dif.PenaltyInfluence(solution, damping=damping),
+        "classical IF": lambda damping: dif.ClassicalInfluence(solution, damping=damping, solver=solver),
+        "penalty IF": lambda damping: dif.PenaltyInfluence(solution, damping=damping, solver=solver),
     }
     least = 0.0  # at θ̄, penalty IF has the curvature of classical IF if there are only inequalities
     for name, make in kinds.items():
@@ -210,17 +227,21 @@ def run(
     task = build_task(setting, data, device)
     results.write(out / "setting.json", asdict(setting))  # marks the folder as used by this setting
     solution = load_or_fit(task, setting, out, show_progress)
-    active = solution.active
-    image, predicted_label, error, test = find_target(task, solution)
-    estimators, remarks = build_estimators(solution, test, task.train)
+    with results.time(out, "curvature"):
+        active = solution.active
+    image, predicted_label, error, test = find_target(task, solution, setting.image)
+    with results.time(out, "estimators"):
+        estimators, remarks = build_estimators(solution, test, task.train)
     removals = task.train.remove_each()
-    scored = estimators["DIF"].scores(test, removals, out=out / "scores.npy", show_progress=show_progress, assess=0)
+    with results.time(out, "scores"):
+        scored = estimators["DIF"].scores(test, removals, out=out / "scores.npy", show_progress=show_progress, assess=0)
     ranked = [entry.index for entry in scored.top(setting.removals)]
     retraining = dif.Retraining(solution, keep=out / "retrained", jobs=jobs, strict=False, show_progress=show_progress)
     compared: dict[str, Any] = {}
     for convention in (RENORMALISED, PAPERS) if paper_epsilon else (RENORMALISED,):
         chosen = task.train.remove_each(ranked, renormalise=convention == RENORMALISED)
-        actual = retraining.scores(test, chosen)
+        with results.time(out, f"retraining, {convention}"):
+            actual = retraining.scores(test, chosen)
         predicted = {name: e.scores(test, chosen, assess=0).values for name, e in estimators.items()}
         predicted |= {
             name + REEVALUATED: e.reevaluated(test, chosen, show_progress=False).values
@@ -241,6 +262,7 @@ def run(
         "device": device,
         "parameters": solution.theta.numel(),
         "kkt": asdict(solution.kkt),
+        "seconds": results.load_seconds(out),
         "tolerance": retraining.tol,
         "multipliers": solution.lam.tolist(),
         "binding": [active.names[j] for j in active.binding],
@@ -248,7 +270,7 @@ def run(
         "tangent_curvature": active.curvature,
         "test_error": error,
         "test_image": {"index": image, "label": int(task.test_labels[image]), "taken_for": predicted_label},
-        "rule": "the first test image that the solution misclassifies; the removals with the largest |DIF|",
+        "rule": f"misclassified test image {setting.image}, counted from 0; the removals with the largest |DIF|",
         "remarks": remarks,
         "removed": ranked,
         "compared": compared,
@@ -267,6 +289,7 @@ def check_retraining(
     images, labels = task.images
     X, y = task.test[[image]], task.test_labels[[image]]
     before = float(sample_losses(task.start, solution.theta, X, y))
+    W = whiten(task.start, solution.theta, images, setting.l2)
     changes, residuals = [], []
     for i in removed:
         masks = [(task.group == g) & (torch.arange(setting.n) != i) for g in range(setting.groups)]
@@ -277,7 +300,7 @@ def check_retraining(
             mean = risks.mean()
             return torch.cat([(mean + 0.5 * setting.l2 * theta @ theta)[None], risks - mean - setting.tau])
 
-        theta, _, residual = retrain(rows, solution.theta, solution.lam)
+        theta, _, residual = retrain(rows, solution.theta, solution.lam, W)
         changes.append(float(sample_losses(task.start, theta, X, y)) - before)
         residuals.append(residual)
     differences = [abs(a - b) / abs(b) for a, b in zip(changes, compared["actual"], strict=False)]
@@ -337,49 +360,3 @@ def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: A
         draw_figure(out / _FIGURES[0], known)
         draw_images(out / _FIGURES[1], known, options.get("data"))
     return known
-
-
-def draw_figure(path: Path, result: dict[str, Any]) -> None:
-    """Draw predicted against actual changes with the line y = x, one panel per estimator."""
-    from matplotlib.figure import Figure
-
-    part = result["compared"][RENORMALISED]
-    actual = torch.tensor(part["actual"])
-    shown = [name for name in part["predicted"] if REEVALUATED not in name]
-    canvas = Figure(figsize=(4.2 * len(shown), 4.4), layout="constrained")
-    for ax, name in zip(canvas.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        agreement = part["agreement"][name]
-        label = f"r = {agreement['pearson']:.3f}, slope {agreement['slope']:.2f}" if "pearson" in agreement else "none"
-        colour = plots.ORANGE if name.startswith("DIF") else plots.GREEN if name == "Newton" else plots.BLUE
-        plots.predicted_vs_actual(torch.tensor(part["predicted"][name]), actual, ax, label, colour)
-        remark = result["remarks"].get(name, "")
-        ax.set_title(name + (f"\n{remark[remark.find('damped') :]}" if "damped" in remark else ""))
-    binding = ", ".join(result["binding"])
-    setting, target = result["setting"], result["test_image"]
-    canvas.suptitle(
-        f"Loss of test image {target['index']} (a {target['label']} taken for a {target['taken_for']}), "
-        f"{len(actual)} removals of {setting['n']}, L2 {setting['l2']:g}, τ {setting['tau']:g}, binding: {binding}"
-    )
-    canvas.savefig(path, dpi=130)
-
-
-def draw_images(path: Path, result: dict[str, Any], data: str | None) -> None:
-    """Draw the test image and the training images whose removal raises or lowers its loss most."""
-    from matplotlib.figure import Figure
-
-    digits = mnist(result["setting"]["n"], 1_000, data=data)
-    canvas = Figure(figsize=(11, 3.6), layout="constrained")
-    axes = canvas.subplots(2, 9)
-    target = result["test_image"]["index"]
-    for row, kind in enumerate(("helpful", "harmful")):
-        axes[row][0].imshow(digits.test[target].numpy(), cmap="gray_r")
-        axes[row][0].set_title("test image" if row == 0 else "", fontsize=8)
-        for ax, sample in zip(axes[row][1:], result[kind], strict=True):
-            ax.imshow(digits.train[sample["index"]].numpy(), cmap="gray_r")
-            ax.set_title(f"{sample['score']:+.4f}", fontsize=8)
-        axes[row][1].set_ylabel(kind)
-        for ax in axes[row]:
-            ax.set_xticks([])
-            ax.set_yticks([])
-    canvas.suptitle("Predicted change of the test image's loss (DIF) when the training image is removed")
-    canvas.savefig(path, dpi=130)

@@ -9,6 +9,8 @@ import dif
 
 PAPER = ((3, 1), (3, 2), (3, 1), (3, 2), (3, 1), (1, 1), (1, 1))  # kernel and stride of each convolution
 SMALL = ((3, 2), (3, 2), (3, 2), (1, 1))  # the same for the small version
+REEVALUATED = ", re-evaluated"  # suffix of an estimator whose predicted parameters are put into the test loss
+RENORMALISED = "renormalised"  # removal convention: the mean over the remaining samples
 _BRIGHTNESS, _CONTRAST = 0.1307, 0.3081  # mean and standard deviation of a pixel of MNIST's training images
 
 
@@ -108,6 +110,16 @@ def preprocess(images: Tensor, side: int, device: str, dtype: torch.dtype) -> Te
 def cross_entropy(model: nn.Module, z: tuple[Tensor, Tensor]) -> Tensor:
     """Return the loss of each sample."""
     return nn.functional.cross_entropy(model(z[0]), z[1], reduction="none")
+
+
+def class_scores(model: nn.Module, z: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the class scores of each sample."""
+    return model(z[0])
+
+
+def score_losses(scores: Tensor, z: tuple[Tensor, Tensor]) -> Tensor:
+    """Return the loss of each sample from its class scores."""
+    return nn.functional.cross_entropy(scores, z[1], reduction="none")
 
 
 def assign_groups(labels: Tensor, groups: int, alpha: float, seed: int) -> Tensor:

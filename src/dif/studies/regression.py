@@ -185,6 +185,12 @@ def draw_figure(path: Path, result: dict[str, Any]) -> None:
     plots.predicted_vs_actual(predicted["DIF"], actual, right, "DIF", plots.ORANGE)
     left.set_title("(a) without and with soft constraints")
     right.set_title("(b) directional influence")
+    shown = torch.stack([actual, *(predicted[name] for name in ("classical IF", PRINTED, "DIF"))])
+    room = 0.05 * float(shown.max() - shown.min())
+    for ax in (left, right):
+        ax.set(xlim=(float(shown.min()) - room, float(shown.max()) + room), aspect="equal")
+        ax.set_ylim(ax.get_xlim())
+        ax.locator_params(nbins=5)
     binding = ", ".join(result["binding"])
     canvas.suptitle(f"Δθ, {len(actual)} removals × {D} coordinates, seed {result['seed']}, binding: {binding}")
     canvas.savefig(path, dpi=150)

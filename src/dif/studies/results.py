@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import dif
@@ -22,6 +25,23 @@ def load_finished(path: Path, *others: Path) -> dict[str, Any] | None:
         return None
     numbers = json.loads(path.read_text())
     return numbers if numbers["version"] == dif.__version__ else None
+
+
+@contextmanager
+def time(folder: Path, stage: str) -> Iterator[None]:
+    """Add the seconds that a stage of a study takes to those of earlier runs, in the folder's seconds.json."""
+    begin = perf_counter()
+    try:
+        yield
+    finally:
+        seconds = load_seconds(folder)
+        write(folder / "seconds.json", {**seconds, stage: seconds.get(stage, 0.0) + perf_counter() - begin})
+
+
+def load_seconds(folder: Path) -> dict[str, float]:
+    """Return the seconds that each stage of a study has taken so far."""
+    path = folder / "seconds.json"
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def list_changes(before: dict[str, Any], now: dict[str, Any]) -> str:

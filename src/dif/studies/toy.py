@@ -100,9 +100,14 @@ def draw_figure(path: Path, result: dict[str, Any]) -> None:
         ("classical IF", plots.BLUE, "-"),
     ):
         change = torch.tensor(by_direction["removal"][name]["theta"])
-        coordinates = ", ".join(f"{x:.3g}" for x in change.tolist())
+        coordinates = ", ".join(_format_coordinate(x) for x in change.tolist())
         plots.arrow(solution.theta, change, right, f"{name}: ({coordinates})", colour, style)
     right.set_title("ε = −1/3: z₂ removed")
-    for ax in (left, right):
-        ax.legend(loc="upper left", fontsize=8)
+    left.legend(loc="lower left", fontsize=8)  # where the legends hide no corner of the feasible set
+    right.legend(loc="upper right", fontsize=8)
     canvas.savefig(path, dpi=150)
+
+
+def _format_coordinate(x: float) -> str:
+    """Format a coordinate with three digits; what rounding leaves of 0 is 0, without a sign."""
+    return f"{round(x, 9) + 0.0:.3g}".replace("-", "−")

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  const report = JSON.parse(document.getElementById("data").textContent);
+  const answers = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const make = (tag, text, cls) => {
     const element = document.createElement(tag);
@@ -14,9 +14,19 @@
     if (text !== undefined) element.textContent = text;
     return element;
   };
-  const signed = (x) => (x === null || x === undefined ? "—" : (x > 0 ? "+" : x < 0 ? "−" : "") + short(Math.abs(x)));
-  const short = (x) => (x === 0 ? "0" : x >= 1e-3 && x < 1e5 ? x.toPrecision(4) : x.toExponential(2));
-  const percent = (x) => (x < 10 ? `${x < 0.1 ? Number((100 * x).toPrecision(2)) : Math.round(100 * x)} %` : "more than 1000 %");
+  // The same formats as in numbers.py: four significant digits
+  const short = (x) => {
+    if (x === 0) return "0";
+    if (x >= 1e-4 && x < 1e6) return x >= 1000 ? Math.round(x).toString() : Number(x.toPrecision(4)).toString();
+    const [mantissa, exponent] = x.toExponential(3).split("e");
+    return `${Number(mantissa)}e${exponent.replace("+", "").replace("-", "−")}`;
+  };
+  const number = (x, plus = "") => (x === null || x === undefined ? "—" : (x > 0 ? plus : x < 0 ? "−" : "") + short(Math.abs(x)));
+  const signed = (x) => number(x, "+");
+  const percent = (x) => {
+    const size = Math.abs(100 * x);
+    return size > 0 && size < 0.001 ? "less than 0.001 %" : `${size >= 10 ? Math.round(size) : Number(size.toPrecision(2))} %`;
+  };
   const side = (x) => (x > 0 ? "up" : x < 0 ? "down" : "none");
   const narrow = () => matchMedia("(max-width: 52rem)").matches;
   const ticks = (low, high) => {
@@ -25,53 +35,82 @@
     const step = unit * [1, 2, 2.5, 5, 10].find((k) => k * unit >= rough);
     const found = [];
     for (let k = Math.ceil(low / step); k * step <= high; k++) found.push(k * step);
-    return found.map((v) => [v, Math.abs(v) < 1e-9 * step ? "0" : step >= 1e-3 && Math.abs(v) < 1e5 ? Number(v.toPrecision(6)).toString() : v.toExponential(1)]);
+    return found.map((v) => [v, Math.abs(v) < 1e-9 * step ? "0" : number(Number(v.toPrecision(6)))]);
   };
-  const samples = report.samples;
-  const retrained = samples.some((s) => s.actual !== undefined && s.actual !== null);
-  const pictured = samples.some((s) => s.image);
-  const views = samples.length ? Object.keys(samples[0].losses) : [];
-  const grouped = samples.some((s) => s.group !== null);
 
-  byId("how").textContent =
-    `The ${samples.length} of ${report.total} samples with the largest effect on ${report.target}. A score of +0.02 means ` +
-    "that the target would be about 0.02 higher without this sample." +
-    (report.loss ? " The target is a loss, so samples with a positive score are helpful and those with a negative score harmful." : "");
-  const kinds = report.loss ? { up: "helpful", down: "harmful" } : { up: "lowers the target", down: "raises the target" };
-  for (const option of byId("kind").options) if (kinds[option.value]) option.textContent = `${kinds[option.value]} (${option.textContent})`;
+  // The report that is open, and what follows from it
+
+  let report, samples, retrained, pictured, views, relative, columns, words, order, chosen, limit;
+  const open = (k) => {
+    report = answers[k];
+    samples = report.samples;
+    retrained = samples.some((s) => s.actual !== undefined && s.actual !== null);
+    pictured = samples.some((s) => s.image);
+    views = samples.length ? Object.keys(samples[0].losses) : [];
+    const largest = Math.max(0, ...samples.map((s) => Math.abs(s.score || 0)));
+    relative = report.value !== null && largest > 0 && Math.abs(report.value) >= largest; // a percentage says something
+    const grouped = samples.some((s) => s.group !== null);
+    const share = (x) => (x === null || x === undefined ? null : x / Math.abs(report.value));
+    columns = [
+      { key: "name", words: "sample", of: (s) => s.name, text: true },
+      ...(grouped ? [{ key: "group", words: "group", of: (s) => s.group || "", text: true, minor: true }] : []),
+      { key: "score", words: "score", of: (s) => s.score },
+      ...(relative ? [{ key: "share", words: "in per cent", of: (s) => share(s.score), percent: true }] : []),
+      ...(retrained ? [{ key: "actual", words: "retrained", of: (s) => (s.actual === undefined ? null : s.actual) }] : []),
+      ...views.map((name) => ({ key: `loss ${name}`, words: views.length > 1 ? `its ${name}` : "its loss", of: (s) => s.losses[name], minor: true, plain: true })),
+    ];
+    words = new Map(samples.map((s) => [s, [s.name, s.group || "", ...Object.entries(s.features).flat()].join(" ").toLowerCase()]));
+    order = { key: "score", down: true, size: true };
+    chosen = null;
+    limit = 50;
+    for (const element of document.querySelectorAll("[data-answer]")) element.hidden = Number(element.dataset.answer) !== k;
+    for (const button of document.querySelectorAll("[data-choice]")) button.setAttribute("aria-pressed", Number(button.dataset.choice) === k);
+    explain();
+    heading();
+    scatter();
+    histogram();
+    groups();
+    show();
+    byId("detail").replaceChildren();
+    if (samples.length) choose(samples[0]);
+  };
+  const explain = () => {
+    const kinds = report.loss ? { up: "helpful", down: "harmful" } : { up: "lowers the target", down: "raises the target" };
+    const means = { up: `${report.target} would rise without it`, down: `${report.target} would fall without it` };
+    for (const kind of ["up", "down"]) {
+      byId(`l-${kind}`).textContent = `${kinds[kind]}: ${means[kind]}`;
+      byId("kind").querySelector(`[value=${kind}]`).textContent = `${kinds[kind]} (${means[kind]})`;
+    }
+    byId("l-line").hidden = !retrained;
+    byId("how").textContent =
+      `The ${samples.length} of ${report.total} samples with the largest effect on ${report.target}. A score of +0.02 means ` +
+      "that the target would be about 0.02 higher without this sample." +
+      (relative ? ` Percentages are of its present value, ${number(report.value)}.` : "") +
+      (report.loss ? " The target is a loss, so samples with a positive score are helpful and those with a negative score harmful." : "");
+  };
 
   // The table
 
-  const columns = [
-    { key: "name", words: "sample", of: (s) => s.name, text: true },
-    ...(grouped ? [{ key: "group", words: "group", of: (s) => s.group || "", text: true }] : []),
-    { key: "score", words: "score", of: (s) => s.score },
-    ...(retrained ? [{ key: "actual", words: "retrained", of: (s) => (s.actual === undefined ? null : s.actual) }] : []),
-    ...views.map((name) => ({ key: `loss ${name}`, words: views.length > 1 ? `its ${name}` : "its loss", of: (s) => s.losses[name], minor: true })),
-  ];
-  let order = { key: "score", down: true, size: true };
-  let chosen = null;
-  let limit = 50;
-  const head = make("tr");
-  if (pictured) head.append(make("th", ""));
-  for (const column of columns) {
-    const cell = make("th", null, (column.text ? "" : "number") + (column.minor ? " minor" : ""));
-    cell.scope = "col";
-    const button = make("button", column.words);
-    button.type = "button";
-    button.addEventListener("click", () => {
-      const again = order.key === column.key && !order.size;
-      const whole = column.key === "score" && again && !order.down; // third click: sort by absolute value again
-      order = { key: column.key, down: whole || (again ? !order.down : !column.text), size: whole };
-      show();
-    });
-    cell.append(button);
-    cell.dataset.key = column.key;
-    head.append(cell);
-  }
-  document.querySelector("#table thead").append(head);
-
-  const words = new Map(samples.map((s) => [s, [s.name, s.group || "", ...Object.entries(s.features).flat()].join(" ").toLowerCase()]));
+  const heading = () => {
+    const head = make("tr");
+    if (pictured) head.append(make("th", ""));
+    for (const column of columns) {
+      const cell = make("th", null, (column.text ? "" : "number") + (column.minor ? " minor" : ""));
+      cell.scope = "col";
+      const button = make("button", column.words);
+      button.type = "button";
+      button.addEventListener("click", () => {
+        const again = order.key === column.key && !order.size;
+        const whole = column.key === "score" && again && !order.down; // third click: sort by absolute value again
+        order = { key: column.key, down: whole || (again ? !order.down : !column.text), size: whole };
+        show();
+      });
+      cell.append(button);
+      cell.dataset.key = column.key;
+      head.append(cell);
+    }
+    document.querySelector("#table thead").replaceChildren(head);
+  };
   const matching = () => {
     const phrase = byId("search").value.trim().toLowerCase();
     const exact = phrase && samples.some((s) => words.get(s).includes(phrase));
@@ -113,8 +152,10 @@
     }
     for (const column of columns) {
       const value = column.of(s);
-      const cell = make(column.key === "name" ? "th" : "td", column.text ? value : column.minor ? (value === null ? "—" : value < 0 ? signed(value) : short(value)) : signed(value));
-      if (!column.text) cell.className = "number" + (column.minor ? " minor" : "") + (column.minor || value === null ? "" : " " + side(value));
+      const written = column.text ? value : column.percent ? (value === null ? "—" : (value > 0 ? "+" : value < 0 ? "−" : "") + percent(value)) : column.plain ? number(value) : signed(value);
+      const cell = make(column.key === "name" ? "th" : "td", written);
+      cell.className = (column.text ? "" : "number") + (column.minor ? " minor" : "") + (column.text || column.plain || value === null ? "" : " " + side(value));
+      if (column.key === "name" && s.group !== null) cell.dataset.group = s.group; // shown on a phone
       if (column.key === "name") cell.scope = "row";
       line.append(cell);
     }
@@ -162,7 +203,7 @@
     const detail = byId("detail");
     detail.replaceChildren(make("h3", s.name));
     if (s.image) detail.append(picture(s.image));
-    const does = s.score === 0 ? "not change" : `${s.score > 0 ? "rise" : "fall"} by about ${short(Math.abs(s.score))}`;
+    const does = s.score === 0 ? "not change" : `${s.score > 0 ? "rise" : "fall"} by about ${short(Math.abs(s.score))}${relative ? ` (${percent(s.score / report.value)})` : ""}`;
     detail.append(make("p", s.score === null ? `This sample has no score. ${s.why || ""}` : `Without it, ${report.target} would ${does}.`));
     if (s.expected_error !== null && s.expected_error !== undefined) detail.append(make("p", `The expected relative error of this prediction is ${percent(s.expected_error)}.`));
     if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retraining without it changed the target by ${signed(s.actual)}.`));
@@ -172,7 +213,7 @@
       detail.append(bars(report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }))));
     }
     const list = make("dl");
-    if (views.length > 1) for (const name of views) list.append(make("dt", `its ${name}`), make("dd", s.losses[name] === null ? "—" : Number(s.losses[name].toPrecision(4)).toString()));
+    if (views.length > 1) for (const name of views) list.append(make("dt", `its ${name}`), make("dd", number(s.losses[name])));
     for (const [name, value] of Object.entries(s.features)) list.append(make("dt", name), make("dd", value));
     if (list.childElementCount) detail.append(make("h3", "Features"), list);
     if (scroll) {
@@ -192,8 +233,9 @@
 
   const scatter = () => {
     const svg = byId("scatter");
-    const [W, H, left, bottom] = [460, 330, 62, 40];
+    const [W, H, left, bottom] = [460, 330, 82, 40];
     svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
+    svg.replaceChildren();
     const x = retrained ? (s) => s.actual : (s) => s.loss;
     const points = samples.filter((s) => s.score !== null && x(s) !== null && x(s) !== undefined);
     byId("c-scatter").textContent = retrained ? "Predicted against retrained change; on the line they agree" : "Score against the loss of the sample";
@@ -221,8 +263,8 @@
       touch.addEventListener("click", () => choose(s, true));
       svg.append(touch);
     }
-    for (const [number, s] of points.entries()) {
-      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}`, tabindex: number ? -1 : 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
+    for (const [place, s] of points.entries()) {
+      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}`, tabindex: place ? -1 : 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
       const reveal = () => {
         tip.textContent = `${s.name}: ${signed(s.score)}`;
         const box = point.getBoundingClientRect();
@@ -236,11 +278,11 @@
       point.addEventListener("keydown", (event) => {
         if (event.key === "Enter" || event.key === " ") { event.preventDefault(); choose(s, true); }
         const next = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-        if (next && shown[number + next]) { // Tab reaches one point, arrow keys move between points
+        if (next && shown[place + next]) { // Tab reaches one point, arrow keys move between points
           event.preventDefault();
           point.setAttribute("tabindex", -1);
-          shown[number + next].setAttribute("tabindex", 0);
-          shown[number + next].focus();
+          shown[place + next].setAttribute("tabindex", 0);
+          shown[place + next].focus();
         }
       });
       shown.push(point);
@@ -252,6 +294,7 @@
     const svg = byId("histogram");
     const [W, H, bottom] = [460, 330, 40];
     svg.setAttribute("viewBox", `0 0 ${W} ${H}`);
+    svg.replaceChildren();
     if (!counts.length) return;
     const most = Math.log1p(Math.max(...counts));
     const wide = (W - 24) / counts.length;
@@ -266,16 +309,14 @@
       svg.append(drawn("text", { x: at(v), y: H - bottom + 15, "text-anchor": at(v) < 40 ? "start" : at(v) > W - 40 ? "end" : "middle" }, text));
     svg.append(drawn("text", { x: W / 2, y: H - 6, "text-anchor": "middle" }, `scores of all ${report.total} samples (bar height: log of the count)`));
   };
-  if (report.by_group.length) {
-    byId("groups").hidden = false;
+  const groups = () => {
+    byId("groups").hidden = !report.by_group.length;
     const entries = report.by_group.map((g) => ({ name: `${g.group} (${g.samples})`, value: g.size, words: short(g.size) }));
     byId("groups").querySelector(".bars").replaceWith(bars(entries));
-  }
+  };
   byId("search").addEventListener("input", () => { limit = 50; show(); });
   byId("kind").addEventListener("change", show);
   byId("more").addEventListener("click", () => { limit += 200; show(); });
-  scatter();
-  histogram();
-  show();
-  if (samples.length) choose(samples[0]);
+  for (const button of document.querySelectorAll("[data-choice]")) button.addEventListener("click", () => open(Number(button.dataset.choice)));
+  open(0);
 })();

@@ -1,0 +1,190 @@
+"""The report on scores that were computed in Python."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dif.errors import DifError, InvalidInputError
+from dif.estimators.directional import DirectionalInfluence
+from dif.estimators.influence import Influence
+from dif.optimality.active_set import Margin
+from dif.optimality.solution import Solution, expect_solution
+from dif.problem.perturbation import Perturbation
+from dif.problem.term import Expression
+from dif.report.report import Report, select_samples, write_html
+from dif.report.subjects import Subjects
+from dif.runtime.inputs import check_instance
+
+_MOST_TARGETS = 20  # targets of one report at most
+_AGREEING = 1e-6  # relative difference up to which scores count as the sum of their parts by term
+
+
+def write_report(
+    path: str | os.PathLike[str],
+    influence: Influence,
+    solution: Solution | None = None,
+    *,
+    targets: Mapping[str, Expression] | Sequence[Expression] | None = None,
+    retrained: Influence | None = None,
+    names: Sequence[Any] | None = None,
+    groups: Sequence[Any] | None = None,
+    features: Mapping[str, Sequence[Any]] | None = None,
+    images: Any = None,
+    title: str = "Influence",
+) -> Path:
+    """Write one HTML file about scores: the verdict, the constraints, and every sample; one tab for each target.
+
+    Args:
+        path: The HTML file to write.
+        influence: Scores of an estimator.
+        solution: The solution that the estimator was built from. It may be left out, unless the scores were read from a
+            file.
+        targets: The targets of the scores, in their order, for their present values. They may be left out, likewise.
+        retrained: Scores of `Retraining` for some of the perturbations; they are matched by label.
+        names: One name per sample, or per perturbation.
+        groups: One group per sample, or per perturbation.
+        features: Columns with one entry per sample, or per perturbation: a dict or a data frame.
+        images: Pixels per sample, (n, height, width) or with three channels, or per perturbation.
+        title: Heading of the page.
+
+    Returns:
+        The path of the file.
+    """
+    influence = check_instance(
+        influence,
+        Influence,
+        "influence",
+        meaning="A report shows the scores of an estimator.",
+        cure="Pass the result of estimator.scores(target, perturbations).",
+    )
+    if solution is None and influence.origin is None:
+        raise InvalidInputError(
+            f"These scores of {influence.estimator} do not know the solution that they were computed at.",
+            "They must come from an estimator of a solution, in this process, or the solution must be given.",
+            "A report shows the certificate of that solution, which neither a file nor a training run has.",
+            "Call dif.report.write_report(path, influence, solution).",
+        )
+    if solution is None and influence.origin is not None:
+        solution = influence.origin.solution
+    solution = expect_solution(solution)
+    if (
+        targets is None
+        and influence.origin is not None
+        and len(influence.origin.targets.terms) == len(influence.targets)
+    ):
+        targets = influence.origin.targets.terms
+    columns = None if features is None else {str(name): list(column) for name, column in features.items()}
+    if names is None and influence.index is not None:
+        names = [str(label) for label in influence.index]
+    subjects = Subjects.of_perturbations(
+        influence.carried_out, influence.perturbations, solution,
+        names=_as_list(names), groups=_as_list(groups), features=columns, images=images,
+    )  # fmt: skip
+    _check_lengths(subjects, len(influence))
+    if len(influence.targets) > _MOST_TARGETS:
+        raise InvalidInputError(
+            f"The scores have {len(influence.targets)} targets.",
+            f"A report shows at most {_MOST_TARGETS}.",
+            "Each target has a tab of its own.",
+            "Score fewer targets, such as the mean over all test samples.",
+        )
+    terms: list[Expression | None] = [None] * len(influence.targets)
+    if targets is not None:
+        terms = list(targets.values() if isinstance(targets, Mapping) else targets)
+        if len(terms) != len(influence.targets):
+            raise InvalidInputError(
+                f"There are {len(terms)} targets.",
+                f"There must be {len(influence.targets)}, one per column of the scores.",
+                "The report shows the present value of each target beside its scores.",
+                "Pass the targets that were scored, in their order, or leave them out.",
+            )
+    explained = _Explanation.of(influence, solution)
+    reports = [
+        Report.of(
+            subjects,
+            influence,
+            title=title,
+            column=k,
+            term=term,
+            parts=explained.split(k, term),
+            margins=explained.margins,
+        )
+        for k, term in enumerate(terms)
+    ]
+    if retrained is not None:
+        places = {label: i for i, label in enumerate(influence.perturbations)}
+        known = [label for label in retrained.perturbations if label in places]
+        if len(known) < len(retrained) or not set(influence.targets) & set(retrained.targets):
+            raise InvalidInputError(
+                f"Of {len(retrained)} retrained perturbations, {len(known)} were scored; the retrained targets are "
+                f"{', '.join(retrained.targets)}.",
+                "Each must be among the scored perturbations, and some target among the scored targets.",
+                "The report shows the retrained change of a target beside the predicted one.",
+                "Retrain some of the perturbations that were scored, for the same targets.",
+            )
+        indices = [places[label] for label in retrained.perturbations]
+        reports = [
+            report.with_actual(indices, retrained) if report.target in retrained.targets else report
+            for report in reports
+        ]
+    write_html(path, reports[::-1])  # the first target is shown first
+    return Path(path)
+
+
+@dataclass(frozen=True, eq=False)
+class _Explanation:
+    """How removals act: through which terms, and how far they move the constraints. Nothing where that is unknown."""
+
+    influence: Influence
+    estimator: DirectionalInfluence | None  # None where the point has no derivative, or the perturbations are unknown
+    margins: Sequence[Margin | None] | None
+
+    @classmethod
+    def of(cls, influence: Influence, solution: Solution) -> _Explanation:
+        """Prepare the derivative at the solution."""
+        if isinstance(influence.carried_out, Perturbation):
+            with suppress(DifError):
+                estimator = DirectionalInfluence(solution)
+                return cls(influence, estimator, estimator.margins(influence.carried_out))
+        return cls(influence, None, None)
+
+    def split(self, column: int, term: Expression | None) -> Influence | None:
+        """Return the scores of the listed samples by term; None where they would not add up to the scores shown."""
+        removals = self.influence.carried_out
+        if self.estimator is None or term is None or not isinstance(removals, Perturbation):
+            return None
+        listed = select_samples(self.influence, 0, column)
+        known = self.influence.values[listed, column].double()
+        if not listed or not bool(torch.isfinite(known).all()):
+            return None
+        with suppress(DifError):
+            parts = self.estimator.by_term(term, removals.pick(listed))
+            if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
+                return parts
+        return None
+
+
+def _as_list(column: Any) -> list[Any] | None:
+    return None if column is None else list(column)  # for a pandas column: its values by position
+
+
+def _check_lengths(subjects: Subjects, rows: int) -> None:
+    """Refuse columns that have neither one entry per sample nor one per perturbation."""
+    allowed = {rows} | ({len(subjects.train)} if subjects.train is not None else set())
+    columns = {"names": subjects.names, "groups": subjects.groups, "images": subjects.images}
+    columns |= {f"features[{name!r}]": column for name, column in (subjects.features or {}).items()}
+    for name, column in columns.items():
+        if column is not None and len(column) not in allowed:
+            raise InvalidInputError(
+                f"`{name}` has {len(column)} entries.",
+                f"It must have {' or '.join(map(str, sorted(allowed)))}: one per sample, or one per perturbation.",
+                "The report shows one entry beside each score.",
+                "Give one entry per sample, in the order of the samples.",
+            )

@@ -2,11 +2,13 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+DEMO_READY := $(VENV)/.demo
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 OUT ?= demo
 
 .PHONY: demo test coverage lint audit bench docs clean
 
-demo: $(READY)  ## both studies of the paper on embedded data; prints a table and where the figures are
+demo: $(DEMO_READY)  ## both studies of the paper on embedded data; prints a table and where the figures are
 	$(BIN)/dif demo --out $(OUT)
 
 test: $(READY)  ## everything but slow and gpu
@@ -35,10 +37,16 @@ benchmarks/.%/.ready: benchmarks/%.txt
 	benchmarks/.$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
-$(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(DEMO_READY): pyproject.toml constraints.txt | $(BIN)/python  ## what the demo needs
+	$(INSTALL) -e ".[studies]"
 	touch $@
+
+$(READY): pyproject.toml constraints.txt | $(BIN)/python  ## and what the tests and the documentation need
+	$(INSTALL) -e ".[dev]"
+	touch $@ $(DEMO_READY)
 
 clean:
 	rm -rf $(VENV) $(OUT) dist site benchmarks/.peers benchmarks/.layers

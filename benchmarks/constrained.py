@@ -29,7 +29,7 @@ def overhead() -> dict[str, Any]:
     from dif_ import loss
 
     import dif
-    from dif.evaluation.loss_checks import check_derivatives
+    from dif.derivatives.loss_checks import check_derivatives
     from dif.problem.parameters import Parameters
 
     torch.set_num_threads(1)

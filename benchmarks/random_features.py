@@ -21,8 +21,8 @@ from torch import Tensor
 
 import dif
 from dif.data import mnist
-from dif.evaluation import batched_program as stack
-from dif.evaluation import rows
+from dif.derivatives import batched_program as stack
+from dif.derivatives import rows
 
 
 def features(images: np.ndarray, count: int, device: str, dtype: torch.dtype) -> Tensor:

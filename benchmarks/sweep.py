@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 import dif
+from dif.derivatives.weight_change import Direction
 from dif.estimators.linearisation import Linearisation
 from dif.estimators.scoring import ScoredChunk, Scoring
-from dif.evaluation.weight_change import Direction
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets

@@ -1,8 +1,8 @@
 import torch
 
 import dif
+from dif.derivatives.weight_change import Direction
 from dif.estimators.scoring import ScoredChunk, Scoring, differences
-from dif.evaluation.weight_change import Direction
 from dif.linalg.cholesky import prepare
 from dif.optimality.solution import expect_solution
 from dif.optimality.targets import Targets

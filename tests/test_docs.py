@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+NOTEBOOKS = {path.stem for path in (ROOT / "docs" / "notebooks").glob("*.ipynb")}  # run by test_notebooks.py
 EXAMPLES = sorted((ROOT / "docs" / "examples").glob("*.py"))
 PAGES = ["index", "choosing", "groups", "extending", "frames", "auditors", "data-scientists", "pytorch"]
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in NOTEBOOKS], ids=lambda path: path.stem)
 def test_examples_run(path, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where those that draw leave their figure
     monkeypatch.setenv("MPLBACKEND", "agg")

@@ -119,7 +119,7 @@ def edit(parts, rng):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, PARTS))])
 def test_edits_are_noticed(part, tmp_path):
     _, kept = work(base(), tmp_path)
     about = json.loads((tmp_path / "s.npy.json").read_text())

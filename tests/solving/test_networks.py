@@ -67,7 +67,8 @@ def test_matrix_free_agrees_with_dense(make, l2, d):
     assert refined.diagnostics["solver_residual"] <= 1e-9
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a smaller network is compared by default in tests/studies/test_cnn.py
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_network_against_retraining(seed):
     """The 50 most influential samples on a misclassified test point, removed and retrained.
 

@@ -15,6 +15,7 @@ from dif.problem.parameters import Parameters
 QUIET = {"show_progress": False}
 GONE = (4, 7)  # one in the group, one not
 GROUP = torch.arange(N) % 2 == 0
+RIGHT = [name for name, animal in ANIMALS.items() if animal.ends == "right"]
 
 
 class Plain:
@@ -56,25 +57,28 @@ class Plain:
         H = torch.stack(columns, 1)
         return 0.5 * (H + H.T)
 
-    def step(self, theta, lam, W, H=None):
+    def bend(self, theta, lam, W):
+        """Return the Hessian of the Lagrangian."""
+        return self.hessian(theta, W, torch.stack([torch.ones_like(lam), lam]))
+
+    def step(self, theta, lam, W, H):
         """Return Newton's step on ∇L = 0, f₁ = 0, in θ and λ, and the residual."""
         f, J = self.gradients(theta, W)
-        H = self.hessian(theta, W, torch.stack([torch.ones_like(lam), lam])) if H is None else H
         K = torch.zeros(len(theta) + 1, len(theta) + 1, dtype=F64)
         K[:-1, :-1], K[:-1, -1], K[-1, :-1] = H, J[1], J[1]
         right = -torch.cat([J[0] + lam * J[1], f[1:]])
         moved = torch.linalg.solve(K, right)
         return moved[:-1], moved[-1], float(right.abs().max())
 
-    def solve(self, theta, lam, W):
-        """Solve from a warm start, with the Hessian there as long as the residual falls fast."""
-        H, before = None, float("inf")
+    def solve(self, theta, lam, W, H):
+        """Solve from a warm start, with the Hessian H from nearby as long as the residual falls fast."""
+        before = float("inf")
         for _ in range(200):
             omega, more, residual = self.step(theta, lam, W, H)
             if residual < 1e-12 or (residual < 1e-9 and residual > 0.5 * before):
                 return theta, lam
-            if H is None or residual > 0.1 * before:
-                H = self.hessian(theta, W, torch.stack([torch.ones_like(lam), lam]))
+            if residual > 0.1 * before:
+                H = self.bend(theta, lam, W)
                 omega, more, residual = self.step(theta, lam, W, H)
             theta, lam, before = theta + omega, lam + more, residual
         raise AssertionError(f"the oracle does not converge: {before:.1e}")
@@ -88,13 +92,13 @@ class Plain:
             theta = theta - torch.linalg.solve(self.hessian(theta, W, torch.tensor([1.0, 0.0], dtype=F64)), slope)
         return theta
 
-    def without(self, gone, theta, lam):
+    def without(self, gone, theta, lam, H):
         """Return the solution without a sample, removed in steps; the constraint may become inactive on the way."""
         active = True
         for share in (0.25, 0.5, 0.75, 1.0):
             W = self.weights(gone, share)
             if active:
-                theta, lam = self.solve(theta, lam, W)
+                theta, lam = self.solve(theta, lam, W, H)
                 active = bool(lam >= 0)
             theta = theta if active else self.solve_unconstrained(theta, W)
         return theta
@@ -121,7 +125,8 @@ def near(found, wanted, rtol, what):
     assert float((found - wanted).abs().max()) <= rtol * size, (what, found, wanted)
 
 
-def check(name):
+def check(name, thorough=False):
+    """Compare every estimator; AdaptiveInfluence, which is made of the others, and two processes if `thorough`."""
     animal = ANIMALS[name]
     train, solution, plain = fit_animal(animal)
     derivative = dif.DirectionalInfluence(solution, switching=False)
@@ -129,14 +134,15 @@ def check(name):
     theta, lam = solution.theta, solution.lam[0]
     W = plain.weights()
     near(plain.gradients(theta, W)[0][0], solution.objective, 1e-9, "objective")
-    near(plain.solve(theta, lam, W)[0], theta, 1e-5, "solution")
+    H = plain.bend(theta, lam, W)
+    near(plain.solve(theta, lam, W, H)[0], theta, 1e-5, "solution")
     H0 = plain.hessian(theta, W, torch.tensor([1.0, 0.0], dtype=F64))
     g0 = plain.gradients(theta, W)[1][0]
     removals, target = train.remove_each(GONE), train.mean()
     slope = plain.gradients(theta, W)[1][0] - plain.ridge * theta  # of the target, the mean loss
     single = derivative.scores(target, removals, assess=0, **QUIET).values[:, 0]
-    adaptive = dif.AdaptiveInfluence(solution, accuracy=1e-6, **QUIET)
-    whole = (dif.Retraining(solution, **QUIET), dif.PathInfluence(solution, **QUIET), adaptive)
+    whole = [dif.Retraining(solution, **QUIET), dif.PathInfluence(solution, **QUIET)]
+    whole += [dif.AdaptiveInfluence(solution, accuracy=1e-6, **QUIET)] if thorough else []
     actual = {made.name: made.scores(target, removals).values[:, 0] for made in whole}
     classical, penalty, newton = (
         k(solution) for k in (dif.ClassicalInfluence, dif.PenaltyInfluence, dif.NewtonInfluence)
@@ -144,21 +150,23 @@ def check(name):
     for k, gone in enumerate(GONE):
         removal, after = train.remove([gone]), plain.weights(gone)
         e = 1e-4
-        ends = [plain.solve(theta, lam, plain.weights(gone, share))[0] for share in (-e, e)]
+        ends = [plain.solve(theta, lam, plain.weights(gone, share), H)[0] for share in (-e, e)]
         true = (ends[1] - ends[0]) / (2 * e)
         near(derivative.change(removal).flat, true, 1e-4, "derivative")
         near(single[k], slope @ true, 1e-3, "scores")
         ignoring = -torch.linalg.solve(H0, plain.gradients(theta, after)[1][0] - g0)
         near(classical.change(removal).flat, ignoring, 1e-3, "classical")
         near(penalty.change(removal).flat, ignoring, 1e-3, "penalty")
-        omega, more, _ = plain.step(theta, lam, after)
+        omega, more, _ = plain.step(theta, lam, after, plain.bend(theta, lam, after))
         if lam + more > 0:
             near(newton.change(removal).flat, omega, 1e-3, "newton")
-        end = plain.without(gone, theta, lam)
+        end = plain.without(gone, theta, lam, H)
         near(whole[0].change(removal).flat, end - theta, 1e-4, "retraining")
         moved = plain.losses(end).mean() - plain.losses(theta).mean()
         for made, values in actual.items():
             near(values[k], moved.detach(), 1e-4, made)
+    if not thorough:
+        return
     try:
         several = derivative.scores(target, removals, assess=0, jobs=2, **QUIET).values[:, 0]
     except dif.InvalidInputError as error:
@@ -168,9 +176,16 @@ def check(name):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", [name for name, animal in ANIMALS.items() if animal.ends == "right"])
+@pytest.mark.parametrize("name", RIGHT)
 def test_smooth_models(name):
-    check(name)
+    check(name, thorough=name in RIGHT[::8])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", RIGHT)
+def test_smooth_models_thoroughly(name):
+    check(name, thorough=True)
 
 
 @pytest.mark.filterwarnings("ignore")

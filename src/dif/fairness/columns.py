@@ -98,15 +98,14 @@ def read_data(data: Any) -> Any:
     """Return data with its arrays, data frames and series as tensors; frames become (rows, columns) in float64."""
     if isinstance(data, Mapping):
         return {name: read_data(part) for name, part in data.items()}
-    if isinstance(data, tuple | list) and any(np.ndim(part) for part in data if not isinstance(part, str)):
+    if isinstance(data, tuple):
         return tuple(read_data(part) for part in data)
     if hasattr(data, "columns"):
-        numbers = [read_numbers(data[name], str(name)) for name in data.columns]
-        return torch.stack(numbers, 1)
-    if hasattr(data, "to_numpy") or isinstance(data, np.ndarray):
-        values = read_values(data, "data") if hasattr(data, "to_numpy") else data
-        return torch.as_tensor(np.array(values)) if values.dtype.kind in "biuf" else read_numbers(values, "data")
-    return data
+        return torch.stack([read_numbers(data[name], str(name)) for name in data.columns], 1)
+    if isinstance(data, Tensor) or not isinstance(data, list) and not hasattr(data, "__array__"):
+        return data
+    values = as_array(data)
+    return torch.as_tensor(np.array(values)) if values.dtype.kind in "biuf" else read_numbers(values, "data")
 
 
 def count_samples(data: Any) -> int | None:

@@ -81,9 +81,10 @@ class ConstrainedLinearRegression(LinearRegressorMixin, InfluenceMixin, Regresso
         (A_eq, b_eq, A_ub, b_ub), alpha = self._settings
         for A, b, equal in ((A_eq, b_eq, True), (A_ub, b_ub, False)):
             if A is not None:
-                left = dif.linear(np.atleast_2d(np.asarray(A, dtype=float)), of="coef")
-                right = torch.as_tensor(np.array(b, dtype=float))
-                rows.append((left == right).named("A_eq") if equal else (left <= right).named("A_ub"))
+                name = "eq" if equal else "ub"
+                left = dif.linear(np.atleast_2d(_read_numbers(A, f"A_{name}")), of="coef")
+                right = torch.as_tensor(_read_numbers(b, f"b_{name}"))
+                rows.append((left == right if equal else left <= right).named(f"A_{name}"))
         return dif.Problem(risk + build_ridge(2 * alpha) if alpha else risk, rows)
 
 
@@ -142,7 +143,11 @@ class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMi
             raise ValueError(f"X has n_features = {columns}. It needs at least one feature beside the group column.")
         if isinstance(self.group, str) and self.group in names:
             return names.index(self.group)
-        if isinstance(self.group, int | np.integer) and 0 <= int(self.group) < columns:
+        if (
+            isinstance(self.group, int | np.integer)
+            and not isinstance(self.group, bool)
+            and 0 <= int(self.group) < columns
+        ):
             return int(self.group)
         raise InvalidInputError(
             f"`group` is {self.group!r}.",
@@ -182,3 +187,16 @@ class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMi
         groups = enumerate(() if self.groups_ is None else self.groups_)
         rows = [(train.mean(where=self._group_index == g) <= risk + tau).named(str(name)) for g, name in groups]
         return dif.Problem(C * train.sum() + build_ridge(1.0), rows)
+
+
+def _read_numbers(value: Any, name: str) -> np.ndarray:
+    """Return the array of numbers that was passed as the argument `name`."""
+    try:
+        return np.array(value, dtype=float)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"`{name}` is of type {type(value).__name__} and cannot be read as numbers.",
+            "It must be a number, or an array or nested lists of numbers with rows of equal length.",
+            "It states linear constraints on the coefficients.",
+            "Pass A with one row per constraint and one column per feature, and b with one number per row.",
+        ) from error

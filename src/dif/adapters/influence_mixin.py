@@ -54,6 +54,7 @@ class InfluenceMixin:
         `model.test_samples(X, y).mean()` is the mean test loss. The loss is that of one sample, without C or weights:
         the log-loss of a classifier, the squared error of a regression.
         """
+        check_is_fitted(self, "coef_")
         require_both(X, y)
         check_order(X=X, y=y)
         features, targets = self._read_test_samples(X, y)

@@ -83,15 +83,14 @@ class LinearClassifierMixin:
         return np.where(y == self.classes_[1], 1.0, -1.0)
 
     def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y = self._read_features(X), np.asarray(y)
-        count = len(y) if y.ndim else 0
-        unknown = sorted(set(np.ravel(y).tolist()) - set(self.classes_.tolist()), key=str)
+        X, y, known = self._read_features(X), np.asarray(y), self.classes_.tolist()
+        unknown = sorted({str(label) for label in y.tolist() if label not in known}) if y.ndim == 1 else []
         if unknown or y.shape != (len(X),):
-            shape = "" if y.ndim < 2 else f" in an array of shape {y.shape}"
+            given = f"{len(y)} labels" if y.ndim == 1 else f"labels of shape {y.shape}"
             raise InvalidInputError(
-                f"There are {count} labels{shape} for {len(X)} test samples"
+                f"There are {given} for {len(X)} test samples"
                 + (f", with {len(unknown)} unknown labels, the first {unknown[0]!r}." if unknown else "."),
-                f"Each sample must have one label, {self.classes_[0]!r} or {self.classes_[1]!r}.",
+                f"Each sample must have one label, {known[0]!r} or {known[1]!r}.",
                 "The loss is only defined for classes that the model was fitted on.",
                 "Use the labels that were passed to fit.",
             )

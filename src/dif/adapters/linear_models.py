@@ -70,7 +70,7 @@ def build_params(coef: Any, intercept: Any) -> dict[str, Tensor]:
 
 def check_strength(value: Any, name: str) -> float:
     """Return the option `name` as a float; it must be finite and ≥ 0, or > 0 if it is C."""
-    number = np.asarray(value)
+    number = np.asarray(value if np.isscalar(value) or isinstance(value, np.ndarray) else None)
     valid = number.ndim == 0 and number.dtype.kind in "if" and np.isfinite(number) and float(number) >= 0
     if not valid or (name == "C" and float(number) == 0):
         raise InvalidInputError(

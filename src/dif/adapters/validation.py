@@ -17,7 +17,8 @@ def validate(estimator: Any, X: Any, *y: Any, **options: Any) -> Any:
     try:
         return validate_data(estimator, X, *y, **options)
     except (TypeError, ValueError) as error:
-        refuse_text(X, error)
+        if options.get("dtype") is not None:  # None leaves text as it is
+            refuse_text(X, error)
         raise
 
 
@@ -44,7 +45,7 @@ def refuse_words(column: Any, name: str) -> None:
             f"`{name}` contains {words[0]!r}.",
             "It must contain numbers only.",
             "It is computed with, and text has no value.",
-            "Encode the text as numbers; a target of two classes needs a classifier.",
+            "Encode the text as numbers." + (" If it names two classes, use a classifier." if name == "y" else ""),
         )
 
 

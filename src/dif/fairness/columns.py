@@ -102,14 +102,21 @@ def read_data(data: Any) -> Any:
         return tuple(read_data(part) for part in data)
     if hasattr(data, "columns"):
         return torch.stack([read_numbers(data[name], str(name)) for name in data.columns], 1)
-    if isinstance(data, Tensor) or not isinstance(data, list) and not hasattr(data, "__array__"):
+    if isinstance(data, Tensor) or (not isinstance(data, list) and not hasattr(data, "__array__")):
         return data
     values = as_array(data)
     return torch.as_tensor(np.array(values)) if values.dtype.kind in "biuf" else read_numbers(values, "data")
 
 
 def count_samples(data: Any) -> int | None:
-    """Return the length of the first tensor in data; None if there is none."""
+    """Return the length of the tensors in data, which must be the same; None if there are none."""
     parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else [data]
-    lengths = [len(part) for part in parts if isinstance(part, Tensor) and part.dim()]
+    lengths = list(dict.fromkeys(len(part) for part in parts if isinstance(part, Tensor) and part.dim()))
+    check(
+        len(lengths) < 2,
+        f"The parts of `data` have {' and '.join(map(str, lengths))} samples.",
+        "They must have the same number.",
+        "Sample i is row i of every part.",
+        "Pass the features and targets of the same samples.",
+    )
     return lengths[0] if lengths else None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.fairness.columns import check, check_function, check_order
+from dif.fairness.columns import as_array, check, check_function, check_order
 from dif.fairness.groups import Groups, read_labels
 
 PerSample = Callable[[Any, Any], Tensor]  # of the params and a batch: one number per sample
@@ -23,8 +23,6 @@ class Limits(TypedDict, total=False):
 
     bound=0.01: The largest difference.
     ratio=1.0: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0.
-    link=torch.sigmoid: The smooth stand-in for the decision score > 0, the probability of logistic regression; None
-        takes the score itself. `error_rate_parity` has none.
     sample_weight=None: Weights of the samples in the means, ≥ 0; None weighs all alike.
     control_features=None: A column of the data, or several; groups are compared within each of its values. None
         compares them among all samples.
@@ -32,13 +30,22 @@ class Limits(TypedDict, total=False):
 
     bound: float
     ratio: float
-    link: Link
     sample_weight: Any
     control_features: Any
 
 
+class ScoreLimits(Limits, total=False):
+    """Those of the constraints on scores have another option.
+
+    link=torch.sigmoid: The smooth stand-in for the decision score > 0, the probability of logistic regression; None
+        takes the score itself.
+    """
+
+    link: Link
+
+
 def demographic_parity(
-    train: dif.Samples, score: PerSample, *, sensitive_features: Any, **limits: Unpack[Limits]
+    train: dif.Samples, score: PerSample, *, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
     """Constrain the mean probability of each group to be near that of all samples.
 
@@ -53,7 +60,7 @@ def demographic_parity(
         train: The samples of the objective. The constraints are made of a view, so that a removal acts on both.
         score: The score of the model, `score(params, batch)` → (n,); positive for the label 1.
         sensitive_features: The group of each sample, (n,), or several features, (n, k), which are combined.
-        limits: bound=0.01, ratio=1.0, link=torch.sigmoid, sample_weight=None, control_features=None; see `Limits`.
+        limits: bound=0.01, ratio=1.0, link=torch.sigmoid, sample_weight=None, control_features=None; see `ScoreLimits`.
 
     >>> train = dif.Samples(lambda params, x: (x @ params["w"]) ** 2, torch.eye(6), name="train")
     >>> score = lambda params, x: x @ params["w"]
@@ -65,7 +72,7 @@ def demographic_parity(
 
 
 def equal_opportunity(
-    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[Limits]
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
     """Constrain the mean probability among the samples of each group with label 1: smoothed true positive rates.
 
@@ -76,7 +83,7 @@ def equal_opportunity(
 
 
 def false_positive_rate_parity(
-    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[Limits]
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
     """Constrain smoothed false positive rates: as `equal_opportunity`, among the samples with label 0."""
     events = {"": _divide_by_label(train, labels, sensitive_features)[0]}
@@ -84,7 +91,7 @@ def false_positive_rate_parity(
 
 
 def equalised_odds(
-    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[Limits]
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
     """Constrain both smoothed rates: as `equal_opportunity`, among label 0 and among label 1."""
     negative, positive = _divide_by_label(train, labels, sensitive_features)
@@ -101,9 +108,7 @@ def error_rate_parity(
     arguments are those of `demographic_parity`, without `link`.
     """
     error = check_function(error, "error")
-    return _compare_groups(
-        "error rate parity", train, error, sensitive_features, {"": None}, **{"link": None, **limits}
-    )
+    return _compare_groups("error rate parity", train, error, sensitive_features, {"": None}, link=None, **limits)
 
 
 def bounded_group_loss(
@@ -185,7 +190,7 @@ def _compare_groups(
             f"Group {empty[0] if empty else ''!r} has no samples in {name}{words and ', ' + words[:-2]}.",
             "Every group must have samples with the label and control feature in question, of weight above 0.",
             "The mean of such a group is not defined.",
-            "Merge the group with another one, or choose a constraint that is not about labels.",
+            "Merge the group with another one, leave out the control feature, or choose a constraint without labels.",
         )
         implied = max(sizes, key=lambda group: sizes[group]) if ratio == 1 and (len(sizes) == 2 or bound == 0) else None
         for group, inside in masks.items():
@@ -232,7 +237,7 @@ def _check_samples(train: object) -> dif.Samples:
 
 def _read_number(value: Any, name: str) -> float:
     """Return a finite number ≥ 0 as a float."""
-    number = np.asarray(value)
+    number = as_array(value)
     valid = number.ndim == 0 and number.dtype.kind in "iuf" and bool(np.isfinite(number)) and float(number) >= 0
     meaning = "It limits how far groups may differ, or the loss of each."
     check(valid, f"`{name}` is {value!r}.", "It must be one finite number ≥ 0.", meaning, "Pass a single number.")

@@ -46,14 +46,19 @@ def read_index(X: Any) -> Any:
     return X.index if hasattr(X, "columns") and hasattr(X, "index") else None
 
 
+def label_rows(X: Any, index: Any) -> Any:
+    """Return a copy of X in double precision: a DataFrame with this index, or an array if there is none."""
+    rows = np.array(X, dtype=np.float64)
+    if index is None:
+        return rows
+    import pandas
+
+    return pandas.DataFrame(rows, index=index)
+
+
 def build_samples(loss: Any, X: Any, y: Any, index: Any = None, name: str = "train") -> dif.Samples:
     """Build Samples from the rows of X, their targets and, unless it is None, the index of a DataFrame."""
-    rows: Any = np.array(X, dtype=np.float64)
-    if index is not None:
-        import pandas
-
-        rows = pandas.DataFrame(rows, index=index)
-    return dif.Samples(loss, (rows, torch.as_tensor(np.array(y))), name=name)
+    return dif.Samples(loss, (label_rows(X, index), torch.as_tensor(np.array(y))), name=name)
 
 
 def build_risk(loss: Any, X: Any, y: Any, weights: Any, index: Any = None) -> dif.Term:

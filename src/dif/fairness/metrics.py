@@ -130,7 +130,7 @@ def compare_metrics(
     functions = dict(metrics) if isinstance(metrics, Mapping) else dict.fromkeys(names, metrics)
     results = {}
     for model, values in _read_scores(scores, len(tables[0].labels)).items():
-        check_order(labels=labels, scores=scores[model])
+        check_order(**{"labels": labels, f"scores[{model!r}]": scores[model]})
         for table in tables:
             hard = table.measure_decisions(MetricFrame, functions, values)
             smooth = {name: table.values(metric, values) for name, metric in names.items()}

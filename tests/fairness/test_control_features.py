@@ -130,10 +130,10 @@ def test_a_group_that_lives_in_one_place_only_is_left_out_elsewhere():
 
 def test_influence_is_that_of_refits():
     fit = {"sensitive_features": GROUP, "control_features": REGION}
-    model = FairClassifier(reductions.DemographicParity(difference_bound=0.02), C=0.5).fit(X, LABELS, **fit)
+    model = FairClassifier(reductions.DemographicParity(difference_bound=0.05), C=0.5).fit(X, LABELS, **fit)
     assert model.certificate_.holds
     assert model.multipliers_.max() > 1e-3
-    moment = load(reductions.DemographicParity(difference_bound=0.02))
+    moment = load(reductions.DemographicParity(difference_bound=0.05))
     violations = moment.gamma(lambda data: expit(np.asarray(data) @ model.coef_ + model.intercept_)) - moment.bound()
     assert violations.max() == pytest.approx(0.0, abs=1e-8)
     gone = np.arange(0, 300, 12)

@@ -228,7 +228,7 @@ def test_wrong_inputs_are_refused():
         ),
         (lambda: constrain("equal opportunity", labels=np.arange(700)), "0, 1, 10, 100", label),
         (lambda: constrain("equal opportunity", labels=np.ones(700)), "1.0", label),
-        (lambda: constrain("equalised odds", labels=[0, 1]), "(2,)", label),
+        (lambda: constrain("equalised odds", labels=[0, 1]), "(2,)", "There is one value for each sample."),
         (
             lambda: constrain("demographic parity", bound=-0.1),
             "-0.1",

@@ -114,13 +114,13 @@ def test_wrong_inputs_are_refused():
         (lambda: smooth({"auc": scores.roc_auc_score}), "'roc_auc_score'", unknown),
         (lambda: smooth({"mine": lambda y_true, y_pred: 0.0}), "'mine'", unknown),
         (lambda: smooth(scores.mean_squared_error), "'mean_squared_error'", unknown),
-        (lambda: smooth(known, labels=2 * LABELS), "2", "Metrics of decisions are about the labels 0 and 1."),
+        (lambda: smooth(known, labels=2 * LABELS), "2", "Metrics of decisions are about two labels."),
         (
             lambda: smooth(known, sensitive_features=np.where(LABELS, "ratio", "a")),
             "'ratio'",
             "Targets of this name are about all groups.",
         ),
-        (lambda: compare(np.ones(3)), "(3,)", "There is one score for each label."),
+        (lambda: compare(np.ones(3)), "(3,)", "There is one value for each sample."),
     ):
         assert invalid(action, measured).meaning == meaning
 

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils.multiclass import check_classification_targets, type_of_target
-from sklearn.utils.validation import check_array, check_is_fitted, validate_data
-from torch import Tensor
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_array
 
 import dif
 from dif import InvalidInputError
 from dif.adapters.influence_mixin import InfluenceMixin
+from dif.adapters.linear_estimators import LinearClassifierMixin, LinearRegressorMixin
 from dif.adapters.linear_models import (
     build_ridge,
     build_samples,
@@ -23,9 +23,11 @@ from dif.adapters.linear_models import (
     read_index,
     squared_loss,
 )
+from dif.adapters.validation import refuse_text, validate
+from dif.fairness import check_order
 
 
-class ConstrainedLinearRegression(InfluenceMixin, RegressorMixin, BaseEstimator):
+class ConstrainedLinearRegression(LinearRegressorMixin, InfluenceMixin, RegressorMixin, BaseEstimator):
     """Least squares under linear constraints on the coefficients: A_eq·coef = b_eq, A_ub·coef ≤ b_ub.
 
     Minimises Σ(yᵢ − xᵢ·coef − intercept)² + alpha‖coef‖².
@@ -42,7 +44,8 @@ class ConstrainedLinearRegression(InfluenceMixin, RegressorMixin, BaseEstimator)
         coef_, intercept_: The solution.
         multipliers_: One per row of A_eq, then one per row of A_ub.
         kkt_residual_: Residual of the optimality conditions.
-        solution_: The fitted problem as a dif.Solution.
+        solution_: The fitted problem as a dif.Solution, one object per fit.
+        samples_: The training samples as dif.Samples.
 
     >>> X, y = np.arange(12.0).reshape(6, 2) % 5, np.arange(6.0)
     >>> model = ConstrainedLinearRegression(A_eq=[[1.0, 1.0]], b_eq=1.0).fit(X, y)
@@ -65,17 +68,12 @@ class ConstrainedLinearRegression(InfluenceMixin, RegressorMixin, BaseEstimator)
 
     def fit(self, X: Any, y: Any) -> ConstrainedLinearRegression:
         """Solve the problem to a KKT residual of 1e-10."""
+        check_order(X=X, y=y)
         self._index = read_index(X)
-        validated: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
-        self._X, self._y = (np.array(part, dtype=np.float64) for part in validated)
+        self._keep_training_samples(X, y)
         self._settings = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), check_strength(self.alpha, "alpha")
         self._solve()
         return self
-
-    def predict(self, X: Any) -> Any:
-        """Return X·coef + intercept."""
-        check_is_fitted(self, "coef_")
-        return validate_data(self, X, dtype=np.float64, reset=False) @ self.coef_ + self.intercept_
 
     def _build_problem(self) -> dif.Problem:
         risk = build_samples(squared_loss, self._X, self._y, self._index).sum()
@@ -83,17 +81,14 @@ class ConstrainedLinearRegression(InfluenceMixin, RegressorMixin, BaseEstimator)
         (A_eq, b_eq, A_ub, b_ub), alpha = self._settings
         for A, b, equal in ((A_eq, b_eq, True), (A_ub, b_ub, False)):
             if A is not None:
-                left = dif.linear(np.atleast_2d(np.asarray(A, dtype=float)), of="coef")
-                right = torch.as_tensor(np.array(b, dtype=float))
-                rows.append((left == right).named("A_eq") if equal else (left <= right).named("A_ub"))
+                name = "eq" if equal else "ub"
+                left = dif.linear(np.atleast_2d(_read_numbers(A, f"A_{name}")), of="coef")
+                right = torch.as_tensor(_read_numbers(b, f"b_{name}"))
+                rows.append((left == right if equal else left <= right).named(f"A_{name}"))
         return dif.Problem(risk + build_ridge(2 * alpha) if alpha else risk, rows)
 
-    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=False)
-        return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
 
-
-class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
+class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMixin, BaseEstimator):
     """Logistic regression in which the mean loss of every group is at most the mean loss of all samples + tau.
 
     Minimises C·(sum of log-losses) + ½‖coef‖², as scikit-learn's LogisticRegression does.
@@ -110,23 +105,19 @@ class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
         groups_: The values in the group column, in the order of the constraints.
         multipliers_: One per group, in the units of the objective; 0 if its constraint does not bind.
         kkt_residual_: Residual of the optimality conditions.
-        solution_: The fitted problem as a dif.Solution.
+        solution_: The fitted problem as a dif.Solution, one object per fit.
+        samples_: The training samples as dif.Samples.
     """
 
     def __init__(self, group: Any = None, tau: float = 0.01, *, C: float = 1.0, fit_intercept: bool = True) -> None:
         self.group, self.tau, self.C, self.fit_intercept = group, tau, C, fit_intercept
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()  # type: ignore[misc]
-        tags.classifier_tags.multi_class = False
-        return tags
-
     def fit(self, X: Any, y: Any) -> FairLogisticRegression:
         """Solve the problem to a KKT residual of 1e-10."""
         check_classification_targets(y)
+        check_order(X=X, y=y)
         self._index = read_index(X)
-        validated: Any = validate_data(self, X, y, dtype=np.float64 if self.group is None else None)
-        X, y = validated
+        X, y = validate(self, X, y, dtype=np.float64 if self.group is None else None)
         group_column = self._find_group_column()
         C, tau = check_strength(self.C, "C"), check_strength(self.tau, "tau")
         if group_column is not None and not tau > 0:
@@ -136,35 +127,12 @@ class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
                 "At 0 the constraints depend on each other, so their multipliers are not unique.",
                 "Pass a small number, for example 0.001.",
             )
-        kind = type_of_target(y, input_name="y", raise_unknown=True)
-        self.classes_ = np.unique(y)
-        if kind != "binary" or len(self.classes_) < 2:
-            raise ValueError(
-                f"Only binary classification is supported. The type of the target is {kind}, "
-                f"with {len(self.classes_)} class{'' if len(self.classes_) == 1 else 'es'}."
-            )
         self._group_column, self._settings = group_column, (C, tau)
+        self._y = self._encode_classes(y)
         self._X, members = self._split_group(X)
         self.groups_, self._group_index = (None, None) if members is None else np.unique(members, return_inverse=True)
-        self._y = np.where(y == self.classes_[1], 1.0, -1.0)
         self._solve()
         return self
-
-    def decision_function(self, X: Any) -> Any:
-        """Return X·coef + intercept."""
-        check_is_fitted(self, "coef_")
-        X = self._validate(X)
-        return self._split_group(X)[0] @ self.coef_ + self.intercept_
-
-    def predict_proba(self, X: Any) -> Any:
-        """Return the probability of each class, (n, 2)."""
-        first = 1.0 / (1.0 + np.exp(self.decision_function(X)))
-        return np.stack([first, 1.0 - first], 1)
-
-    def predict(self, X: Any) -> Any:
-        """Return the more probable class of each sample."""
-        check_is_fitted(self, "coef_")
-        return self.classes_[(self.decision_function(X) > 0).astype(int)]
 
     def _find_group_column(self) -> int | None:
         """Return the number of the group column; None if there is none."""
@@ -175,7 +143,11 @@ class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
             raise ValueError(f"X has n_features = {columns}. It needs at least one feature beside the group column.")
         if isinstance(self.group, str) and self.group in names:
             return names.index(self.group)
-        if isinstance(self.group, int | np.integer) and 0 <= int(self.group) < columns:
+        if (
+            isinstance(self.group, int | np.integer)
+            and not isinstance(self.group, bool)
+            and 0 <= int(self.group) < columns
+        ):
             return int(self.group)
         raise InvalidInputError(
             f"`group` is {self.group!r}.",
@@ -186,8 +158,11 @@ class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
             "Pass the number of a column, or its name if X is a DataFrame.",
         )
 
-    def _validate(self, X: Any) -> Any:
-        return validate_data(self, X, dtype=None if self._group_column is not None else np.float64, reset=False)
+    def _read_features(self, X: Any) -> Any:
+        """Return the features of samples that the model was not fitted on, without the group column."""
+        return self._split_group(
+            validate(self, X, dtype=np.float64 if self._group_column is None else None, reset=False)
+        )[0]
 
     def _split_group(self, X: Any) -> tuple[Any, Any]:
         """Return the features of X and the group of each sample; None for the latter if there is no group column."""
@@ -198,7 +173,13 @@ class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
         if invalid:
             name = type(invalid[0]).__name__
             raise TypeError(f"The group column of X contains a {name}. An argument must be a string or a number.")
-        return check_array(np.delete(X, self._group_column, 1), dtype="float64"), members.astype(str)
+        features = np.delete(X, self._group_column, 1)
+        try:
+            return check_array(features, dtype="float64"), members.astype(str)
+        except ValueError as error:
+            names = [name for name in getattr(self, "feature_names_in_", ()) if name != self.group]
+            refuse_text(features, error, names)
+            raise
 
     def _build_problem(self) -> dif.Problem:
         train = build_samples(logistic_loss, self._X, self._y, self._index)
@@ -207,16 +188,15 @@ class FairLogisticRegression(InfluenceMixin, ClassifierMixin, BaseEstimator):
         rows = [(train.mean(where=self._group_index == g) <= risk + tau).named(str(name)) for g, name in groups]
         return dif.Problem(C * train.sum() + build_ridge(1.0), rows)
 
-    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X = self._validate(X)
-        unknown = sorted(set(np.asarray(y).tolist()) - set(self.classes_.tolist()), key=str)
-        if unknown or len(y) != len(X):
-            raise InvalidInputError(
-                f"There are {len(y)} labels for {len(X)} test samples"
-                + (f", with {len(unknown)} unknown labels, the first {unknown[0]!r}." if unknown else "."),
-                f"Each sample must have one label, {self.classes_[0]!r} or {self.classes_[1]!r}.",
-                "The loss is only defined for classes that the model was fitted on.",
-                "Use the labels that were passed to fit.",
-            )
-        labels = np.where(np.asarray(y) == self.classes_[1], 1.0, -1.0)
-        return torch.as_tensor(np.array(self._split_group(X)[0])), torch.as_tensor(labels)
+
+def _read_numbers(value: Any, name: str) -> np.ndarray:
+    """Return the array of numbers that was passed as the argument `name`."""
+    try:
+        return np.array(value, dtype=float)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(
+            f"`{name}` is of type {type(value).__name__} and cannot be read as numbers.",
+            "It must be a number, or an array or nested lists of numbers with rows of equal length.",
+            "It states linear constraints on the coefficients.",
+            "Pass A with one row per constraint and one column per feature, and b with one number per row.",
+        ) from error

@@ -7,24 +7,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-from sklearn.utils.multiclass import type_of_target
-from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data
+from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 from torch import Tensor
 
 import dif
 import dif.fairness
 from dif import InvalidInputError
 from dif.adapters.influence_mixin import InfluenceMixin
+from dif.adapters.linear_estimators import LinearClassifierMixin, LinearRegressorMixin
 from dif.adapters.linear_models import (
     build_ridge,
     build_samples,
     check_strength,
     logistic_loss,
     predict_linear,
+    read_index,
     squared_loss,
 )
+from dif.adapters.validation import refuse_words, require_both, validate
 
 
 def score(params: dict[str, Tensor], batch: Any) -> Tensor:
@@ -43,32 +44,50 @@ def brier_score(params: dict[str, Tensor], batch: Any) -> Tensor:
 
 
 class _FairMixin(InfluenceMixin):
-    """What both models share: reading the arguments of fit, and influence on metrics."""
+    """What both models share: the arguments of fit, the fairness constraints, and influence on metrics."""
 
-    def _read(self, sensitive_features: Any, sample_weight: Any, X: Any) -> None:
+    constraints: Any
+    _link: Any
+    _y: Any
+
+    def _keep(self, X: Any, y: Any, **columns: Any) -> None:
         """Check and keep a copy of what the problem is built from, besides X and y."""
-        self._moment = deepcopy(self.constraints)  # type: ignore[attr-defined]
-        if self._moment is not None and sensitive_features is None:
+        index = dif.fairness.check_order(X=X, y=y, **columns)
+        self._moment, self._index = deepcopy(self.constraints), index if read_index(X) is not None else None
+        if self._moment is not None and columns["sensitive_features"] is None:
             raise InvalidInputError(
                 "`sensitive_features` is None.",
                 f"{type(self._moment).__name__} needs it.",
                 "Without the group of each sample there is nothing to constrain.",
                 "Pass sensitive_features= to fit, or constraints=None for a model without a constraint.",
             )
-        self._sensitive_features = None if self._moment is None else np.array(sensitive_features)
+        self._features = {name: deepcopy(columns[name]) for name in ("sensitive_features", "control_features")}
         self._weights = None
-        if sample_weight is not None:
-            self._weights = np.array(_check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True))
+        if columns["sample_weight"] is not None:
+            refuse_words(columns["sample_weight"], "sample_weight")
+            weights = _check_sample_weight(columns["sample_weight"], X, dtype=np.float64, ensure_non_negative=True)
+            self._weights = np.array(weights)
 
     @property
     def constraint_names_(self) -> tuple[str, ...]:
         """The name of each constraint, in the order of `multipliers_`."""
-        check_is_fitted(self, "coef_")
-        return self._build_problem().names  # type: ignore[attr-defined]
+        return self.solution_.problem.names
 
-    def _add_up(self, train: dif.Samples) -> dif.Term:
-        """Return the sum of the losses, weighted if fit was given weights."""
-        return train.sum() if self._weights is None else train.weighted(self._weights)
+    def _build_samples(self, loss: Any) -> tuple[dif.Samples, dif.Term]:
+        """Return the training samples, and the sum of their losses, weighted if fit was given weights."""
+        train = build_samples(loss, self._X, self._y, self._index)
+        return train, train.sum() if self._weights is None else train.weighted(self._weights)
+
+    def _build_rows(self, train: dif.Samples, loss: Any, **options: Any) -> list[dif.Constraint]:
+        """Return the constraints that the moment stands for; `loss` is what it bounds or compares, if it is a loss."""
+        if self._moment is None:
+            return []
+        options |= {"score": score, "loss": loss, "sample_weight": self._weights, **self._features}
+        return dif.fairness.read_moment(self._moment, train, **options)
+
+    def _name_loss(self) -> str:
+        """Return the name of the loss of a BoundedGroupLoss; "NoneType" for other moments."""
+        return type(getattr(self._moment, "reduction_loss", None)).__name__
 
     def influence_on_metrics(
         self,
@@ -78,6 +97,7 @@ class _FairMixin(InfluenceMixin):
         *,
         sensitive_features: Any,
         sample_weight: Any = None,
+        control_features: Any = None,
         indices: Any = None,
     ) -> dif.Influence:
         """Predict how the metrics of a MetricFrame would change without each training sample, without refitting.
@@ -91,28 +111,28 @@ class _FairMixin(InfluenceMixin):
             y: Their labels or target values.
             sensitive_features: Their groups.
             sample_weight: Their weights in the metrics.
+            control_features: The metrics are computed for each value of these columns by itself.
             indices: Indices of the training samples to remove, one at a time. None: all.
 
         Returns:
             Scores (training samples, targets); the targets are each metric overall, of each group, its difference and
             its ratio.
         """
-        solution = self.solution_
-        data, labels = self._read_test_samples(X, y)  # type: ignore[attr-defined]
-        targets = dif.fairness.smooth_metrics(
-            metrics,
-            predict_linear,
-            data,
-            labels=(labels + 1) / 2 if self._link else labels,  # type: ignore[attr-defined]
-            sensitive_features=sensitive_features,
-            link=self._link,  # type: ignore[attr-defined]
-            sample_weight=sample_weight,
-        )
-        (train,) = solution.problem.people
-        return dif.DirectionalInfluence(solution).scores(targets, train.remove_each(indices), show_progress=False)
+        check_is_fitted(self, "coef_")
+        require_both(X, y)
+        columns = {
+            "sensitive_features": sensitive_features,
+            "sample_weight": sample_weight,
+            "control_features": control_features,
+        }
+        dif.fairness.check_order(X=X, y=y, **columns)
+        data, labels = self._read_test_samples(X, y)
+        labels = (labels + 1) / 2 if self._link else labels
+        targets = dif.fairness.smooth_metrics(metrics, predict_linear, data, labels=labels, link=self._link, **columns)
+        return self._score(targets, indices)
 
 
-class FairClassifier(_FairMixin, ClassifierMixin, BaseEstimator):
+class FairClassifier(LinearClassifierMixin, _FairMixin, ClassifierMixin, BaseEstimator):
     """Logistic regression under a constraint of fairlearn, in smooth form, solved to a KKT residual of 1e-10.
 
     Minimises C·(sum of log-losses) + ½‖coef‖², as scikit-learn's LogisticRegression does. The constraint is about
@@ -132,7 +152,8 @@ class FairClassifier(_FairMixin, ClassifierMixin, BaseEstimator):
         constraint_names_: The name of each constraint.
         multipliers_: One per constraint, in the units of the objective; 0 where a constraint does not bind.
         kkt_residual_: Residual of the optimality conditions.
-        solution_: The fitted problem as a dif.Solution.
+        solution_: The fitted problem as a dif.Solution, one object per fit.
+        samples_: The training samples as dif.Samples.
         certificate_: Whether the solution can be differentiated, with reasons.
     """
 
@@ -141,76 +162,36 @@ class FairClassifier(_FairMixin, ClassifierMixin, BaseEstimator):
     def __init__(self, constraints: Any = None, *, C: float = 1.0, fit_intercept: bool = True) -> None:
         self.constraints, self.C, self.fit_intercept = constraints, C, fit_intercept
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()  # type: ignore[misc]
-        tags.classifier_tags.multi_class = False
-        return tags
+    def fit(
+        self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None, control_features: Any = None
+    ) -> FairClassifier:
+        """Solve the problem.
 
-    def fit(self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None) -> FairClassifier:
-        """Solve the problem; `sensitive_features` is the group of each sample, (n,) or (n, k)."""
-        validated: Any = validate_data(self, X, y, dtype=np.float64)
-        X, y = validated
-        kind = type_of_target(y, input_name="y", raise_unknown=True)
-        self.classes_ = np.unique(y)
+        Args:
+            X: The features, (n, d). The index of a DataFrame labels the samples in results.
+            y: The labels, of two classes.
+            sensitive_features: The group of each sample, (n,) or (n, k). Like y it is taken by position; a column
+                with the index of X in another order is refused.
+            sample_weight: Weights of the samples, in the objective and in the constraint.
+            control_features: The groups are compared within each value of these columns, as in fairlearn.
+        """
+        features, labels = validate(self, X, y, dtype=np.float64)
         self._settings = check_strength(self.C, "C")
-        self._read(sensitive_features, sample_weight, X)
-        present = len(np.unique(y if self._weights is None else y[self._weights > 0]))
-        if kind != "binary" or present < 2:
-            raise ValueError(
-                f"Only binary classification is supported. The type of the target is {kind}, "
-                f"with {present} class{'' if present == 1 else 'es'} of weight above 0."
-            )
-        self._X, self._y = np.array(X), np.where(y == self.classes_[1], 1.0, -1.0)
+        self._keep(
+            X, y, sensitive_features=sensitive_features, sample_weight=sample_weight, control_features=control_features
+        )
+        self._y = self._encode_classes(labels, slice(None) if self._weights is None else self._weights > 0)
+        self._X = np.array(features)
         self._solve()
         return self
 
-    def decision_function(self, X: Any) -> Any:
-        """Return X·coef + intercept."""
-        check_is_fitted(self, "coef_")
-        return validate_data(self, X, dtype=np.float64, reset=False) @ self.coef_ + self.intercept_
-
-    def predict_proba(self, X: Any) -> Any:
-        """Return the probability of each class, (n, 2)."""
-        scores = self.decision_function(X)
-        return np.stack([expit(-scores), expit(scores)], 1)
-
-    def predict(self, X: Any) -> Any:
-        """Return the more probable class of each sample."""
-        check_is_fitted(self, "coef_")
-        return self.classes_[(self.decision_function(X) > 0).astype(int)]
-
     def _build_problem(self) -> dif.Problem:
-        train = build_samples(logistic_loss, self._X, self._y)
-        objective = self._settings * self._add_up(train) + build_ridge(1.0)
-        if self._moment is None:
-            return dif.Problem(objective)
-        squared = type(getattr(self._moment, "reduction_loss", None)).__name__ == "SquareLoss"
-        rows = dif.fairness.read_moment(
-            self._moment,
-            train,
-            sensitive_features=self._sensitive_features,
-            score=score,
-            labels=self._y,
-            loss=brier_score if squared else error_probability,
-            sample_weight=self._weights,
-        )
-        return dif.Problem(objective, rows)
-
-    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y = validate_data(self, X, dtype=np.float64, reset=False), np.asarray(y)
-        unknown = sorted(set(y.tolist()) - set(self.classes_.tolist()), key=str)
-        if unknown or len(y) != len(X):
-            raise InvalidInputError(
-                f"There are {len(y)} labels for {len(X)} test samples"
-                + (f", with {len(unknown)} unknown labels, the first {unknown[0]!r}." if unknown else "."),
-                f"Each sample must have one label, {self.classes_[0]!r} or {self.classes_[1]!r}.",
-                "The loss is only defined for classes that the model was fitted on.",
-                "Use the labels that were passed to fit.",
-            )
-        return torch.as_tensor(np.array(X)), torch.as_tensor(np.where(y == self.classes_[1], 1.0, -1.0))
+        train, risk = self._build_samples(logistic_loss)
+        loss = brier_score if self._name_loss() == "SquareLoss" else error_probability
+        return dif.Problem(self._settings * risk + build_ridge(1.0), self._build_rows(train, loss, labels=self._y))
 
 
-class FairRegressor(_FairMixin, RegressorMixin, BaseEstimator):
+class FairRegressor(LinearRegressorMixin, _FairMixin, RegressorMixin, BaseEstimator):
     """Least squares under a constraint of fairlearn, in smooth form, solved to a KKT residual of 1e-10.
 
     Minimises Σ(yᵢ − xᵢ·coef − intercept)² + alpha‖coef‖². DemographicParity is about the mean prediction of each group.
@@ -230,46 +211,27 @@ class FairRegressor(_FairMixin, RegressorMixin, BaseEstimator):
     def __init__(self, constraints: Any = None, *, alpha: float = 1.0, fit_intercept: bool = True) -> None:
         self.constraints, self.alpha, self.fit_intercept = constraints, alpha, fit_intercept
 
-    def fit(self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None) -> FairRegressor:
-        """Solve the problem; `sensitive_features` is the group of each sample, (n,) or (n, k)."""
-        validated: Any = validate_data(self, X, y, dtype=np.float64, y_numeric=True)
+    def fit(
+        self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None, control_features: Any = None
+    ) -> FairRegressor:
+        """Solve the problem; the arguments are those of `FairClassifier.fit`, with numbers as y."""
+        self._keep_training_samples(X, y)
         self._settings = check_strength(self.alpha, "alpha")
-        self._read(sensitive_features, sample_weight, validated[0])
-        self._X, self._y = (np.array(part, dtype=np.float64) for part in validated)
+        columns = {"sensitive_features": sensitive_features, "control_features": control_features}
+        self._keep(X, y, **columns, sample_weight=sample_weight)
         self._solve()
         return self
 
-    def predict(self, X: Any) -> Any:
-        """Return X·coef + intercept."""
-        check_is_fitted(self, "coef_")
-        return validate_data(self, X, dtype=np.float64, reset=False) @ self.coef_ + self.intercept_
-
     def _build_problem(self) -> dif.Problem:
-        train = build_samples(squared_loss, self._X, self._y)
-        risk = self._add_up(train)
-        objective = risk + build_ridge(2 * self._settings) if self._settings else risk
-        if self._moment is None:
-            return dif.Problem(objective)
-        loss = type(getattr(self._moment, "reduction_loss", None)).__name__
-        kind = type(self._moment).__name__
-        if kind != "DemographicParity" and (kind, loss) != ("BoundedGroupLoss", "SquareLoss"):
+        train, risk = self._build_samples(squared_loss)
+        kind, loss = type(self._moment).__name__, self._name_loss()
+        allowed = ("NoneType", "NoneType"), ("DemographicParity", "NoneType"), ("BoundedGroupLoss", "SquareLoss")
+        if (kind, loss) not in allowed:
             raise InvalidInputError(
                 f"The constraint is {kind}{f' with {loss}' if kind == 'BoundedGroupLoss' else ''}.",
                 "A linear regression takes DemographicParity, or BoundedGroupLoss with SquareLoss.",
                 "The others are about labels, of which a regression has none, or have no derivative.",
                 "Use one of these two, or a FairClassifier if the target has two classes.",
             )
-        rows = dif.fairness.read_moment(
-            self._moment,
-            train,
-            sensitive_features=self._sensitive_features,
-            score=score,
-            loss=squared_loss,
-            link=None,
-            sample_weight=self._weights,
-        )
-        return dif.Problem(objective, rows)
-
-    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, reset=False)
-        return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
+        rows = self._build_rows(train, squared_loss, link=None)
+        return dif.Problem(risk + build_ridge(2 * self._settings) if self._settings else risk, rows)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
-from dif.adapters.linear_models import logistic_loss, squared_loss
+from dif.adapters.linear_models import label_rows, logistic_loss, read_index, squared_loss
 from dif.adapters.sklearn import solution_of as read_estimator
 
 
@@ -71,11 +71,14 @@ def solution_of(search: Any) -> dif.Solution:
         factors = {"loss": np.ones(len(weights))}
         means = [_Mean("loss", float(c), np.array(moment.tags["group_id"] == g)) for g, c in multipliers.items()]
     fitted = read_estimator(predictor, moment.X, targets, sample_weight=np.abs(weights))
-    data = {"X": moment.X, "target": _encode(predictor, targets), **factors}
+    columns = {"target": _encode(predictor, targets), **factors}
     loss = logistic_loss if hasattr(predictor, "classes_") else squared_loss
     people = dif.Samples(
         lambda params, batch: loss(params, (batch["X"], batch["target"])),
-        {name: torch.as_tensor(np.array(column, dtype=np.float64)) for name, column in data.items()},
+        {
+            "X": label_rows(moment.X, read_index(moment.X)),
+            **{name: torch.as_tensor(np.array(column, dtype=np.float64)) for name, column in columns.items()},
+        },
         name="train",
     )
     objective = _add_penalty(_state_risk(people, means), fitted.problem.objective, people)

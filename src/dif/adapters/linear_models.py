@@ -46,14 +46,19 @@ def read_index(X: Any) -> Any:
     return X.index if hasattr(X, "columns") and hasattr(X, "index") else None
 
 
-def build_samples(loss: Any, X: Any, y: Any, index: Any = None) -> dif.Samples:
-    """Build Samples "train" from the rows of X, their targets and, unless it is None, the index of a DataFrame."""
-    rows: Any = np.array(X, dtype=np.float64)
-    if index is not None:
-        import pandas
+def label_rows(X: Any, index: Any) -> Any:
+    """Return a copy of X in double precision: a DataFrame with this index, or an array if there is none."""
+    rows = np.array(X, dtype=np.float64)
+    if index is None:
+        return rows
+    import pandas
 
-        rows = pandas.DataFrame(rows, index=index)
-    return dif.Samples(loss, (rows, torch.as_tensor(np.array(y))), name="train")
+    return pandas.DataFrame(rows, index=index)
+
+
+def build_samples(loss: Any, X: Any, y: Any, index: Any = None, name: str = "train") -> dif.Samples:
+    """Build Samples from the rows of X, their targets and, unless it is None, the index of a DataFrame."""
+    return dif.Samples(loss, (label_rows(X, index), torch.as_tensor(np.array(y))), name=name)
 
 
 def build_risk(loss: Any, X: Any, y: Any, weights: Any, index: Any = None) -> dif.Term:
@@ -70,7 +75,7 @@ def build_params(coef: Any, intercept: Any) -> dict[str, Tensor]:
 
 def check_strength(value: Any, name: str) -> float:
     """Return the option `name` as a float; it must be finite and ≥ 0, or > 0 if it is C."""
-    number = np.asarray(value)
+    number = np.asarray(value if np.isscalar(value) or isinstance(value, np.ndarray) else None)
     valid = number.ndim == 0 and number.dtype.kind in "if" and np.isfinite(number) and float(number) >= 0
     if not valid or (name == "C" and float(number) == 0):
         raise InvalidInputError(

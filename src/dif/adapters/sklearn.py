@@ -29,6 +29,8 @@ from dif.adapters.linear_models import (
     softmax_loss,
     squared_loss,
 )
+from dif.adapters.validation import refuse_text, refuse_words
+from dif.fairness import check_order
 
 __all__ = ["ConstrainedLinearRegression", "FairLogisticRegression", "solution_of"]
 
@@ -74,10 +76,33 @@ def solution_of(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None, po
     return dif.fit(problem, fitted.params, multipliers=fitted.lam, show_progress=False) if polish else fitted
 
 
+def _read_training_samples(
+    estimator: Any, X: Any, y: Any, sample_weight: Any, **options: Any
+) -> tuple[Any, np.ndarray, np.ndarray]:
+    """Return the index of X, and X and y as arrays."""
+    check_is_fitted(estimator, "coef_")
+    check_order(X=X, y=y, sample_weight=sample_weight)
+    if sample_weight is not None:
+        refuse_words(sample_weight, "sample_weight")
+    try:
+        features, targets = check_X_y(X, y, dtype="float64", **options)
+    except (TypeError, ValueError) as error:
+        refuse_text(X, error)
+        raise
+    if features.shape[1] != estimator.n_features_in_:
+        raise InvalidInputError(
+            f"X has {features.shape[1]} columns.",
+            f"It must have {estimator.n_features_in_}, as in fit.",
+            "The estimator was fitted on other data.",
+            "Pass the X that was passed to fit.",
+        )
+    return read_index(X), features, targets
+
+
 def _read_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
     """Return the problem that a LinearRegression or Ridge solves, and its fitted parameters."""
-    check_is_fitted(estimator, "coef_")
-    index, (X, y) = read_index(X), check_X_y(X, y, dtype="float64", y_numeric=True)
+    refuse_words(y, "y")
+    index, X, y = _read_training_samples(estimator, X, y, sample_weight, y_numeric=True)
     risk = build_risk(squared_loss, X, y, sample_weight, index)
     alpha = check_strength(getattr(estimator, "alpha", 0.0), "alpha")
     params = build_params(np.reshape(estimator.coef_, -1), estimator.intercept_ if estimator.fit_intercept else None)
@@ -87,8 +112,7 @@ def _read_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple
 
 def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
     """Return the problem that a LogisticRegression solves, and its fitted parameters."""
-    check_is_fitted(estimator, "coef_")
-    index, (X, y) = read_index(X), check_X_y(X, y, dtype="float64")
+    index, X, y = _read_training_samples(estimator, X, y, sample_weight)
     if estimator.l1_ratio or getattr(estimator, "penalty", None) in ("l1", "elasticnet"):
         raise InvalidInputError(
             f"The LogisticRegression has l1_ratio={estimator.l1_ratio}.",

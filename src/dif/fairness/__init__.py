@@ -1,5 +1,6 @@
 """Fairness by name: constraints and metrics of groups, in smooth form. Uses only the public names of dif."""
 
+from dif.fairness.columns import check_order
 from dif.fairness.constraints import (
     bounded_group_loss,
     demographic_parity,
@@ -13,6 +14,7 @@ from dif.fairness.moments import read_moment
 
 __all__ = [
     "bounded_group_loss",
+    "check_order",
     "compare_metrics",
     "demographic_parity",
     "equal_opportunity",

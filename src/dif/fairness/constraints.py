@@ -4,29 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 import dif
-from dif import InvalidInputError
+from dif.fairness.columns import as_array, check, check_function, check_order
 from dif.fairness.groups import Groups, read_labels
 
 PerSample = Callable[[Any, Any], Tensor]  # of the params and a batch: one number per sample
 Link = Callable[[Tensor], Tensor] | None
 
 
+class Limits(TypedDict, total=False):
+    """Options of the constraints that compare groups, with their defaults.
+
+    bound=0.01: The largest difference.
+    ratio=1.0: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0.
+    sample_weight=None: Weights of the samples in the means, ≥ 0; None weighs all alike.
+    control_features=None: A column of the data, or several; groups are compared within each of its values. None
+        compares them among all samples.
+    """
+
+    bound: float
+    ratio: float
+    sample_weight: Any
+    control_features: Any
+
+
+class ScoreLimits(Limits, total=False):
+    """Those of the constraints on scores have another option.
+
+    link=torch.sigmoid: The smooth stand-in for the decision score > 0, the probability of logistic regression; None
+        takes the score itself.
+    """
+
+    link: Link
+
+
 def demographic_parity(
-    train: dif.Samples,
-    score: PerSample,
-    *,
-    sensitive_features: Any,
-    bound: float = 0.01,
-    ratio: float = 1.0,
-    link: Link = torch.sigmoid,
-    sample_weight: Any = None,
+    train: dif.Samples, score: PerSample, *, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
     """Constrain the mean probability of each group to be near that of all samples.
 
@@ -41,11 +60,7 @@ def demographic_parity(
         train: The samples of the objective. The constraints are made of a view, so that a removal acts on both.
         score: The score of the model, `score(params, batch)` → (n,); positive for the label 1.
         sensitive_features: The group of each sample, (n,), or several features, (n, k), which are combined.
-        bound: The largest difference.
-        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0.
-        link: The smooth stand-in for the decision score > 0. The default is the probability of logistic regression;
-            None takes the score itself.
-        sample_weight: Weights of the samples in the means, ≥ 0; None weighs all alike.
+        limits: bound=0.01, ratio=1.0, link=torch.sigmoid, sample_weight=None, control_features=None; see `ScoreLimits`.
 
     >>> train = dif.Samples(lambda params, x: (x @ params["w"]) ** 2, torch.eye(6), name="train")
     >>> score = lambda params, x: x @ params["w"]
@@ -53,89 +68,47 @@ def demographic_parity(
     >>> most.name, least.name
     ('demographic parity, a, at most', 'demographic parity, a, at least')
     """
-    view = _view(train, score, link)
-    rule = _Rule("demographic parity", bound, ratio)
-    return _parity(view, rule, _groups(train, sensitive_features), {"": None}, sample_weight)
+    return _compare_groups("demographic parity", train, score, sensitive_features, {"": None}, **limits)
 
 
 def equal_opportunity(
-    train: dif.Samples,
-    score: PerSample,
-    *,
-    labels: Any,
-    sensitive_features: Any,
-    bound: float = 0.01,
-    ratio: float = 1.0,
-    link: Link = torch.sigmoid,
-    sample_weight: Any = None,
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
     """Constrain the mean probability among the samples of each group with label 1: smoothed true positive rates.
 
     The other arguments are those of `demographic_parity`; `labels` are 0 and 1, −1 and 1, or booleans.
     """
-    events = {"": read_labels(labels, len(train))}
-    view, rule = _view(train, score, link), _Rule("equal opportunity", bound, ratio)
-    return _parity(view, rule, _groups(train, sensitive_features), events, sample_weight)
+    _, positive = _divide_by_label(train, labels, sensitive_features)
+    return _compare_groups("equal opportunity", train, score, sensitive_features, {"": positive}, **limits)
 
 
 def false_positive_rate_parity(
-    train: dif.Samples,
-    score: PerSample,
-    *,
-    labels: Any,
-    sensitive_features: Any,
-    bound: float = 0.01,
-    ratio: float = 1.0,
-    link: Link = torch.sigmoid,
-    sample_weight: Any = None,
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
-    """Constrain the mean probability among the samples of each group with label 0: smoothed false positive rates.
-
-    The arguments are those of `equal_opportunity`.
-    """
-    events = {"": ~read_labels(labels, len(train))}
-    view, rule = _view(train, score, link), _Rule("false positive rate parity", bound, ratio)
-    return _parity(view, rule, _groups(train, sensitive_features), events, sample_weight)
+    """Constrain smoothed false positive rates: as `equal_opportunity`, among the samples with label 0."""
+    events = {"": _divide_by_label(train, labels, sensitive_features)[0]}
+    return _compare_groups("false positive rate parity", train, score, sensitive_features, events, **limits)
 
 
 def equalised_odds(
-    train: dif.Samples,
-    score: PerSample,
-    *,
-    labels: Any,
-    sensitive_features: Any,
-    bound: float = 0.01,
-    ratio: float = 1.0,
-    link: Link = torch.sigmoid,
-    sample_weight: Any = None,
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
 ) -> list[dif.Constraint]:
-    """Constrain the mean probability of each group among label 0 and among label 1: both smoothed rates.
-
-    The arguments are those of `equal_opportunity`.
-    """
-    positive = read_labels(labels, len(train))
-    events = {"label 0, ": ~positive, "label 1, ": positive}
-    view, rule = _view(train, score, link), _Rule("equalised odds", bound, ratio)
-    return _parity(view, rule, _groups(train, sensitive_features), events, sample_weight)
+    """Constrain both smoothed rates: as `equal_opportunity`, among label 0 and among label 1."""
+    negative, positive = _divide_by_label(train, labels, sensitive_features)
+    events = {"label 0, ": negative, "label 1, ": positive}
+    return _compare_groups("equalised odds", train, score, sensitive_features, events, **limits)
 
 
 def error_rate_parity(
-    train: dif.Samples,
-    error: PerSample,
-    *,
-    sensitive_features: Any,
-    bound: float = 0.01,
-    ratio: float = 1.0,
-    sample_weight: Any = None,
+    train: dif.Samples, error: PerSample, *, sensitive_features: Any, **limits: Unpack[Limits]
 ) -> list[dif.Constraint]:
     """Constrain the mean error of each group to be near that of all samples.
 
     `error(params, batch)` is a smooth error of each sample, such as the probability of the wrong label. The other
-    arguments are those of `demographic_parity`.
+    arguments are those of `demographic_parity`, without `link`.
     """
-    view = train.view(_callable(error, "error"), name=f"error of {_samples(train).name}")
-    rule = _Rule("error rate parity", bound, ratio)
-    return _parity(view, rule, _groups(train, sensitive_features), {"": None}, sample_weight)
+    error = check_function(error, "error")
+    return _compare_groups("error rate parity", train, error, sensitive_features, {"": None}, link=None, **limits)
 
 
 def bounded_group_loss(
@@ -149,12 +122,13 @@ def bounded_group_loss(
     """Constrain the mean loss of each group to be at most `bound`.
 
     `loss(params, batch)` is the loss of each sample; None is the loss of `train`. The other arguments are those of
-    `demographic_parity`.
+    `demographic_parity`. For a bound within each value of a control feature pass both columns as sensitive features.
     """
-    groups, limit = _groups(train, sensitive_features), _number(bound, "bound")
-    view = train if loss is None else train.view(_callable(loss, "loss"), name=f"group loss of {train.name}")
-    means = [(name, view.mean(where=groups.members == g, weights=sample_weight)) for g, name in enumerate(groups.names)]
-    return [(mean <= limit).named(f"bounded group loss, {name}") for name, mean in means]
+    groups, limit = _read_groups(train, sensitive_features), _read_number(bound, "bound")
+    check_order(train=train.remove_each(), sensitive_features=sensitive_features, sample_weight=sample_weight)
+    view = train if loss is None else train.view(check_function(loss, "loss"), name=f"group loss of {train.name}")
+    means = {name: view.mean(where=inside, weights=sample_weight) for name, inside in groups.split().items()}
+    return [(mean <= limit).named(f"bounded group loss, {name}") for name, mean in means.items()]
 
 
 @dataclass(frozen=True)
@@ -166,14 +140,14 @@ class _Rule:
     ratio: float
 
     def __post_init__(self) -> None:
-        _number(self.bound, "bound")
-        if not 0 < _number(self.ratio, "ratio") <= 1:
-            raise InvalidInputError(
-                f"`ratio` is {self.ratio!r}.",
-                "It must be above 0 and at most 1.",
-                "It is the smallest ratio of the mean of a group and the mean of all samples.",
-                "Pass 0.8 for the four-fifths rule, or leave it out and pass bound= for a difference.",
-            )
+        _read_number(self.bound, "bound")
+        check(
+            0 < _read_number(self.ratio, "ratio") <= 1,
+            f"`ratio` is {self.ratio!r}.",
+            "It must be above 0 and at most 1.",
+            "It is the smallest ratio of the mean of a group and the mean of all samples.",
+            "Pass 0.8 for the four-fifths rule, or leave it out and pass bound= for a difference.",
+        )
 
     def compare(self, name: str, group: dif.Term, everyone: dif.Term) -> list[dif.Constraint]:
         """Return the constraints on the mean of one group."""
@@ -184,77 +158,87 @@ class _Rule:
         return [most, least]
 
 
-def _parity(
-    view: dif.Samples, rule: _Rule, groups: Groups, events: Mapping[str, Tensor | None], sample_weight: Any
+def _compare_groups(
+    name: str,
+    train: dif.Samples,
+    score: PerSample,
+    sensitive_features: Any,
+    events: Mapping[str, Tensor | None],
+    *,
+    bound: float = 0.01,
+    ratio: float = 1.0,
+    link: Link = torch.sigmoid,
+    sample_weight: Any = None,
+    control_features: Any = None,
 ) -> list[dif.Constraint]:
     """Compare the mean of each group with that of all samples, among the samples of each event; None means all."""
+    groups, rule = _read_groups(train, sensitive_features), _Rule(name, bound, ratio)
+    columns = {"sensitive_features": sensitive_features, "control_features": control_features}
+    check_order(train=train.remove_each(), **columns, sample_weight=sample_weight)
+    view = _view(train, check_function(score, "score"), link)
+    if control_features is not None:
+        events = _divide_by_control(events, Groups.of(control_features, len(train), "control_features"))
     rows: list[dif.Constraint] = []
     for words, event in events.items():
         everyone = view.mean(where=event, weights=sample_weight)
         weights = everyone.sums[0][1].weights  # 0 outside the event
-        masks = [(groups.members == g) & (weights > 0) for g in range(len(groups.names))]
-        sizes = [float(weights[mask].sum()) for mask in masks]
-        if not all(sizes):
-            raise InvalidInputError(
-                f"Group {groups.names[sizes.index(0.0)]!r} has no samples in {rule.name}{words and ', ' + words[:-2]}.",
-                "Every group must have samples with the label in question, of weight above 0.",
-                "The mean of such a group is not defined.",
-                "Merge the group with another one, or choose a constraint that is not about labels.",
-            )
-        implied = sizes.index(max(sizes)) if rule.ratio == 1 and (len(sizes) == 2 or rule.bound == 0) else None
-        for g, name in enumerate(groups.names):
-            if g != implied:
-                group = view.mean(where=masks[g], weights=sample_weight)
-                rows += rule.compare(words + name, group, everyone)
+        masks = {group: inside & (weights > 0) for group, inside in groups.split().items()}
+        sizes = {group: float(weights[inside].sum()) for group, inside in masks.items()}
+        empty = [group for group, size in sizes.items() if size == 0]
+        check(
+            not empty,
+            f"Group {empty[0] if empty else ''!r} has no samples in {name}{words and ', ' + words[:-2]}.",
+            "Every group must have samples with the label and control feature in question, of weight above 0.",
+            "The mean of such a group is not defined.",
+            "Merge the group with another one, leave out the control feature, or choose a constraint without labels.",
+        )
+        implied = max(sizes, key=lambda group: sizes[group]) if ratio == 1 and (len(sizes) == 2 or bound == 0) else None
+        for group, inside in masks.items():
+            if group != implied:
+                rows += rule.compare(words + group, view.mean(where=inside, weights=sample_weight), everyone)
     return rows
+
+
+def _divide_by_label(train: dif.Samples, labels: Any, sensitive_features: Any) -> tuple[Tensor, Tensor]:
+    """Return which samples have label 0 and which have label 1, each (n,) bool."""
+    positive = read_labels(labels, len(_check_samples(train)))
+    check_order(train=train.remove_each(), labels=labels, sensitive_features=sensitive_features)
+    return ~positive, positive
+
+
+def _divide_by_control(events: Mapping[str, Tensor | None], control: Groups) -> dict[str, Tensor]:
+    """Return the part of each event with each value of the control feature."""
+    return {
+        f"{value}, {words}": inside if event is None else inside & event
+        for value, inside in control.split().items()
+        for words, event in events.items()
+    }
 
 
 def _view(train: dif.Samples, score: PerSample, link: Link) -> dif.Samples:
     """Return the view of the samples whose loss is link(score)."""
-    score = _callable(score, "score")
     if link is None:
-        return _samples(train).view(score, name=f"score of {train.name}")
-    stand_in = _callable(link, "link")
-    name = f"probability of {_samples(train).name}"
+        return train.view(score, name=f"score of {train.name}")
+    stand_in, name = check_function(link, "link"), f"probability of {train.name}"
     return train.view(lambda params, batch: stand_in(score(params, batch)), name=name)
 
 
-def _groups(train: dif.Samples, sensitive_features: Any) -> Groups:
-    return Groups.of(sensitive_features, len(_samples(train))).check_comparable()
+def _read_groups(train: dif.Samples, sensitive_features: Any) -> Groups:
+    return Groups.of(sensitive_features, len(_check_samples(train))).check_comparable()
 
 
-def _samples(train: object) -> dif.Samples:
+def _check_samples(train: object) -> dif.Samples:
     """Return Samples; refuse other objects."""
-    if not isinstance(train, dif.Samples):
-        raise InvalidInputError(
-            f"`train` is of type {type(train).__name__}.",
-            "It must be a dif.Samples.",
-            "Fairness constraints are about the samples of the objective.",
-            "Pass the Samples object from which the objective is built.",
-        )
-    return train
+    meaning, cure = "Fairness constraints are about the samples of the objective.", "Pass the Samples of the objective."
+    found = f"`train` is of type {type(train).__name__}."
+    check(isinstance(train, dif.Samples), found, "It must be a dif.Samples.", meaning, cure)
+    return train  # type: ignore[return-value]
 
 
-def _callable(value: Any, name: str) -> Any:
-    """Return a function; refuse other objects."""
-    if not callable(value):
-        raise InvalidInputError(
-            f"`{name}` is of type {type(value).__name__}.",
-            "It must be a function.",
-            "It is evaluated at many parameters.",
-            "Pass a function of the params and a batch (`link`: of the scores) that returns one number per sample.",
-        )
-    return value
-
-
-def _number(value: Any, name: str) -> float:
+def _read_number(value: Any, name: str) -> float:
     """Return a finite number ≥ 0 as a float."""
-    number = np.asarray(value)
-    if number.ndim or number.dtype.kind not in "iuf" or not np.isfinite(number) or float(number) < 0:
-        raise InvalidInputError(
-            f"`{name}` is {value!r}.",
-            "It must be one finite number ≥ 0.",
-            "It limits how far groups may differ, or the loss of each.",
-            "Pass a single number.",
-        )
+    number = as_array(value)
+    valid = number.ndim == 0 and number.dtype.kind in "iuf" and bool(np.isfinite(number)) and float(number) >= 0
+    meaning = "It limits how far groups may differ, or the loss of each."
+    check(valid, f"`{name}` is {value!r}.", "It must be one finite number ≥ 0.", meaning, "Pass a single number.")
     return float(number)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dif
-from dif import InvalidInputError
+from dif.fairness.columns import check, check_function, check_order, count_samples, read_data, read_numbers
 from dif.fairness.constraints import Link, PerSample
 from dif.fairness.groups import Groups
 
@@ -48,12 +48,14 @@ def smooth_metrics(
     sensitive_features: Any,
     link: Link = torch.sigmoid,
     sample_weight: Any = None,
+    control_features: Any = None,
 ) -> list[dif.Function]:
     """Return smooth counterparts of the metrics of a MetricFrame, as targets of influence.
 
     Each sample counts as positive with the weight p = link(score) and as negative with 1 − p, instead of one of them.
     Every metric gives the targets "metric, overall", one "metric, group" per group, "metric, difference" (largest minus
-    smallest group) and "metric, ratio" (smallest divided by largest).
+    smallest group) and "metric, ratio" (smallest divided by largest). With control features there are these targets
+    for each of their values, "metric, value, overall" and so on.
 
     Args:
         metrics: The argument `metrics` of MetricFrame: a metric function of fairlearn or scikit-learn, or a dict of
@@ -61,25 +63,35 @@ def smooth_metrics(
             zero_one_loss, recall_score, precision_score, f1_score, balanced_accuracy_score. With link=None, those of
             predicted numbers: mean_prediction, mean_squared_error.
         score: The score of the model, `score(params, data)` → (n,).
-        data: The data that the metrics are about, as `score` takes them.
-        labels: True labels 0 and 1, or true numbers with link=None, (n,).
+        data: The data that the metrics are about, as `score` takes them: a tensor, a data frame or an array, which
+            become tensors, or a tuple or dict of these.
+        labels: True labels 0 and 1 (or −1 and 1), or true numbers with link=None, (n,).
         sensitive_features: The group of each sample.
         link: The smooth stand-in for the decision score > 0; None for a regression.
         sample_weight: Weights of the samples.
+        control_features: The metrics are computed for each value of these columns by itself, as in MetricFrame.
 
     Raises:
-        InvalidInputError: A metric has no smooth counterpart here.
+        InvalidInputError: A metric has no smooth counterpart here, or is not defined for a group, or the arguments
+            are not about the same samples.
     """
-    table = _Table.of(labels, sensitive_features, link, sample_weight)
+    score, names = check_function(score, "score"), _read_metrics(metrics, link)
+    parts = data if isinstance(data, tuple) else (data,)
+    columns = {"labels": labels, "sensitive_features": sensitive_features, "control_features": control_features}
+    check_order(**{f"data[{k}]": part for k, part in enumerate(parts)}, **columns, sample_weight=sample_weight)
+    data = read_data(data)
+    tables = _Table.read(labels, sensitive_features, link, sample_weight, control_features, count_samples(data))
+    for table in tables:
+        table.check_defined(names)
 
-    def target(metric: str, where: str) -> Callable[[Any], Tensor]:
+    def target(table: _Table, metric: str, where: str) -> Callable[[Any], Tensor]:
         return lambda params: table.values(metric, score(params, data))[where]
 
-    places = ("overall", *table.groups.names, "difference", "ratio")
     return [
-        dif.Function(target(metric, where), name=f"{name}, {where}")
-        for name, metric in _read_metrics(metrics, link).items()
-        for where in places
+        dif.Function(target(table, metric, where), name=f"{name}, {table.control}{where}")
+        for name, metric in names.items()
+        for table in tables
+        for where in ("overall", *table.groups, "difference", "ratio")
     ]
 
 
@@ -91,6 +103,7 @@ def compare_metrics(
     sensitive_features: Any,
     link: Link = torch.sigmoid,
     sample_weight: Any = None,
+    control_features: Any = None,
 ) -> Any:
     """Return a DataFrame of the metrics of several models, hard and smoothed side by side.
 
@@ -98,110 +111,176 @@ def compare_metrics(
         metrics: The argument `metrics` of fairlearn's MetricFrame, which computes the hard metrics.
         scores: The scores of each model by name, such as {"plain": ..., "fair": ...}, each (n,). A hard decision is
             score > 0; with link=None the scores are predicted numbers.
-        labels: True labels 0 and 1, or true numbers with link=None, (n,).
+        labels: True labels 0 and 1 (or −1 and 1), or true numbers with link=None, (n,).
         sensitive_features: The group of each sample.
         link: The smooth stand-in for the decision score > 0; None for a regression.
         sample_weight: Weights of the samples.
+        control_features: The metrics are computed for each value of these columns by itself, as in MetricFrame. The
+            rows of the result then have the levels metric, control and group.
     """
     try:
         import pandas
         from fairlearn.metrics import MetricFrame
     except ImportError as error:
         raise ImportError('compare_metrics needs fairlearn: pip install "directional-influence[fairlearn]"') from error
-    table, names = _Table.of(labels, sensitive_features, link, sample_weight), _read_metrics(metrics, link)
-    functions = metrics if isinstance(metrics, Mapping) else dict.fromkeys(names, metrics)
-    group = [table.groups.names[g] for g in table.groups.members.tolist()]
-    columns = {}
-    for model, score in scores.items():
-        values = torch.as_tensor(np.asarray(score, dtype=float).copy())
-        if values.shape != table.labels.shape:
-            raise InvalidInputError(
-                f"The scores of {model!r} have shape {tuple(values.shape)}.",
-                f"They must have shape {tuple(table.labels.shape)}.",
-                "There is one score for each label.",
-                "Pass model.decision_function(X), or model.predict(X) of a regression.",
-            )
-        weights = {name: {"sample_weight": table.weights.numpy()} for name in names}
-        frame = MetricFrame(
-            metrics=dict(functions),
-            y_true=table.labels.numpy(),
-            y_pred=values.numpy() if link is None else (values > 0).double().numpy(),
-            sensitive_features=group,
-            sample_params=None if sample_weight is None else weights,
-        )
-        hard = {"overall": frame.overall, **{g: frame.by_group.loc[g] for g in table.groups.names}}
-        hard |= {"difference": frame.difference(), "ratio": frame.ratio()}
-        smooth = {name: table.values(metric, values) for name, metric in names.items()}
-        rows = [(name, where) for name in names for where in hard]
-        columns[model, "hard"] = {(name, where): float(hard[where][name]) for name, where in rows}
-        columns[model, "smoothed"] = {(name, where): float(smooth[name][where]) for name, where in rows}
-    return pandas.DataFrame(columns).rename_axis(index=["metric", "group"])
+    columns = {"labels": labels, "sensitive_features": sensitive_features, "control_features": control_features}
+    check_order(**columns, sample_weight=sample_weight)
+    names = _read_metrics(metrics, link)
+    tables = _Table.read(labels, sensitive_features, link, sample_weight, control_features)
+    functions = dict(metrics) if isinstance(metrics, Mapping) else dict.fromkeys(names, metrics)
+    results = {}
+    for model, values in _read_scores(scores, len(tables[0].labels)).items():
+        check_order(**{"labels": labels, f"scores[{model!r}]": scores[model]})
+        for table in tables:
+            hard = table.measure_decisions(MetricFrame, functions, values)
+            smooth = {name: table.values(metric, values) for name, metric in names.items()}
+            for name in names:
+                for where in smooth[name]:
+                    row = (name, where) if control_features is None else (name, table.control[:-2], where)
+                    results.setdefault((model, "hard"), {})[row] = float(hard[where][name])
+                    results.setdefault((model, "smoothed"), {})[row] = float(smooth[name][where])
+    levels = ["metric", "group"] if control_features is None else ["metric", "control", "group"]
+    return pandas.DataFrame(results).rename_axis(index=levels)
 
 
 @dataclass(frozen=True, eq=False)
 class _Table:
-    """What metrics are computed from besides the scores."""
+    """What metrics are computed from besides the scores: among all samples, or those with one control value."""
 
     labels: Tensor  # (n,) 0 or 1, or true numbers if link is None
-    groups: Groups
+    groups: Mapping[str, Tensor]  # masks of the groups that have samples there, (n,) bool
     weights: Tensor  # (n,)
     link: Link
+    control: str  # the control value followed by a comma; empty without control features
+    inside: Tensor  # (n,) bool, the samples with that control value
 
     @classmethod
-    def of(cls, labels: Any, sensitive_features: Any, link: Link, sample_weight: Any) -> _Table:
-        """Read what users pass."""
-        true = torch.as_tensor(np.asarray(labels, dtype=float).copy())
-        if link is not None and not set(true.tolist()) <= {0.0, 1.0}:
-            raise InvalidInputError(
-                f"`labels` contains {sorted(set(true.tolist()) - {0.0, 1.0})[0]:g}.",
-                "It must contain only 0 and 1.",
-                "Metrics of decisions are about the labels 0 and 1.",
-                "Encode the labels, or pass link=None for the metrics of a regression.",
-            )
-        groups = Groups.of(sensitive_features, len(true))
-        taken = [name for name in groups.names if name in _SUMMARIES]
-        if taken:
-            raise InvalidInputError(
-                f"A group in `sensitive_features` is called {taken[0]!r}.",
-                f"It must not be called {', '.join(_SUMMARIES)}.",
-                "Targets of this name are about all groups.",
-                "Rename the group.",
-            )
-        weights = (
-            torch.ones_like(true) if sample_weight is None else torch.as_tensor(np.asarray(sample_weight, float).copy())
+    def read(
+        cls,
+        labels: Any,
+        sensitive_features: Any,
+        link: Link,
+        sample_weight: Any,
+        control_features: Any,
+        count: int | None = None,
+    ) -> list[_Table]:
+        """Read what users pass: one table for each control value."""
+        if link is not None:
+            check_function(link, "link")
+        true = read_numbers(labels, "labels", count)
+        if link is not None and set(true.tolist()) == {-1.0, 1.0}:
+            true = (true + 1) / 2
+        strange = sorted(set(true.tolist()) - {0.0, 1.0})
+        check(
+            link is None or not strange,
+            f"`labels` contains {strange[0] if strange else 0:g}.",
+            "It must contain only 0 and 1, or −1 and 1.",
+            "Metrics of decisions are about two labels.",
+            "Encode the labels, or pass link=None for the metrics of a regression.",
         )
-        return cls(true, groups, weights, link)
+        groups = Groups.of(sensitive_features, len(true)).split()
+        taken = [name for name in groups if name in _SUMMARIES]
+        check(
+            not taken,
+            f"A group in `sensitive_features` is called {taken[0] if taken else ''!r}.",
+            f"It must not be called {', '.join(_SUMMARIES)}.",
+            "Targets of this name are about all groups.",
+            "Rename the group.",
+        )
+        ones = torch.ones_like(true)
+        weights = (
+            ones if sample_weight is None else read_numbers(sample_weight, "sample_weight", len(true), negative=False)
+        )
+        controls = {"": ones > 0}
+        if control_features is not None:
+            found = Groups.of(control_features, len(true), "control_features").split()
+            controls = {f"{value}, ": inside for value, inside in found.items()}
+        tables = []
+        for control, inside in controls.items():
+            present = {name: mask & inside for name, mask in groups.items() if (mask & inside).any()}
+            tables.append(cls(true, present, weights, link, control, inside))
+        return tables
+
+    def check_defined(self, names: Mapping[str, str]) -> None:
+        """Refuse metrics that are 0/0 in a group, such as the true positive rate of a group without label 1."""
+        for name, metric in names.items():
+            values = self._values(metric, lambda mask: torch.full((int(mask.sum()),), 0.5, dtype=torch.float64))
+            undefined = [where for where, value in values.items() if not value.isfinite()]
+            check(
+                not undefined,
+                f"The metric {name!r} is not defined for {self.control}{undefined[0] if undefined else ''}.",
+                "Every group must have samples that the metric counts, of weight above 0.",
+                "A rate is divided by the number of samples with one label, and this number is 0.",
+                "Merge the group with another one, leave it out, or choose another metric.",
+            )
 
     def values(self, metric: str, scores: Tensor) -> dict[str, Tensor]:
         """Return a smoothed metric overall, of each group, and the difference and ratio of the groups."""
-        everyone = torch.ones_like(self.groups.members, dtype=torch.bool)
-        masks = [everyone, *(self.groups.members == g for g in range(len(self.groups.names)))]
-        overall, *by_group = (self._value(metric, scores, mask) for mask in masks)
-        low, high = torch.stack(by_group).min(), torch.stack(by_group).max()
-        groups = dict(zip(self.groups.names, by_group, strict=True))
-        return {"overall": overall, **groups, "difference": high - low, "ratio": low / high}
+        shape = tuple(getattr(scores, "shape", ()))
+        check(
+            shape == tuple(self.labels.shape),
+            f"`score` returned {f'shape {shape}' if isinstance(scores, Tensor) else type(scores).__name__}.",
+            f"It must return a tensor of shape {tuple(self.labels.shape)}.",
+            "There is one score for each label.",
+            "Pass the data of the same samples as `labels`, and flatten a column of scores with [:, 0].",
+        )
+        return self._values(metric, lambda mask: scores[mask] if self.link is None else self.link(scores[mask]))
 
-    def _value(self, metric: str, scores: Tensor, mask: Tensor) -> Tensor:
+    def _values(self, metric: str, predict: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """Return `values` from the probabilities, or predicted numbers, of the samples of a mask."""
+        masks = (self.inside, *self.groups.values())
+        overall, *by_group = (self._value(metric, predict(mask), mask) for mask in masks)
+        low, high = torch.stack(by_group).min(), torch.stack(by_group).max()
+        named = dict(zip(self.groups, by_group, strict=True))
+        return {"overall": overall, **named, "difference": high - low, "ratio": low / high}
+
+    def _value(self, metric: str, p: Tensor, mask: Tensor) -> Tensor:
         """Return a smoothed metric of the samples of a mask."""
-        y, w = (each[mask].to(scores) for each in (self.labels, self.weights))
+        y, w = (each[mask].to(p) for each in (self.labels, self.weights))
         if self.link is None:
-            return _OF_NUMBERS[metric](scores[mask], y, w / w.sum())
-        p = self.link(scores[mask])
+            return _OF_NUMBERS[metric](p, y, w / w.sum())
         counts = (w * p) @ y, (w * p) @ (1 - y), (w * (1 - p)) @ y, (w * (1 - p)) @ (1 - y)
         return _OF_COUNTS[metric](*counts)
+
+    def measure_decisions(self, kind: Any, functions: Mapping[str, Any], scores: Tensor) -> dict[str, Any]:
+        """Return what a MetricFrame, passed as `kind`, says of the decisions, by the keys of `values`."""
+        inside = self.inside
+        number = torch.stack(list(self.groups.values())).int().argmax(0)[inside]
+        frame = kind(
+            metrics=dict(functions),
+            y_true=self.labels[inside].numpy(),
+            y_pred=(scores if self.link is None else (scores > 0).double())[inside].numpy(),
+            sensitive_features=np.array(list(self.groups), dtype=object)[number.numpy()],
+            sample_params={name: {"sample_weight": self.weights[inside].numpy()} for name in functions},
+        )
+        by_group = {group: frame.by_group.loc[group] for group in frame.by_group.index}
+        return {"overall": frame.overall, **by_group, "difference": frame.difference(), "ratio": frame.ratio()}
+
+
+def _read_scores(scores: Any, count: int) -> dict[str, Tensor]:
+    """Return the scores of each model by its name, each (count,)."""
+    check(
+        isinstance(scores, Mapping) and len(scores) > 0,
+        f"`scores` is {'an empty dict' if isinstance(scores, Mapping) else f'of type {type(scores).__name__}'}.",
+        "It must be a dict with the scores of at least one model.",
+        "Each model has its own columns in the result, under its name.",
+        'Pass {"model": model.decision_function(X)}, or model.predict(X) of a regression.',
+    )
+    return {name: read_numbers(values, f"scores[{name!r}]", count) for name, values in scores.items()}
 
 
 def _read_metrics(metrics: Any, link: Link) -> dict[str, str]:
     """Return the name of the smooth counterpart of each metric, by the user's name; refuse those without."""
     table = _OF_NUMBERS if link is None else _OF_COUNTS
     given = metrics if isinstance(metrics, Mapping) else {getattr(metrics, "__name__", "metric"): metrics}
-    for name, metric in given.items():
-        known = getattr(metric, "__name__", "") in table
-        if not known or not str(getattr(metric, "__module__", "")).startswith(("fairlearn.", "sklearn.")):
-            raise InvalidInputError(
-                f"The metric {name!r} is {getattr(metric, '__name__', type(metric).__name__)!r}.",
-                f"It must be one of {', '.join(table)} of fairlearn.metrics or sklearn.metrics.",
-                "A smooth counterpart is known only for these.",
-                "Use one of them, or state the target yourself, as a mean of dif.Samples or a dif.Function.",
-            )
-    return {name: metric.__name__ for name, metric in given.items()}
+    found = {name: str(getattr(metric, "__name__", type(metric).__name__)) for name, metric in given.items()}
+    homes = {name: str(getattr(metric, "__module__", "")) for name, metric in given.items()}
+    wrong = [n for n in given if found[n] not in table or not homes[n].startswith(("fairlearn.", "sklearn."))]
+    check(
+        bool(given) and not wrong,
+        f"The metric {wrong[0]!r} is {found[wrong[0]]!r}." if wrong else "`metrics` is an empty dict.",
+        f"It must be one of {', '.join(table)} of fairlearn.metrics or sklearn.metrics.",
+        "A smooth counterpart is known only for these.",
+        "Use one of them, or state the target yourself, as a mean of dif.Samples or a dif.Function.",
+    )
+    return found

@@ -7,22 +7,14 @@ from typing import Any
 import torch
 
 import dif
-from dif import InvalidInputError
-from dif.fairness.constraints import (
-    Link,
-    PerSample,
-    bounded_group_loss,
-    demographic_parity,
-    equal_opportunity,
-    equalised_odds,
-    error_rate_parity,
-    false_positive_rate_parity,
-)
+import dif.fairness.constraints as named
+from dif.fairness.columns import check
+from dif.fairness.constraints import Link, PerSample
 
 _OF_RATES = {
-    "TruePositiveRateParity": equal_opportunity,
-    "FalsePositiveRateParity": false_positive_rate_parity,
-    "EqualizedOdds": equalised_odds,
+    "TruePositiveRateParity": named.equal_opportunity,
+    "FalsePositiveRateParity": named.false_positive_rate_parity,
+    "EqualizedOdds": named.equalised_odds,
 }
 _SMOOTH_LOSSES = ("SquareLoss", "ZeroOneLoss")  # those of fairlearn with a smooth counterpart
 READABLE = ("DemographicParity", *_OF_RATES, "ErrorRateParity", "BoundedGroupLoss")
@@ -33,30 +25,31 @@ def name_moment(moment: Any) -> str:
 
     A BoundedGroupLoss must have a bound and a loss with a smooth counterpart.
     """
-    name = type(moment).__name__
-    if not type(moment).__module__.startswith("fairlearn.") or name not in READABLE:
-        raise InvalidInputError(
-            f"The constraint is of type {name}.",
-            f"It must be one of fairlearn's {', '.join(READABLE)}.",
-            "Only these are known to have a smooth counterpart, a mean score, error or loss of each group.",
-            "Use one of them, or state a smooth constraint yourself: compare means of train.view(...).",
-        )
+    name, a_class = type(moment).__name__, isinstance(moment, type)
+    check(
+        not a_class and type(moment).__module__.startswith("fairlearn.") and name in READABLE,
+        f"The constraint is {f'the class {moment.__name__}' if a_class else f'of type {name}'}.",
+        f"It must be an object of one of fairlearn's classes {', '.join(READABLE)}.",
+        "Only these are known to have a smooth counterpart, a mean score, error or loss of each group.",
+        "Use one of them, as in DemographicParity(difference_bound=0.05), or state a smooth constraint yourself: "
+        "compare means of train.view(...).",
+    )
     if name == "BoundedGroupLoss":
         loss = type(moment.reduction_loss).__name__
-        if loss not in _SMOOTH_LOSSES:
-            raise InvalidInputError(
-                f"The loss of the BoundedGroupLoss is of type {loss}.",
-                f"It must be one of fairlearn's {', '.join(_SMOOTH_LOSSES)}.",
-                "The derivative of an absolute value does not exist at 0, and that of an unknown loss is unknown.",
-                "Use SquareLoss, or state the constraint with dif.fairness.bounded_group_loss(train, loss=...).",
-            )
-        if moment.upper_bound is None:
-            raise InvalidInputError(
-                "The BoundedGroupLoss has upper_bound=None.",
-                "It must be a number.",
-                "Without a bound nothing is constrained.",
-                "Pass upper_bound=, for example somewhat below the loss of the worst group without the constraint.",
-            )
+        check(
+            loss in _SMOOTH_LOSSES,
+            f"The loss of the BoundedGroupLoss is of type {loss}.",
+            f"It must be one of fairlearn's {', '.join(_SMOOTH_LOSSES)}.",
+            "The derivative of an absolute value does not exist at 0, and that of an unknown loss is unknown.",
+            "Use SquareLoss, or state the constraint with dif.fairness.bounded_group_loss(train, loss=...).",
+        )
+        check(
+            moment.upper_bound is not None,
+            "The BoundedGroupLoss has upper_bound=None.",
+            "It must be a number.",
+            "Without a bound nothing is constrained.",
+            "Pass upper_bound=, for example somewhat below the loss of the worst group without the constraint.",
+        )
     return name
 
 
@@ -70,6 +63,7 @@ def read_moment(
     loss: PerSample | None = None,
     link: Link = torch.sigmoid,
     sample_weight: Any = None,
+    control_features: Any = None,
 ) -> list[dif.Constraint]:
     """Return the smooth counterparts of a moment of fairlearn, such as DemographicParity(difference_bound=0.05).
 
@@ -87,6 +81,8 @@ def read_moment(
             that its constraint is the stricter one.
         link: The smooth stand-in for the decision score > 0.
         sample_weight: Weights of the samples in the means.
+        control_features: Groups are compared within each value of these columns. BoundedGroupLoss takes none, as in
+            fairlearn.
 
     Raises:
         InvalidInputError: The moment has no smooth counterpart, or an argument that it needs is missing.
@@ -94,24 +90,27 @@ def read_moment(
     name = name_moment(moment)
     shared = {"sensitive_features": sensitive_features, "sample_weight": sample_weight}
     if name == "BoundedGroupLoss":
-        return bounded_group_loss(train, bound=moment.upper_bound, loss=_needed(loss, "loss", name), **shared)
-    limits = {"bound": moment.eps, "ratio": moment.ratio}
+        check(
+            control_features is None,
+            "`control_features` was given with a BoundedGroupLoss.",
+            "It must be None there, as in fairlearn.",
+            "A bounded group loss compares no groups, so nothing is to be compared within a control feature.",
+            "Pass both columns as sensitive_features: the loss of each combination is then bounded.",
+        )
+        return named.bounded_group_loss(train, bound=moment.upper_bound, loss=_require(loss, "loss", name), **shared)
+    limits = {"bound": moment.eps, "ratio": moment.ratio, "control_features": control_features}
     if name == "ErrorRateParity":
-        return error_rate_parity(train, _needed(loss, "loss", name), **limits, **shared)
+        return named.error_rate_parity(train, _require(loss, "loss", name), **limits, **shared)
     options = {**limits, **shared, "link": link}
     if name == "DemographicParity":
-        return demographic_parity(train, _needed(score, "score", name), **options)
-    labels = _needed(labels, "labels", name)
-    return _OF_RATES[name](train, _needed(score, "score", name), labels=labels, **options)
+        return named.demographic_parity(train, _require(score, "score", name), **options)
+    labels = _require(labels, "labels", name)
+    return _OF_RATES[name](train, _require(score, "score", name), labels=labels, **options)
 
 
-def _needed(value: Any, argument: str, moment: str) -> Any:
+def _require(value: Any, argument: str, moment: str) -> Any:
     """Return an argument that a moment needs; refuse None."""
-    if value is None:
-        raise InvalidInputError(
-            f"`{argument}` is None.",
-            f"{moment} needs it.",
-            "A moment of fairlearn names a constraint, but not how the model computes what is constrained.",
-            f"Pass {argument}= to read_moment.",
-        )
+    meaning = "A moment of fairlearn names a constraint, but not how the model computes what is constrained."
+    needs, cure = f"{moment} needs it.", f"Pass {argument}= to read_moment."
+    check(value is not None, f"`{argument}` is None.", needs, meaning, cure)
     return value

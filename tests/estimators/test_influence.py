@@ -212,3 +212,34 @@ def test_numbers_dates_and_levels_as_index_survive_a_file(tmp_path):
         loaded = dif.Influence.load(tmp_path / "scores.npz").to_frame()
         assert [str(label) for label in loaded.index] == [str(label) for label in index]
     json.dumps(scores.diagnostics)
+
+
+def test_targets_with_one_name_are_refused(scored):
+    train, solution = scored[:2]
+    halves = [train.mean(where=torch.arange(40) % 2 == side).named("half") for side in (0, 1)]
+    for targets in (halves, {1: halves[0], "1": halves[1]}, [dif.linear(torch.eye(4)[i]) for i in (0, 1)]):
+        invalid(
+            lambda targets=targets: dif.DirectionalInfluence(solution).scores(targets, train.remove_each()),
+            "2 targets are called '",
+            "Each target must have a name of its own.",
+            "Scores are found, compared and reported by the name of their target.",
+            'Pass a dict of targets by name, such as {"group a": term, "group b": other}.',
+        )
+
+
+def test_names_that_dif_makes_up_differ_and_are_matched(scored):
+    train, solution = scored[:2]
+    halves = [train.mean(where=torch.arange(40) % 2 == side) for side in (0, 1)]
+    estimator = dif.DirectionalInfluence(solution)
+    scores, swapped = (estimator.scores(targets, train.remove_each()) for targets in (halves, halves[::-1]))
+    assert scores.targets == ("mean of 20 of train (0, 2, 4, …)", "mean of 20 of train (1, 3, 5, …)")
+    assert swapped.targets == scores.targets[::-1]
+    assert scores.compare(swapped).relative_error == 0.0
+    assert not torch.equal(scores.values[:, 0], scores.values[:, 1])
+    assert scores.top(1, scores.targets[1])[0].value == scores.top(1, 1)[0].value
+
+
+def test_scores_of_a_file_with_one_name_twice_are_not_compared(scored):
+    scores = scored[3]
+    twice = dif.Influence(scores.values, scores.perturbations, ("gap", "gap"), "other")
+    invalid(lambda: twice.compare(twice), "and two targets have the same name.")

@@ -15,6 +15,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
 from dif.estimators.influence_file import describe_scores, read_scores, write_description, write_scores
+from dif.estimators.influence_names import distinguish_targets
 from dif.estimators.influence_text import MOST_TARGETS, format_html, format_summary
 from dif.estimators.selection import find_rows, match_rows, pick_diagnostics
 from dif.optimality.solution import Solution
@@ -61,6 +62,10 @@ class Influence:
     diagnostics: dict[str, Any] = field(default_factory=dict)
     saved_index: tuple[Any, ...] | None = None  # the index where read from a file
     origin: Origin | None = None  # None where read from a file, and for scores that belong to no solution
+
+    def __post_init__(self) -> None:
+        if self.origin is not None:
+            object.__setattr__(self, "targets", distinguish_targets(self.targets, self.origin.targets.terms))
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -173,7 +178,9 @@ class Influence:
             found = f"The object to compare with is of type {type(other).__name__}."
             if isinstance(other, Influence):
                 shapes = [f"{len(influence)} × {len(influence.targets)}" for influence in (self, other)]
-                found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and their labels differ."
+                alike = any(len(set(influence.targets)) < len(influence.targets) for influence in (self, other))
+                reason = "two targets have the same name" if alike else "their labels differ"
+                found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and {reason}."
             raise InvalidInputError(
                 found,
                 "Both must be an Influence of the same targets, and the perturbations of one among those of the other.",
@@ -184,10 +191,8 @@ class Influence:
 
     def _match(self, other: Influence) -> tuple[Tensor, Tensor] | None:
         """Return the scores that both have, in the same order; None where they cannot be matched by label."""
-        columns: list[int] | None = list(range(len(self.targets)))
-        if self.targets != other.targets:
-            columns = match_rows(other.targets, self.targets) if len(self.targets) == len(other.targets) else None
-        if columns is None:
+        columns = match_rows(other.targets, self.targets)
+        if columns is None or len(self.targets) < len(other.targets):
             return None
         mine, others = self.values, other.values[:, columns]
         if self.perturbations == other.perturbations:

@@ -401,3 +401,13 @@ def test_the_example_that_comes_with_dif(tmp_path):
 def test_help_teaches():
     for command in ("init", "check", "score", "retrain", "report", "demo"):
         assert "Example: dif " in RUN.invoke(app, [command, "--help"]).output
+
+
+def test_python_runs_the_package_as_the_program():
+    run = [sys.executable, "-m", "dif"]
+    assert subprocess.run([*run, "--version"], capture_output=True, text=True, check=True).stdout == (
+        f"{dif.__version__}\n"
+    )
+    wrong = subprocess.run([*run, "chek"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "dif: No such command 'chek'. Did you mean 'check'? See: dif --help\n"

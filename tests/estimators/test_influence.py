@@ -217,7 +217,7 @@ def test_numbers_dates_and_levels_as_index_survive_a_file(tmp_path):
 def test_targets_with_one_name_are_refused(scored):
     train, solution = scored[:2]
     halves = [train.mean(where=torch.arange(40) % 2 == side).named("half") for side in (0, 1)]
-    for targets in (halves, {1: halves[0], "1": halves[1]}, [dif.linear(torch.eye(4)[i]) for i in (0, 1)]):
+    for targets in (halves, {1: halves[0], "1": halves[1]}, [dif.Function(lambda params: params["theta"].sum())] * 2):
         invalid(
             lambda targets=targets: dif.DirectionalInfluence(solution).scores(targets, train.remove_each()),
             "2 targets are called '",
@@ -237,6 +237,8 @@ def test_names_that_dif_makes_up_differ_and_are_matched(scored):
     assert scores.compare(swapped).relative_error == 0.0
     assert not torch.equal(scores.values[:, 0], scores.values[:, 1])
     assert scores.top(1, scores.targets[1])[0].value == scores.top(1, 1)[0].value
+    weights = [dif.linear([1.0, 0.0, 0.0, 0.0]), dif.linear([0.0, -2.0, 0.0, 0.0], of="theta")]
+    assert estimator.scores(weights, train.remove([0])).targets == ("linear (1·θ[0])", "linear (-2·theta[1])")
 
 
 def test_scores_of_a_file_with_one_name_twice_are_not_compared(scored):

@@ -100,8 +100,9 @@ CASES = {
     ),
     "scores of several targets in a curve": (
         lambda: curve({"mine": torch.ones(8, 2)}),
-        "There are 2 targets",
-        "The curve shows how one number moves.",
+        "have shape (8, 2)",
+        "The shape must be (8,) or (8, 1), and all must be finite.",
+        NUMBERS,
     ),
     "several targets in a curve": (lambda: curve(target=TRAIN), "There are 8 targets", "how one number moves."),
     "nothing to leave out": (
@@ -112,7 +113,9 @@ CASES = {
     "half a sample": (lambda: singles(strongest=0.5), "`strongest` is 0.5", "one at a time."),
     "panels": (
         lambda: singles(random=4).plot([1, 2]),
-        "There are 2 axes",
+        "`axes` has 2 axes, one of them of type int.",
+        "It must have 1 axes of matplotlib.",
+        "Leave the axes out, or pass pyplot.subplots(1, 1)[1].",
         "Each method is drawn in a panel of its own.",
     ),
     "a mask of numbers": (

@@ -48,7 +48,7 @@ def test_by_group(scored, ax):
     total = float(scores.values[[g == "a" for g in groups], 0].sum())
     assert ax.get_yticklabels()[0].get_text() == f"a\nΣ {total:+.3g}"
     with pytest.raises(
-        dif.InvalidInputError, match=r"groups. .* one per perturbation. The plot collects the scores by group."
+        dif.InvalidInputError, match=r"`groups` has \d+ entries. .* one per perturbation. The plot takes"
     ):
         plots.by_group(scores, groups[1:], ax)
 
@@ -155,7 +155,7 @@ def test_history_of_a_run():
     for lines, rows in ((violations, run.history.violations), (multipliers, run.history.multipliers)):
         np.testing.assert_array_equal([line.get_ydata() for line in lines], np.array(rows).T)
         assert [line.get_label() for line in lines] == list(run.end.program.names)
-    with pytest.raises(dif.InvalidInputError, match=r"There are 2 axes. There must be 3.") as caught:
+    with pytest.raises(dif.InvalidInputError, match=r"`axes` has 2 axes. It must have 3 axes of matplotlib.") as caught:
         plots.history(run, axes[:2])
     assert caught.value.meaning == "Objective, violations and multipliers have different units."
 

@@ -17,11 +17,11 @@ from dif.estimators.agreement import Agreement
 from dif.estimators.influence_file import describe_scores, read_scores, write_description, write_scores
 from dif.estimators.influence_names import distinguish_targets
 from dif.estimators.influence_text import MOST_TARGETS, format_html, format_summary
-from dif.estimators.selection import find_rows, match_rows, pick_diagnostics
+from dif.estimators.selection import find_column, find_rows, match_rows, pick_diagnostics
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_count
 from dif.runtime.score_file import Values
 
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
@@ -156,9 +156,8 @@ class Influence:
 
     def _column(self, method: str, k: int, target: int | str) -> Tensor:
         """Return the scores of one target, (P,), after checking the arguments of a ranking."""
-        place = self.targets.index(target) if isinstance(target, str) and target in self.targets else target
-        number, position, T = as_index(k), as_index(place), len(self.targets)
-        if number is None or number < 1 or position is None or not -T <= position < T:
+        number, position, T = as_index(k), find_column(target, self.targets), len(self.targets)
+        if number is None or number < 1 or position is None:
             raise InvalidInputError(
                 f"`{method}` was called with k = {k} and target {target!r}.",
                 f"`k` must be an integer of at least 1, and `target` a number from 0 to {T - 1} or a name.",
@@ -234,6 +233,7 @@ class Influence:
 
     def summary(self, k: int = 5) -> str:
         """Return a readable summary: whether to trust the scores, their size, and the k largest for each target."""
+        check_count(k, "k", meaning="So many perturbations are listed for each target.", cure="Leave it out for 5.")
         tops = [self.top(k, t) for t in range(min(len(self.targets), MOST_TARGETS))]
         return format_summary(repr(self), self._trust(), self.targets, self.values, tops)
 

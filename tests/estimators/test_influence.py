@@ -245,3 +245,19 @@ def test_scores_of_a_file_with_one_name_twice_are_not_compared(scored):
     scores = scored[3]
     twice = dif.Influence(scores.values, scores.perturbations, ("gap", "gap"), "other")
     invalid(lambda: twice.compare(twice), "and two targets have the same name.")
+
+
+def test_careless_arguments_are_refused_in_words(scored, tmp_path):
+    scores = scored[3]
+    selection = "Scores are selected by perturbation; their columns are the targets."
+    for key in (slice("a", "b"), slice(None, None, 0), slice(1.5, None)):
+        invalid(lambda key=key: scores[key], "The scores were indexed with slice(", selection)
+    for k in (0, 1.5, "five", None):
+        invalid(lambda k=k: scores.summary(k), f"`k` is {k!r}.", "So many perturbations are listed for each target.")
+    for target in (None, 1.5, 2, -3, "gap", [0]):
+        invalid(lambda target=target: scores.top(3, target), f"target {target!r}.", "There is no such ranking.")
+    assert scores.top(1, -1) == scores.top(1, "weight")
+    for path in (3, None, "", tmp_path):
+        for action in (scores.save, dif.Influence.load) if path != tmp_path else (scores.save,):
+            invalid(lambda action=action, path=path: action(path), "`path` is ", "It must be the path of a file.")
+    invalid(lambda: dif.Agreement.of("a", "b"), "given as predicted changes.", "Numbers are needed")

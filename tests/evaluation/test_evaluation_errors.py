@@ -31,6 +31,10 @@ def singles(**options):
     return evaluation.leave_one_out_agreement({"mine": SCORES}, truth(), MEAN, TRAIN, show_progress=False, **options)
 
 
+def errors():
+    return evaluation.label_error_auc({"mine": SCORES}, MASK)
+
+
 def own(train=lambda kept, seed: 1.0, count=8, **options):
     return evaluation.OwnTraining(train, count, **options)
 
@@ -152,6 +156,68 @@ CASES = {
         lambda: evaluation.flip_labels(SCORES, "half"),
         "`share` is 'half'",
         "It is the share of the labels that are made wrong.",
+    ),
+    "a class as truth": (lambda: lds(truth_=dif.Retraining), "`truth` is the class Retraining", "really changes."),
+    "a class as method": (
+        lambda: lds({"DIF": dif.DirectionalInfluence}),
+        "The method 'DIF' is the class DirectionalInfluence",
+        "A class has not seen the solution yet.",
+        "Pass DirectionalInfluence(solution).",
+    ),
+    "a seed of text": (
+        lambda: singles(seed="a"),
+        "`seed` is 'a'",
+        "It must be an integer ≥ 0, or a torch.Generator.",
+        "The same seed makes the same random choices.",
+    ),
+    "a negative seed": (lambda: evaluation.flip_labels(MASK, 0.5, seed=-1), "`seed` is -1", "Use seed=0."),
+    "a number as axes": (
+        lambda: curve().plot(3),
+        "`ax` is of type int",
+        "It must be axes of matplotlib, or None for a new figure.",
+        "Leave it out, or pass pyplot.subplots()[1].",
+    ),
+    "a number as path": (
+        lambda: curve().save(3),
+        "`path` is of type int",
+        "It must be the path of a file.",
+        'Pass a path such as "results/scores.npz".',
+    ),
+    "a folder to load": (lambda: evaluation.RemovalCurve.load("."), "`path` is '.', which is no file", "one file."),
+    "an unknown ranking": (
+        lambda: errors().share_found("yours", 0.1),
+        "There is no method 'yours'",
+        "The methods are 'mine'.",
+        "Each method ranks the samples by its own suspicion.",
+    ),
+    "a share of text": (
+        lambda: errors().share_found("mine", "all"),
+        "`share` is 'all'",
+        "It is the share of the samples that are inspected.",
+    ),
+    "a training function of one argument": (
+        lambda: own(lambda kept: 1.0),
+        "`train` does not take two arguments",
+        "It must be a function train(kept, seed).",
+        "It is called with the numbers of the samples to train on, and a seed.",
+    ),
+    "seeds of text": (
+        lambda: own(seeds=["a"]),
+        "`seeds` is ['a']",
+        "Targets are averaged over trainings with these seeds.",
+    ),
+    "a single seed in an array": (lambda: own(seeds=np.array(3)), "`seeds` is of type ndarray", "averaged over"),
+    "a file to keep trainings in": (
+        lambda: own(keep=__file__),
+        "test_evaluation_errors.py', which is a file",
+        "It must be a folder; it is created if it is missing.",
+        "What is finished is kept there, in several files.",
+        "Choose another name.",
+    ),
+    "no perturbation": (
+        lambda: own().scores(None, 3, show_progress=False),
+        "`perturbation` is of type int",
+        "For one sample write train.remove([i]).",
     ),
     "no training function": (
         lambda: own(3),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from problems import bound_regression, fair_logistic, fit_problem
+from refusals import invalid
 from trainings import classify, state_problem
 
 import dif
@@ -210,3 +211,25 @@ def test_figures_of_the_studies(tmp_path, monkeypatch):
     cnn_figures.draw_figure(tmp_path / "cnn.png", json.loads(kept.read_text()))
     titles = [ax.get_title() for ax in drawn[-1].axes]
     assert titles == ["DIF = DIF (switching)", "classical IF = penalty IF\ndamped by 0.1", "Newton"]
+
+
+def test_wrong_arguments_are_refused_in_words(scored):
+    train, solution, estimator, scores = scored
+    change = estimator.change(train.remove([3]))
+    ENTRIES = "The plot takes the entry of each perturbation from it."
+    for action, found, text in (
+        (lambda: scores.plot(3), "`ax` is of type int.", "It must be axes of matplotlib, or None for a new figure."),
+        (lambda: scores.plot(k=0), "`top` was called with k = 0", "`k` must be an integer of at least 1"),
+        (lambda: scores.plot(target="gap"), "target 'gap'", "Choose one of the targets"),
+        (lambda: scores.plot(names=["a"]), "`names` has 1 entries.", ENTRIES),
+        (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray.", ENTRIES),
+        (lambda: plots.ranking(3), "`influence` is of type int.", "The plot shows scores."),
+        (lambda: plots.by_group(scores, [0] * len(scores), target="gap"), "`target` is 'gap'.", "scores of one target."),
+        (lambda: plots.by_term(scores, k=1.5), "`k` is 1.5.", "So many bars are drawn."),
+        (lambda: plots.landscape(3), "`solution` is of type int.", "Influence is defined at a solution"),
+        (lambda: plots.history(3), "`run` is of type int.", "Its history is drawn."),
+        (lambda: plots.predicted_vs_actual("a", "b"), "given as changes.", "Numbers are needed"),
+        (lambda: change.plot(k="a"), "`k` is 'a'.", "So many parameters are listed."),
+    ):
+        error = invalid(action, found)
+        assert text in str(error)

@@ -178,7 +178,7 @@ def test_wrong_parts_of_a_report_are_refused(written, tmp_path):
     path = tmp_path / "report.html"
     found = invalid(lambda: write_report(path, scores, solution, names=["a"]), "`names` has 1 entries.")
     assert found.meaning == "The report shows one entry beside each score."
-    found = invalid(lambda: write_report(path, scores, solution, targets=[]), "There are 0 targets.")
+    found = invalid(lambda: write_report(path, scores, solution, targets=[]), "`targets` has 0 targets.")
     assert found.meaning == "The report shows the present value of each target beside its scores."
     found = invalid(lambda: write_report(path, actual, solution, retrained=scores), "Of 40 retrained perturbations")
     assert found.meaning == "The report shows the retrained change of a target beside the predicted one."

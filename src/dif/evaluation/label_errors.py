@@ -35,7 +35,7 @@ class LabelErrors(Result):
 
     def share_found(self, name: str, share: float) -> float:
         """Return the share of the wrong labels among the most suspicious samples, which are a given share of all."""
-        if name not in self.suspicion:
+        if not isinstance(name, str) or name not in self.suspicion:
             raise InvalidInputError(
                 f"There is no method {name!r}.",
                 f"The methods are {few(list(self.suspicion), quoted=True)}.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from dif.optimality.active_set import Margin
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.problem.term import Expression
+from dif.report.column import list_entries
 from dif.report.report import Report, select_samples, write_html
 from dif.report.subjects import Subjects
 from dif.runtime.file_path import expect_path
@@ -73,9 +74,10 @@ def write_report(
     subjects = Subjects.of_perturbations(
         influence.carried_out, influence.perturbations, solution,
         names=_name_subjects(names, influence), groups=_as_list(groups, "groups"), features=_read_features(features),
-        images=images,
+        images=_as_list(images, "images"),
     )  # fmt: skip
     _check_lengths(subjects, len(influence))
+    subjects.check_display()
     explained = _Explanation.of(influence, solution)
     reports = [
         Report.of(
@@ -127,8 +129,8 @@ def _find_terms(influence: Influence, targets: Any) -> list[Expression | None]:
     if targets is None:
         known = origin is not None and len(origin.targets.terms) == T
         return list(origin.targets.terms) if origin is not None and known else [None] * T
-    values = targets.values() if isinstance(targets, Mapping) else targets
-    terms = [values] if isinstance(values, Expression) else list(values) if isinstance(values, Iterable) else [values]
+    listed = list_entries(list(targets.values()) if isinstance(targets, Mapping) else targets)
+    terms = [targets] if listed is None else listed
     if len(terms) != T or not all(isinstance(term, Expression) for term in terms):
         kinds = {type(term).__name__ for term in terms if not isinstance(term, Expression)}
         raise InvalidInputError(
@@ -223,11 +225,10 @@ def _read_features(features: Any) -> dict[str, list[Any]] | None:
 
 def _as_list(column: Any, name: str) -> list[Any] | None:
     """Return a column as a list; for a pandas column: its values by position."""
-    if column is None:
-        return None
-    if not isinstance(column, Iterable) or isinstance(column, str | Mapping) or getattr(column, "ndim", 1) == 0:
+    entries = list_entries(column)
+    if column is not None and entries is None:
         raise _column_error(name, column, "a list, an array or a column")
-    return list(column)
+    return entries
 
 
 def _column_error(name: str, column: Any, allowed: str) -> InvalidInputError:
@@ -245,8 +246,6 @@ def _check_lengths(subjects: Subjects, rows: int) -> None:
     columns = {"names": subjects.names, "groups": subjects.groups, "images": subjects.images}
     columns |= {f"features[{name!r}]": column for name, column in (subjects.features or {}).items()}
     for name, column in columns.items():
-        if column is not None and not hasattr(column, "__len__"):
-            raise _column_error(name, column, "an array of pixels")
         if column is not None and len(column) not in allowed:
             raise InvalidInputError(
                 f"`{name}` has {len(column)} entries.",

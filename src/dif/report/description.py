@@ -21,6 +21,7 @@ from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.samples import Samples
 from dif.problem.term import Expression
+from dif.report.column import list_entries
 from dif.report.subjects import Subjects
 
 # Written by `dif init`
@@ -135,25 +136,8 @@ class Description:
             }
         _read_column(path, "images", images, len(train))
         description = cls(path, solution, targets, train, names, groups, features, images, train_is_known)
-        description._check_display()
+        description.subjects.check_display(f" in {path}")
         return description
-
-    def _check_display(self) -> None:
-        """Raise an error if the features or the image of the first sample cannot be displayed."""
-        displays: list[tuple[str, str, Callable[[], object]]] = [
-            ("features", "numbers or words", lambda: self.subjects.feature([0])),
-            ("images", "numeric pixels of shape (n, height, width)", lambda: self.subjects.image(0)),
-        ]
-        for name, wanted, display in displays:
-            try:
-                display()
-            except Exception as error:
-                raise InvalidInputError(
-                    f"`{name}` in {self.path} cannot be displayed ({type(error).__name__}: {error}).",
-                    f"It must hold {wanted}.",
-                    "The report shows it for each sample.",
-                    "Give one number or word per sample and feature, and one array per image; or leave it out.",
-                ) from error
 
     @cached_property
     def subjects(self) -> Subjects:
@@ -206,17 +190,16 @@ def _run(path: Path, fit: Callable[..., Solution]) -> dict[str, Any]:
 
 def _read_column(path: Path, name: str, column: Any, n: int) -> list[Any] | None:
     """Return a column as a list, after checking that it has one entry per sample."""
-    if column is None:
-        return None
-    ordered = hasattr(column, "__len__") and hasattr(column, "__getitem__") and not isinstance(column, Mapping | str)
-    if not ordered or len(column) != n:
+    entries = list_entries(column)
+    if column is not None and (entries is None or len(entries) != n):
+        found = f"type {type(column).__name__}" if entries is None else f"{len(entries)} entries"
         raise InvalidInputError(
-            f"`{name}` in {path} has {f'{len(column)} entries' if ordered else f'type {type(column).__name__}'}.",
+            f"`{name}` in {path} has {found}.",
             f"It must be a list, an array or a column with {n} entries, one per sample of `train`.",
             "The report shows one entry beside each sample.",
             "Give one entry per sample, in the order of the samples, or leave it out.",
         )
-    return list(column)  # for a pandas column: its values by position, whatever its index
+    return entries
 
 
 def _find_line(error: BaseException, path: Path) -> str:

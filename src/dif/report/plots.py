@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
 from dif.errors import few
 from dif.estimators.selection import find_column
 from dif.optimality.solution import expect_solution
+from dif.report.column import list_entries
 from dif.runtime.axes import draw_on, draw_on_panels
 from dif.runtime.inputs import as_numbers, check_count, check_instance
 from dif.solving.continuation import Path
@@ -292,7 +293,7 @@ def _find_target(influence: Influence, target: int | str) -> int:
 
 def _expect_column(column: Any, name: str, influence: Influence) -> list[Any]:
     """Return one entry per perturbation as a list."""
-    listed = list(column) if isinstance(column, Iterable) and not isinstance(column, str | Mapping) else None
+    listed = list_entries(column)
     if listed is None or len(listed) != len(influence):
         found = f"is of type {type(column).__name__}" if listed is None else f"has {len(listed)} entries"
         raise InvalidInputError(

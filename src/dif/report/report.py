@@ -135,7 +135,7 @@ class Report:
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str = "") -> Report:
         """Return the report with the changes that retraining without some of the samples gave."""
-        failed = actual.diagnostics["failed"]
+        failed = actual.diagnostics.get("failed", {})
         column = actual.targets.index(self.target) if self.target in actual.targets else 0
         rows = zip(indices, actual.perturbations, actual.values[:, column].tolist(), strict=True)
         retrained = [{"index": i, "actual": _number(x), "failed": failed.get(label, "")} for i, label, x in rows]

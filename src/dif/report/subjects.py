@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.sweeps import sample_losses
+from dif.errors import InvalidInputError
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation, Removal
 from dif.problem.sample_losses import SampleLosses
@@ -110,6 +111,23 @@ class Subjects:
         grey = pixels.dim() == 2
         data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
         return {"height": pixels.shape[0], "width": pixels.shape[1], "channels": 1 if grey else 3, "data": data}
+
+    def check_display(self, where: str = "") -> None:
+        """Refuse features or images that cannot be shown, judged by the first; `where` says where they were given."""
+        displays: list[tuple[str, str, Callable[[], object]]] = [
+            ("features", "numbers or words", lambda: self.feature([0])),
+            ("images", "numeric pixels of shape (n, height, width)", lambda: self.image(0)),
+        ]
+        for name, wanted, display in displays:
+            try:
+                display()
+            except Exception as error:
+                raise InvalidInputError(
+                    f"`{name}`{where} cannot be displayed ({type(error).__name__}: {error}).",
+                    f"It must hold {wanted}.",
+                    "The report shows it for each sample.",
+                    "Give one number or word per sample and feature, and one array per image; or leave it out.",
+                ) from error
 
     def _leaves(self, i: int) -> list[Tensor]:
         """Return the tensors of the sample that perturbation i removes; none if it does something else."""

@@ -33,7 +33,7 @@ def draw_on_panels(axes: Any, count: int, *, meaning: str, rows: int = 1) -> lis
     """
     if axes is None:
         return open_figure(rows, count // rows)
-    given = list(axes) if isinstance(axes, Iterable) else [axes]
+    given = list(axes) if isinstance(axes, Iterable) and getattr(axes, "ndim", 1) else [axes]
     if len(given) != count or not all(map(_is_axes, given)):
         found = "1 axis" if len(given) == 1 else f"{len(given)} axes"
         other = [type(ax).__name__ for ax in given if not _is_axes(ax)]

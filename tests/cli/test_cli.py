@@ -134,9 +134,7 @@ def test_errors_are_printed_on_one_line(model, tmp_path):
             refused(name, aimless, *more, words=[f"{aimless} defines no `targets`.", "a dict of names and targets"])
             refused(name, vague, *more, words=["`targets['risk']` in", "has type float."])
         refused(name, tmp_path, *more, words=["is a folder"])
-        refused(
-            name, short, *more, words=["`names` in", "has 7 entries.", "The report shows one entry beside each sample."]
-        )
+        refused(name, short, *more, words=["`names` in", "has 7 entries.", "One entry is shown beside each score."])
         refused(name, leaving, *more, words=["SystemExit"])
     for name in ("score", "retrain"):
         words = [

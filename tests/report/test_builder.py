@@ -96,15 +96,15 @@ def test_what_cannot_be_reported_is_refused(scored, tmp_path):
     assert path.exists()
 
 
-ENTRY = "The report shows one entry beside each score."
+ENTRY = "One entry is shown beside each score."
 WRONG = {
-    "path": [(3, "`path` is of type int", "It must be the path of a file."), (".", "`path` is '.'", "which is no file")],
+    "path": [(3, "`path` is of type int", "It must be the path of a file."), (".", "`path` is '.', which is no file")],
     "retrained": [(3, "`retrained` is of type int", "It must be a dif.Influence.", "or leave it out.")],
     "title": [(3, "`title` is of type int", "It must be text.", "It is the heading of the page.")],
     "names": [(3, "`names` is of type int", ENTRY), ("ab", "`names` is of type str", "It must be a list, an array or")],
     "groups": [({"a": 1}, "`groups` is of type dict", ENTRY), (["a"], "`groups` has 1 entries", ENTRY)],
     "features": [
-        ([1], "`features` is of type list", "It must be a dict of columns, or a data frame", ENTRY),
+        ([1], "`features` is of type list", "It must be a dict of columns, or a data frame."),
         ({"age": 3}, "`features['age']` is of type int", ENTRY),
         ({"age": [3]}, "`features['age']` has 1 entries", ENTRY),
     ],

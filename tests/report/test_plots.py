@@ -48,9 +48,7 @@ def test_by_group(scored, ax):
     assert plots.by_group(scores, groups, ax) is ax
     total = float(scores.values[[g == "a" for g in groups], 0].sum())
     assert ax.get_yticklabels()[0].get_text() == f"a\nΣ {total:+.3g}"
-    with pytest.raises(
-        dif.InvalidInputError, match=r"`groups` has \d+ entries. .* one per perturbation. The plot takes"
-    ):
+    with pytest.raises(dif.InvalidInputError, match=r"`groups` has \d+ entries. .* one per perturbation. One entry"):
         plots.by_group(scores, groups[1:], ax)
 
 
@@ -214,17 +212,17 @@ def test_figures_of_the_studies(tmp_path, monkeypatch):
 
 
 def test_wrong_arguments_are_refused_in_words(scored):
-    train, solution, estimator, scores = scored
+    train, _, estimator, scores = scored
     change = estimator.change(train.remove([3]))
-    ENTRIES = "The plot takes the entry of each perturbation from it."
+    entries = "One entry is shown beside each score."
     for action, found, text in (
         (lambda: scores.plot(3), "`ax` is of type int.", "It must be axes of matplotlib, or None for a new figure."),
         (lambda: scores.plot(k=0), "`top` was called with k = 0", "`k` must be an integer of at least 1"),
         (lambda: scores.plot(target="gap"), "target 'gap'", "Choose one of the targets"),
-        (lambda: scores.plot(names=["a"]), "`names` has 1 entries.", ENTRIES),
-        (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray.", ENTRIES),
+        (lambda: scores.plot(names=["a"]), "`names` has 1 entries.", entries),
+        (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray.", entries),
         (lambda: plots.ranking(3), "`influence` is of type int.", "The plot shows scores."),
-        (lambda: plots.by_group(scores, [0] * len(scores), target="gap"), "`target` is 'gap'.", "scores of one target."),
+        (lambda: plots.by_group(scores, [0] * len(scores), target="gap"), "`target` is 'gap'.", "one target."),
         (lambda: plots.by_term(scores, k=1.5), "`k` is 1.5.", "So many bars are drawn."),
         (lambda: plots.landscape(3), "`solution` is of type int.", "Influence is defined at a solution"),
         (lambda: plots.history(3), "`run` is of type int.", "Its history is drawn."),

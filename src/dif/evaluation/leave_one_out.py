@@ -82,27 +82,19 @@ class LeaveOneOut(Result):
 
 
 def leave_one_out_agreement(
-    methods: Methods,
-    truth: Scorer,
-    target: Any,
-    samples: Samples | int,
-    *,
-    strongest: int = 20,
-    random: int = 20,
-    seed: int = 0,
-    show_progress: bool = True,
-) -> LeaveOneOut:
+    methods: Methods, truth: Scorer, target: Any, samples: Samples | int, *, strongest: int = 20, random: int = 20,
+    seed: int = 0, show_progress: bool = True,
+) -> LeaveOneOut:  # fmt: skip
     """Remove the strongest samples by each method, and random ones, one at a time; train again and compare.
 
     Every method is judged on the same samples: the strongest of all methods together and the random ones, so that none
     is judged only where another one expects large changes.
 
     Args:
-        methods: By name, or a list: estimators, an Influence of samples.remove_each(), or arrays of scores, (n,) or
-            (n, T). A score is the predicted change of the target if the sample is removed.
-        truth: `dif.Retraining(solution, keep=folder)`, an `OwnTraining`, or any other estimator.
-        target: A Term, a list of Terms, or Samples (one target per sample); None where nothing but arrays is asked.
-        samples: The Samples to remove from; their number where only an `OwnTraining` knows them.
+        methods: As for `linear_datamodelling_score`: estimators, an Influence, or arrays of scores, by name.
+        truth: Trains again, as `dif.Retraining` and `OwnTraining` do.
+        target: A Term, a list of Terms, or Samples; None where nothing but arrays is asked.
+        samples: The Samples to remove from, or their number.
         strongest: How many samples of each method: those with the largest scores, in Euclidean norm over the targets.
         random: How many random samples.
         seed: Seed of the draw.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from dif.optimality.active_set import Margin
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.problem.term import Expression
-from dif.report.column import list_entries
+from dif.report.column import expect_column, expect_features, list_entries
 from dif.report.report import Report, select_samples, write_html
 from dif.report.subjects import Subjects
 from dif.runtime.file_path import expect_path
@@ -71,12 +71,17 @@ def write_report(
     terms = _find_terms(influence, targets)
     if retrained is not None:
         _check_retrained(influence, retrained)
-    subjects = Subjects.of_perturbations(
-        influence.carried_out, influence.perturbations, solution,
-        names=_name_subjects(names, influence), groups=_as_list(groups, "groups"), features=_read_features(features),
-        images=_as_list(images, "images"),
-    )  # fmt: skip
-    _check_lengths(subjects, len(influence))
+    plain = Subjects.of_perturbations(influence.carried_out, influence.perturbations, solution)
+    lengths = {len(influence)} | ({len(plain.train)} if plain.train is not None else set())
+    columns = {"names": names, "groups": groups, "images": images}
+    shown: dict[str, Any] = {
+        name: expect_column(column, f"`{name}`", lengths) for name, column in columns.items() if column is not None
+    }
+    if features is not None:
+        shown["features"] = expect_features(features, "`features`", lengths)
+    if names is None and influence.index is not None:
+        shown["names"] = [str(label) for label in influence.index]
+    subjects = replace(plain, **shown)
     subjects.check_display()
     explained = _Explanation.of(influence, solution)
     reports = [
@@ -205,51 +210,3 @@ def _expect_title(title: Any) -> str:
             'Pass title="Credit score", say, or leave it out.',
         )
     return title
-
-
-def _name_subjects(names: Any, influence: Influence) -> list[Any] | None:
-    """Return the given names, or the labels of the samples in the index of the user's data frame."""
-    if names is None and influence.index is not None:
-        return [str(label) for label in influence.index]
-    return _as_list(names, "names")
-
-
-def _read_features(features: Any) -> dict[str, list[Any]] | None:
-    """Return the columns of a dict or a data frame by name."""
-    if features is None:
-        return None
-    if not hasattr(features, "items") or not hasattr(features, "keys"):
-        raise _column_error("features", features, "a dict of columns, or a data frame")
-    return {str(name): _as_list(column, f"features[{name!r}]") or [] for name, column in features.items()}
-
-
-def _as_list(column: Any, name: str) -> list[Any] | None:
-    """Return a column as a list; for a pandas column: its values by position."""
-    entries = list_entries(column)
-    if column is not None and entries is None:
-        raise _column_error(name, column, "a list, an array or a column")
-    return entries
-
-
-def _column_error(name: str, column: Any, allowed: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"`{name}` is of type {type(column).__name__}.",
-        f"It must be {allowed}, with one entry per sample.",
-        "The report shows one entry beside each score.",
-        "Give one entry per sample, in the order of the samples, or leave it out.",
-    )
-
-
-def _check_lengths(subjects: Subjects, rows: int) -> None:
-    """Refuse columns that have neither one entry per sample nor one per perturbation."""
-    allowed = {rows} | ({len(subjects.train)} if subjects.train is not None else set())
-    columns = {"names": subjects.names, "groups": subjects.groups, "images": subjects.images}
-    columns |= {f"features[{name!r}]": column for name, column in (subjects.features or {}).items()}
-    for name, column in columns.items():
-        if column is not None and len(column) not in allowed:
-            raise InvalidInputError(
-                f"`{name}` has {len(column)} entries.",
-                f"It must have {' or '.join(map(str, sorted(allowed)))}: one per sample, or one per perturbation.",
-                "The report shows one entry beside each score.",
-                "Give one entry per sample, in the order of the samples.",
-            )

@@ -13,7 +13,7 @@ from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
 from dif.errors import few
 from dif.estimators.selection import find_column
 from dif.optimality.solution import expect_solution
-from dif.report.column import list_entries
+from dif.report.column import expect_column
 from dif.runtime.axes import draw_on, draw_on_panels
 from dif.runtime.inputs import as_numbers, check_count, check_instance
 from dif.solving.continuation import Path
@@ -103,7 +103,7 @@ def ranking(
     values = [entry.value for entry in top]
     labels = [entry.label if entry.name is None else str(entry.name) for entry in top]
     if names is not None:
-        given = _expect_column(names, "names", influence)
+        given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
         labels = [str(given[entry.index]) for entry in top]
     ax = draw_on(ax)
     ax.barh(range(len(top)), values, color=[ORANGE if value > 0 else BLUE for value in values])
@@ -116,7 +116,7 @@ def ranking(
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
     """Draw a box plot of the scores of each group, labelled with their sum."""
     influence, place = _expect_influence(influence), _find_target(influence, target)
-    groups, ax = _expect_column(groups, "groups", influence), draw_on(ax)
+    groups, ax = expect_column(groups, "`groups`", {len(influence)}, per="perturbation"), draw_on(ax)
     column = influence.values[:, place].numpy()
     named = sorted({str(group) for group in groups})
     members = [column[[str(group) == name for group in groups]] for name in named]
@@ -136,7 +136,7 @@ def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] 
     """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
     parts = _expect_influence(parts)
     k = check_count(k, "k", meaning="So many bars are drawn.", cure="Leave it out for 12.")
-    given = parts.perturbations if names is None else _expect_column(names, "names", parts)
+    given = parts.perturbations if names is None else expect_column(names, "`names`", {len(parts)}, per="perturbation")
     ax, total = draw_on(ax), parts.values.sum(1)
     order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
     above, below = np.zeros(len(order)), np.zeros(len(order))
@@ -289,17 +289,3 @@ def _find_target(influence: Influence, target: int | str) -> int:
             "Choose one of them.",
         )
     return place
-
-
-def _expect_column(column: Any, name: str, influence: Influence) -> list[Any]:
-    """Return one entry per perturbation as a list."""
-    listed = list_entries(column)
-    if listed is None or len(listed) != len(influence):
-        found = f"is of type {type(column).__name__}" if listed is None else f"has {len(listed)} entries"
-        raise InvalidInputError(
-            f"`{name}` {found}.",
-            f"It must be a list or a column with {len(influence)} entries, one per perturbation.",
-            "The plot takes the entry of each perturbation from it.",
-            "Give one entry per perturbation, in their order.",
-        )
-    return listed

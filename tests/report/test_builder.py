@@ -104,7 +104,12 @@ WRONG = {
     "names": [(3, "`names` is of type int", ENTRY), ("ab", "`names` is of type str", "It must be a list, an array or")],
     "groups": [({"a": 1}, "`groups` is of type dict", ENTRY), (["a"], "`groups` has 1 entries", ENTRY)],
     "features": [
-        ([1], "`features` is of type list", "It must be a dict of columns, or a data frame."),
+        (
+            [1],
+            "`features` is of type list",
+            "It must be a dict of columns, or a data frame.",
+            "Each column is shown under",
+        ),
         ({"age": 3}, "`features['age']` is of type int", ENTRY),
         ({"age": [3]}, "`features['age']` has 1 entries", ENTRY),
     ],

@@ -222,7 +222,7 @@ def test_wrong_arguments_are_refused_in_words(scored):
         (lambda: scores.plot(names=["a"]), "`names` has 1 entries.", entries),
         (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray.", entries),
         (lambda: plots.ranking(3), "`influence` is of type int.", "The plot shows scores."),
-        (lambda: plots.by_group(scores, [0] * len(scores), target="gap"), "`target` is 'gap'.", "one target."),
+        (lambda: plots.by_group(scores, range(len(scores)), None, "gap"), "`target` is 'gap'.", "of one target."),
         (lambda: plots.by_term(scores, k=1.5), "`k` is 1.5.", "So many bars are drawn."),
         (lambda: plots.landscape(3), "`solution` is of type int.", "Influence is defined at a solution"),
         (lambda: plots.history(3), "`run` is of type int.", "Its history is drawn."),

@@ -39,6 +39,7 @@ Methods = Mapping[str, Any] | Sequence[Scorer]  # by name: estimators, an Influe
 
 def name_methods(methods: Methods) -> dict[str, Any]:
     """Return methods by name; those of a list have names of their own."""
+    named: dict[str, Any]
     if isinstance(methods, Mapping):
         named = {str(name): method for name, method in methods.items()}
     else:

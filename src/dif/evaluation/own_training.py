@@ -69,8 +69,9 @@ class OwnTraining:
             "meaning": "Targets are averaged over trainings with these seeds.",
             "cure": "Use seeds=[0] for a training that does not depend on a seed.",
         }
-        self.seeds = [as_index(seed) for seed in check_list(seeds, "seeds", **words)]
-        if None in self.seeds:
+        given = check_list(seeds, "seeds", **words)
+        self.seeds = [number for seed in given if (number := as_index(seed)) is not None]
+        if len(self.seeds) < len(given):
             raise InvalidInputError(f"`seeds` is {seeds!r}.", **words)
         self.folder = None if keep is None else expect_folder(keep, "keep")
         self._mark = b"" if keep is None else _fingerprint(train)

@@ -135,7 +135,7 @@ def _find_terms(influence: Influence, targets: Any) -> list[Expression | None]:
         known = origin is not None and len(origin.targets.terms) == T
         return list(origin.targets.terms) if origin is not None and known else [None] * T
     listed = list_entries(list(targets.values()) if isinstance(targets, Mapping) else targets)
-    terms = [targets] if listed is None else listed
+    terms: list[Any] = [targets] if listed is None else listed
     if len(terms) != T or not all(isinstance(term, Expression) for term in terms):
         kinds = {type(term).__name__ for term in terms if not isinstance(term, Expression)}
         raise InvalidInputError(

@@ -198,7 +198,7 @@ def _format_constraints(certificate: Mapping[str, Any]) -> str:
 def _describe_state(row: Mapping[str, Any]) -> str:
     if row["relation"] == "=":
         return "must be met exactly"
-    return "violated" if row["slack"] < 0 else _STATE.get(row["state"], row["state"])
+    return "violated" if row["slack"] < 0 else _STATE[row["state"]]
 
 
 def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> str:

@@ -134,9 +134,7 @@ def test_errors_are_printed_on_one_line(model, tmp_path):
             refused(name, aimless, *more, words=[f"{aimless} defines no `targets`.", "a dict of names and targets"])
             refused(name, vague, *more, words=["`targets['risk']` in", "has type float."])
         refused(name, tmp_path, *more, words=["is a folder"])
-        refused(
-            name, short, *more, words=["`names` in", "has 7 entries.", "The report shows one entry beside each sample."]
-        )
+        refused(name, short, *more, words=["`names` in", "has 7 entries.", "One entry is shown beside each score."])
         refused(name, leaving, *more, words=["SystemExit"])
     for name in ("score", "retrain"):
         words = [
@@ -401,3 +399,13 @@ def test_the_example_that_comes_with_dif(tmp_path):
 def test_help_teaches():
     for command in ("init", "check", "score", "retrain", "report", "demo"):
         assert "Example: dif " in RUN.invoke(app, [command, "--help"]).output
+
+
+def test_python_runs_the_package_as_the_program():
+    run = [sys.executable, "-m", "dif"]
+    assert subprocess.run([*run, "--version"], capture_output=True, text=True, check=True).stdout == (
+        f"{dif.__version__}\n"
+    )
+    wrong = subprocess.run([*run, "chek"], capture_output=True, text=True, check=False)
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "dif: No such command 'chek'. Did you mean 'check'? See: dif --help\n"

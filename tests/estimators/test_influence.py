@@ -212,3 +212,52 @@ def test_numbers_dates_and_levels_as_index_survive_a_file(tmp_path):
         loaded = dif.Influence.load(tmp_path / "scores.npz").to_frame()
         assert [str(label) for label in loaded.index] == [str(label) for label in index]
     json.dumps(scores.diagnostics)
+
+
+def test_targets_with_one_name_are_refused(scored):
+    train, solution = scored[:2]
+    halves = [train.mean(where=torch.arange(40) % 2 == side).named("half") for side in (0, 1)]
+    for targets in (halves, {1: halves[0], "1": halves[1]}, [dif.Function(lambda params: params["theta"].sum())] * 2):
+        invalid(
+            lambda targets=targets: dif.DirectionalInfluence(solution).scores(targets, train.remove_each()),
+            "2 targets are called '",
+            "Each target must have a name of its own.",
+            "Scores are found, compared and reported by the name of their target.",
+            'Pass a dict of targets by name, such as {"group a": term, "group b": other}.',
+        )
+
+
+def test_names_that_dif_makes_up_differ_and_are_matched(scored):
+    train, solution = scored[:2]
+    halves = [train.mean(where=torch.arange(40) % 2 == side) for side in (0, 1)]
+    estimator = dif.DirectionalInfluence(solution)
+    scores, swapped = (estimator.scores(targets, train.remove_each()) for targets in (halves, halves[::-1]))
+    assert scores.targets == ("mean of 20 of train (0, 2, 4, …)", "mean of 20 of train (1, 3, 5, …)")
+    assert swapped.targets == scores.targets[::-1]
+    assert scores.compare(swapped).relative_error == 0.0
+    assert not torch.equal(scores.values[:, 0], scores.values[:, 1])
+    assert scores.top(1, scores.targets[1])[0].value == scores.top(1, 1)[0].value
+    weights = [dif.linear([1.0, 0.0, 0.0, 0.0]), dif.linear([0.0, -2.0, 0.0, 0.0], of="theta")]
+    assert estimator.scores(weights, train.remove([0])).targets == ("linear (1·θ[0])", "linear (-2·theta[1])")
+
+
+def test_scores_of_a_file_with_one_name_twice_are_not_compared(scored):
+    scores = scored[3]
+    twice = dif.Influence(scores.values, scores.perturbations, ("gap", "gap"), "other")
+    invalid(lambda: twice.compare(twice), "and two targets have the same name.")
+
+
+def test_careless_arguments_are_refused_in_words(scored, tmp_path):
+    scores = scored[3]
+    selection = "Scores are selected by perturbation; their columns are the targets."
+    for key in (slice("a", "b"), slice(None, None, 0), slice(1.5, None)):
+        invalid(lambda key=key: scores[key], "The scores were indexed with slice(", selection)
+    for k in (0, 1.5, "five", None):
+        invalid(lambda k=k: scores.summary(k), f"`k` is {k!r}.", "So many perturbations are listed for each target.")
+    for target in (None, 1.5, 2, -3, "gap", [0]):
+        invalid(lambda target=target: scores.top(3, target), f"target {target!r}.", "There is no such ranking.")
+    assert scores.top(1, -1) == scores.top(1, "weight")
+    for path in (3, None, "", tmp_path):
+        for action in (scores.save, dif.Influence.load) if path != tmp_path else (scores.save,):
+            invalid(lambda action=action, path=path: action(path), "`path` is ", "It must be the path of a file.")
+    invalid(lambda: dif.Agreement.of("a", "b"), "given as predicted changes.", "Numbers are needed")

@@ -341,7 +341,7 @@ targets = {{"test loss": test.mean()}}
     assert said["verdict"]["sign"] == "bad"
     assert said["verdict"]["words"].startswith(
         "Predictions for this model cannot be trusted: 4 samples were removed, one at a time, and the model "
-        "retrained, and predictions were off by "
+        "was trained again, and the predictions were off by "
     )
     assert said["verdict"]["words"] in result.stderr
     report = Report.load(out / "report.json")
@@ -386,12 +386,12 @@ def test_check_leads_with_the_verdict(tmp_path):
     (tmp_path / "model.py").write_text(TEMPLATE)
     result = RUN.invoke(app, ["check", str(tmp_path / "model.py"), "--out", str(tmp_path)])
     assert result.exit_code == 0
-    assert result.output.startswith("✓ Predictions should be off by ")
+    assert result.output.startswith("✓ Predictions for this model can be trusted: they are off by about ")
     shaky = TEMPLATE.replace("600", "40").replace("dif.ridge(1e-2)", "dif.ridge(1e-4)")
     (tmp_path / "shaky.py").write_text(shaky)
     result = RUN.invoke(app, ["check", str(tmp_path / "shaky.py"), "--out", str(tmp_path)])
     assert result.exit_code == 2
-    assert result.output.startswith("✗ Predictions for this model cannot be trusted: they should be off by ")
+    assert result.output.startswith("✗ Predictions for this model cannot be trusted: they are off by about ")
     better = ["retrain", str(tmp_path / "shaky.py"), "--accuracy", "0.02", "--top", "10", "--out", str(tmp_path)]
     said = json.loads(RUN.invoke(app, [*better, "--json"]).stdout)
     assert said["verdict"]["sign"] == "good"
@@ -410,8 +410,8 @@ def test_verdicts_in_words():
     expected = {"rows": [1, 2, 3], "errors": [0.1, 0.2, 0.3], "pooled": 0.034, "failed": None}
     right = {"n": 20, "relative_error": 0.041, "wrong_signs": 0}
     assert Verdict.of(sound, expected, right).words == (
-        "20 samples were removed, one at a time, and the model retrained: predictions were off by 4.1 % overall, all "
-        "signs right (3.4 % was to be expected)."
+        "Predictions for this model can be trusted: 20 samples were removed, one at a time, and the model was trained "
+        "again, and the predictions were off by 4.1 % overall, all in the right direction (3.4 % was expected)."
     )
     assert Verdict.of(sound, expected, None).sign == "good"
     assert Verdict.of(sound, None, None).sign == "note"
@@ -419,7 +419,10 @@ def test_verdicts_in_words():
     assert Verdict.of(sound, failed, None).words.endswith("they could not be checked (it is flat).")
     wrong = Verdict.of(sound, expected, {"n": 1, "relative_error": 30.0, "wrong_signs": 1})
     assert wrong.sign == "bad"
-    assert "1 sample was removed and the model retrained, and predictions were off by 100 % or more" in wrong.words
+    assert (
+        "1 sample was removed and the model was trained again, and the predictions were off by 100 % or more"
+        in wrong.words
+    )
     lost = Verdict.of(sound, expected, None, (3, "the constraints contradict each other"))
     assert lost.sign == "note"
     assert lost.words.endswith("3 removals have no answer: the constraints contradict each other.")

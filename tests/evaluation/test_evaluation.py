@@ -217,6 +217,55 @@ def test_killed_and_resumed_gives_the_same_bits(tmp_path):
     assert len(log.read_text().splitlines()) == 10 + 9
 
 
+def test_kept_trainings_are_repeated_once_the_function_changes(tmp_path):
+    called, samples = [], dif.Samples(loss, (X[:10], Y[:10]))
+
+    def measure(setting, *, keep=tmp_path / "kept"):
+        def train(kept, seed):
+            log(kept)
+            return setting["factor"] * len(kept)
+
+        count = len(called)
+        truth = evaluation.OwnTraining(train, 10, keep=keep)
+        return truth.scores(None, samples.remove([1, 2]), show_progress=False).values.item(), len(called) - count
+
+    log = Log(called)
+    assert measure({"factor": 1.0}) == (-2.0, 2)
+    assert measure({"factor": 1.0}) == (-2.0, 0)
+    assert measure({"factor": 3.0}) == (-6.0, 2)  # the code is the same, what it refers to is not
+    assert measure({"factor": 1.0}) == (-2.0, 0)
+
+
+class Log:
+    """Counts calls without being part of what a fingerprint sees."""
+
+    def __init__(self, called):
+        self.called = called
+
+    def __call__(self, kept):
+        self.called.append(len(kept))
+
+    def __reduce__(self):
+        return (Log, ([],))
+
+
+def test_a_function_that_cannot_be_inspected_is_reported(tmp_path):
+    generator = (number for number in range(3))
+    with pytest.warns(UserWarning, match="`train` refers to an object that cannot be inspected, so nobody can tell"):
+        evaluation.OwnTraining(lambda kept, seed: next(generator), 10, keep=tmp_path)
+
+
+def test_a_damaged_training_is_refused(tmp_path):
+    truth = evaluation.OwnTraining(lambda kept, seed: 1.0, 10, keep=tmp_path)
+    samples = dif.Samples(loss, (X[:10], Y[:10]))
+    truth.scores(None, samples.remove([1]), show_progress=False)
+    for path in tmp_path.glob("*.npy"):
+        path.write_bytes(b"noise")
+    with pytest.raises(dif.InvalidInputError, match="Delete the file; that training is then repeated") as caught:
+        evaluation.OwnTraining(truth.train, 10, keep=tmp_path).scores(None, samples.remove([1]), show_progress=False)
+    assert caught.value.meaning == "It is damaged."
+
+
 def test_retrainings_of_subsets_are_kept_and_resumed(fitted, tmp_path, monkeypatch):
     train, test, solution = fitted
     calls = []

@@ -31,6 +31,10 @@ def singles(**options):
     return evaluation.leave_one_out_agreement({"mine": SCORES}, truth(), MEAN, TRAIN, show_progress=False, **options)
 
 
+def errors():
+    return evaluation.label_error_auc({"mine": SCORES}, MASK)
+
+
 def own(train=lambda kept, seed: 1.0, count=8, **options):
     return evaluation.OwnTraining(train, count, **options)
 
@@ -100,8 +104,9 @@ CASES = {
     ),
     "scores of several targets in a curve": (
         lambda: curve({"mine": torch.ones(8, 2)}),
-        "There are 2 targets",
-        "The curve shows how one number moves.",
+        "have shape (8, 2)",
+        "The shape must be (8,) or (8, 1), and all must be finite.",
+        NUMBERS,
     ),
     "several targets in a curve": (lambda: curve(target=TRAIN), "There are 8 targets", "how one number moves."),
     "nothing to leave out": (
@@ -112,7 +117,9 @@ CASES = {
     "half a sample": (lambda: singles(strongest=0.5), "`strongest` is 0.5", "one at a time."),
     "panels": (
         lambda: singles(random=4).plot([1, 2]),
-        "There are 2 axes",
+        "`axes` has 2 axes, one of them of type int.",
+        "It must have 1 axes of matplotlib.",
+        "Leave the axes out, or pass pyplot.subplots(1, 1)[1].",
         "Each method is drawn in a panel of its own.",
     ),
     "a mask of numbers": (
@@ -150,6 +157,70 @@ CASES = {
         "`share` is 'half'",
         "It is the share of the labels that are made wrong.",
     ),
+    "a class as truth": (lambda: lds(truth_=dif.Retraining), "`truth` is the class Retraining", "really changes."),
+    "a class as method": (
+        lambda: lds({"DIF": dif.DirectionalInfluence}),
+        "The method 'DIF' is the class DirectionalInfluence",
+        "A class has not seen the solution yet.",
+        "Pass DirectionalInfluence(solution).",
+    ),
+    "a seed of text": (
+        lambda: singles(seed="a"),
+        "`seed` is 'a'",
+        "It must be an integer ≥ 0, or a torch.Generator.",
+        "The same seed makes the same random choices.",
+    ),
+    "a negative seed": (lambda: evaluation.flip_labels(MASK, 0.5, seed=-1), "`seed` is -1", "Use seed=0."),
+    "a number as axes": (
+        lambda: curve().plot(3),
+        "`ax` is of type int",
+        "It must be axes of matplotlib, or None for a new figure.",
+        "The plot is drawn on them.",
+        "Leave it out, or pass pyplot.subplots()[1].",
+    ),
+    "a number as path": (
+        lambda: curve().save(3),
+        "`path` is of type int",
+        "It must be the path of a file.",
+        "The result is one file.",
+        'Pass a path such as "results/scores.npz".',
+    ),
+    "a folder to load": (lambda: evaluation.RemovalCurve.load("."), "`path` is '.', which is no file", "one file."),
+    "an unknown ranking": (
+        lambda: errors().share_found("yours", 0.1),
+        "There is no method 'yours'",
+        "The methods are 'mine'.",
+        "Each method ranks the samples by its own suspicion.",
+    ),
+    "a share of text": (
+        lambda: errors().share_found("mine", "all"),
+        "`share` is 'all'",
+        "It is the share of the samples that are inspected.",
+    ),
+    "a training function of one argument": (
+        lambda: own(lambda kept: 1.0),
+        "`train` does not take two arguments",
+        "It must be a function train(kept, seed).",
+        "It is called with the numbers of the samples to train on, and a seed.",
+    ),
+    "seeds of text": (
+        lambda: own(seeds=["a"]),
+        "`seeds` is ['a']",
+        "Targets are averaged over trainings with these seeds.",
+    ),
+    "a single seed in an array": (lambda: own(seeds=np.array(3)), "`seeds` is of type ndarray", "averaged over"),
+    "a file to keep trainings in": (
+        lambda: own(keep=__file__),
+        "test_evaluation_errors.py', which is a file",
+        "It must be a folder; it is created if it is missing.",
+        "What is finished is kept there, in several files.",
+        "Choose another name.",
+    ),
+    "no perturbation": (
+        lambda: own().scores(None, 3, show_progress=False),
+        "`perturbation` is of type int",
+        "For one sample write train.remove([i]).",
+    ),
     "no training function": (
         lambda: own(3),
         "`train` is of type int",
@@ -171,6 +242,11 @@ CASES = {
         lambda: own().scores(None, TRAIN.reweight(torch.ones(8)), show_progress=False),
         "'reweight 8 of train'",
         REMOVALS,
+    ),
+    "a number as file of scores": (
+        lambda: traced().scores(MEAN, TRAIN.remove_each(), out=3),
+        "`out` is 3",
+        "It must be a name ending in .npy or .zarr.",
     ),
     "half a removal": (lambda: traced().scores(MEAN, 0.5 * TRAIN.remove([1])), "'0.5 × remove train[1]'", REMOVALS),
     "no checkpoints": (lambda: traced([]), "`checkpoints` is empty", "TracIn sums over the checkpoints of a training."),

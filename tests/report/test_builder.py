@@ -94,3 +94,50 @@ def test_what_cannot_be_reported_is_refused(scored, tmp_path):
     assert not path.exists()
     dif.report.write_report(path, loaded, solution, targets=targets)
     assert path.exists()
+
+
+ENTRY = "One entry is shown beside each score."
+WRONG = {
+    "path": [(3, "`path` is of type int", "It must be the path of a file."), (".", "`path` is '.', which is no file")],
+    "retrained": [(3, "`retrained` is of type int", "It must be a dif.Influence.", "or leave it out.")],
+    "title": [(3, "`title` is of type int", "It must be text.", "It is the heading of the page.")],
+    "names": [(3, "`names` is of type int", ENTRY), ("ab", "`names` is of type str", "It must be a list, an array or")],
+    "groups": [({"a": 1}, "`groups` is of type dict", ENTRY), (["a"], "`groups` has 1 entries", ENTRY)],
+    "features": [
+        (
+            [1],
+            "`features` is of type list",
+            "It must be a dict of columns, or a data frame.",
+            "Each column is shown under",
+        ),
+        ({"age": 3}, "`features['age']` is of type int", ENTRY),
+        ({"age": [3]}, "`features['age']` has 1 entries", ENTRY),
+    ],
+    "images": [
+        (3, "`images` is of type int", ENTRY),
+        ([None] * 60, "`images` cannot be displayed", "It must hold numeric pixels", "The report shows it for each"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("argument", "case"), [(name, case) for name, cases in WRONG.items() for case in cases])
+def test_every_argument_is_checked(scored, tmp_path, argument, case):
+    scores, (value, *texts) = scored[3], case
+    given = {"path": tmp_path / "report.html", argument: value}
+    assert len(scores) == 60
+    invalid(lambda: scores.report(given.pop("path"), **given), *texts)
+    assert not list(tmp_path.iterdir())
+
+
+def test_targets_of_another_number_or_kind_are_refused(scored, tmp_path):
+    train, solution, _, scores = scored
+    write = dif.report.write_report
+    meaning = "The report shows the present value of each target beside its scores."
+    for targets, found in ((3, "1 target, some of type int"), ([train.mean()], "1 target."), ([1, 2], "of type int")):
+        invalid(lambda t=targets: write(tmp_path / "r.html", scores, solution, targets=t), found, meaning)
+    invalid(lambda: write(tmp_path / "r.html", 3), "`influence` is of type int", "A report shows the scores of an")
+    invalid(lambda: write(tmp_path / "r.html", scores, 3), "`solution` is of type int", "at a solution of a problem.")
+    predicted = dif.NewtonInfluence(solution).scores(train.mean().named("risk"), train.remove_each([1, 2]))
+    scores.report(tmp_path / "r.html", retrained=predicted)  # any estimator may stand in for retraining
+    shown = [s for s in read(tmp_path / "r.html")[0]["samples"] if s.get("actual") is not None]
+    assert sorted(s["index"] for s in shown) == [1, 2]

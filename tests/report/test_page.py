@@ -235,6 +235,29 @@ def test_targets_are_chosen_by_a_button_and_no_column_is_clipped(browser, page, 
     assert clipped == []
 
 
+@pytest.mark.parametrize("width", [390, 1400])
+def test_names_are_not_squeezed_and_all_columns_are_in_sight(browser, page, tmp_path, width):
+    """Percentages, retrained changes and two losses side by side."""
+    losses = {"applicants": 0.5, "probability of applicants": 0.01898}
+    samples = [s | {"losses": losses, "name": f"applicant {s['index']}", "image": None} for s in page[1].samples]
+    replace(page[1], value=10.0, samples=samples).write_html(tmp_path / "wide.html")
+    open_page(browser, tmp_path / "wide.html", width)
+    headings = browser.execute_script(
+        "return [...document.querySelectorAll('#table thead th')].filter(e => e.offsetWidth).map(e => e.textContent)"
+    )
+    assert {"sample", "score", "retrained"} <= set(headings)
+    assert ("in per cent" in headings) == (width > 500)
+    assert ("its loss" in headings) == (width > 500)
+    hidden = "const box = document.querySelector('.wide'); return box.scrollWidth - box.clientWidth"
+    assert browser.execute_script(hidden) <= 0
+    # the words of a name are not broken: each fits on a line of its own
+    broken = """return [...document.querySelectorAll('#table tbody th')].filter((th) => {
+        const range = document.createRange(), text = th.firstChild;
+        range.setStart(text, 0); range.setEnd(text, 9);
+        return range.getClientRects().length > 1; }).length"""
+    assert browser.execute_script(broken) == 0
+
+
 def test_the_page_stays_small(page, tmp_path):
     """Samples beyond the size limit are listed without features and images, and a remark says so."""
     _, report = page

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from problems import bound_regression, fair_logistic, fit_problem
+from refusals import invalid
 from trainings import classify, state_problem
 
 import dif
@@ -47,9 +48,7 @@ def test_by_group(scored, ax):
     assert plots.by_group(scores, groups, ax) is ax
     total = float(scores.values[[g == "a" for g in groups], 0].sum())
     assert ax.get_yticklabels()[0].get_text() == f"a\nΣ {total:+.3g}"
-    with pytest.raises(
-        dif.InvalidInputError, match=r"groups. .* one per perturbation. The plot collects the scores by group."
-    ):
+    with pytest.raises(dif.InvalidInputError, match=r"`groups` has \d+ entries. .* one per perturbation. One entry"):
         plots.by_group(scores, groups[1:], ax)
 
 
@@ -155,7 +154,7 @@ def test_history_of_a_run():
     for lines, rows in ((violations, run.history.violations), (multipliers, run.history.multipliers)):
         np.testing.assert_array_equal([line.get_ydata() for line in lines], np.array(rows).T)
         assert [line.get_label() for line in lines] == list(run.end.program.names)
-    with pytest.raises(dif.InvalidInputError, match=r"There are 2 axes. There must be 3.") as caught:
+    with pytest.raises(dif.InvalidInputError, match=r"`axes` has 2 axes. It must have 3 axes of matplotlib.") as caught:
         plots.history(run, axes[:2])
     assert caught.value.meaning == "Objective, violations and multipliers have different units."
 
@@ -210,3 +209,25 @@ def test_figures_of_the_studies(tmp_path, monkeypatch):
     cnn_figures.draw_figure(tmp_path / "cnn.png", json.loads(kept.read_text()))
     titles = [ax.get_title() for ax in drawn[-1].axes]
     assert titles == ["DIF = DIF (switching)", "classical IF = penalty IF\ndamped by 0.1", "Newton"]
+
+
+def test_wrong_arguments_are_refused_in_words(scored):
+    train, _, estimator, scores = scored
+    change = estimator.change(train.remove([3]))
+    entries = "One entry is shown beside each score."
+    for action, found, text in (
+        (lambda: scores.plot(3), "`ax` is of type int.", "It must be axes of matplotlib, or None for a new figure."),
+        (lambda: scores.plot(k=0), "`top` was called with k = 0", "`k` must be an integer of at least 1"),
+        (lambda: scores.plot(target="gap"), "target 'gap'", "Choose one of the targets"),
+        (lambda: scores.plot(names=["a"]), "`names` has 1 entries.", entries),
+        (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray.", entries),
+        (lambda: plots.ranking(3), "`influence` is of type int.", "The plot shows scores."),
+        (lambda: plots.by_group(scores, range(len(scores)), None, "gap"), "`target` is 'gap'.", "of one target."),
+        (lambda: plots.by_term(scores, k=1.5), "`k` is 1.5.", "So many bars are drawn."),
+        (lambda: plots.landscape(3), "`solution` is of type int.", "Influence is defined at a solution"),
+        (lambda: plots.history(3), "`run` is of type int.", "Its history is drawn."),
+        (lambda: plots.predicted_vs_actual("a", "b"), "given as changes.", "Numbers are needed"),
+        (lambda: change.plot(k="a"), "`k` is 'a'.", "So many parameters are listed."),
+    ):
+        error = invalid(action, found)
+        assert text in str(error)

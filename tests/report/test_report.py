@@ -14,6 +14,7 @@ from dif.report import write_report
 from dif.report.constraints import explain_constraint, write_formulas
 from dif.report.numbers import format_number, format_percent
 from dif.report.report import Report, load_reports
+from dif.report.sample_sets import SampleSets
 
 EVIL = "<script>alert(1)</script>"
 
@@ -38,7 +39,7 @@ class Page(HTMLParser):
 
     def handle_data(self, data):
         for element in self.open:
-            element["text"] += data
+            element["text"] += data.replace("\xa0", " ")
 
     def find(self, **wanted):
         return [e for e in self.elements if all(e.get(key) == value for key, value in wanted.items())]
@@ -90,7 +91,7 @@ def test_constraints_have_a_formula_a_value_a_limit_and_words(written):
     assert [e["text"] for e in first] == [
         "w[0] ≤ 0.5",
         "2·w[1] ≥ −9",
-        "mean of train over 'g1' − mean of train ≤ 3",
+        "mean loss of train over group g1 (20 samples) − mean loss of train ≤ 3",
     ]
     values = [e["text"] for e in page.find(tag="td", **{"data-label": "value"})][:3]
     w = solution.params["w"]
@@ -177,8 +178,8 @@ def test_wrong_parts_of_a_report_are_refused(written, tmp_path):
     _, scores, actual, solution = written
     path = tmp_path / "report.html"
     found = invalid(lambda: write_report(path, scores, solution, names=["a"]), "`names` has 1 entries.")
-    assert found.meaning == "The report shows one entry beside each score."
-    found = invalid(lambda: write_report(path, scores, solution, targets=[]), "There are 0 targets.")
+    assert found.meaning == "One entry is shown beside each score."
+    found = invalid(lambda: write_report(path, scores, solution, targets=[]), "`targets` has 0 targets.")
     assert found.meaning == "The report shows the present value of each target beside its scores."
     found = invalid(lambda: write_report(path, actual, solution, retrained=scores), "Of 40 retrained perturbations")
     assert found.meaning == "The report shows the retrained change of a target beside the predicted one."
@@ -202,10 +203,50 @@ def test_what_is_saved_is_what_is_read(written, tmp_path):
 
 def test_formulas_without_names_for_the_groups():
     train, _, solution = build()
-    assert write_formulas(solution)[2] == "mean of train over 20 samples (1, 3, 5, …) − mean of train ≤ 3"
+    unknown = SampleSets.of(None, None, {})
+    formula = "mean loss of train over 20 samples (1, 3, 5, …) − mean loss of train ≤ 3"
+    assert write_formulas(solution, unknown)[2] == formula
     wide = dif.Problem(train.mean() + dif.ridge(1.0), [dif.linear(torch.ones(2, 2)) == torch.tensor([1.0, 1.0])])
     point = dif.Solution(wide, {"w": torch.full((2,), 0.5).double()}, [[0.0, 0.0]])
-    assert write_formulas(point) == ["w[0] + w[1] = 1"] * 2
+    assert write_formulas(point, unknown) == ["w[0] + w[1] = 1"] * 2
+
+
+def test_sets_of_samples_have_names():
+    """The sets over which equalised odds takes its means: a group among one of the labels, and all with that label."""
+    train, group, _ = build()
+    label, region = torch.arange(40) % 3 == 0, ["north", "south"] * 20
+    sets = SampleSets.of(train, group.tolist(), {"label": label.long(), "x": range(40)})
+    for members, name in (
+        (torch.nonzero(label & (group == 1)), "label = 1, group 1 (7 samples)"),
+        (torch.nonzero(~label), "label = 0 (26 samples)"),
+        (torch.nonzero(group == 0), "group 0 (20 samples)"),
+        (torch.tensor([[3], [8]]), "2 samples (3, 8)"),
+    ):
+        assert sets.describe(train, members.reshape(-1).tolist()) == name
+    called = SampleSets.of(train, [f"Group {int(g)}" for g in group], {"region": region})
+    assert called.describe(train, list(range(0, 40, 2))) == "region = north (20 samples)"
+    assert called.describe(train, [0]) == "1 sample (0)"
+    other = dif.Samples(train.loss, (torch.zeros(40, 2), torch.zeros(40)), name="other")
+    assert called.describe(other, [0, 2, 4, 6]) == "4 samples (0, 2, 4, …)"  # the columns are about other samples
+
+
+def test_labels_in_the_data_name_the_sets_of_equalised_odds(tmp_path):
+    from dif import fairness
+
+    group = torch.arange(40) % 2
+    y = (torch.arange(40) % 4 < 2).double()
+    data = (torch.randn(40, 2, generator=torch.Generator().manual_seed(1)).double(), y)
+    people = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, data, name="people")
+    rules = fairness.equalised_odds(
+        people, lambda p, z: z[0] @ p["w"], labels=y, sensitive_features=group.tolist(), bound=0.5
+    )
+    solution = dif.fit(dif.Problem(people.mean(), rules), {"w": torch.zeros(2).double()}, show_progress=False)
+    scores = dif.DirectionalInfluence(solution).scores({"risk": people.mean()}, people.remove_each([0, 1]))
+    path = write_report(tmp_path / "report.html", scores, groups=group)
+    shown = [e["text"] for e in Page(path).find(tag="td") if e.get("data-label") == "rule"]
+    assert "mean of probability of people over z1 = 0, group 1 (10 samples)" in shown[0]
+    assert "− mean of probability of people over z1 = 0 (20 samples) ≤ 0.5" in shown[0]
+    assert [e["text"] for e in Page(path).find(tag="th") if "equalised odds, label 0" in e["text"]]
 
 
 ROW = {"relation": "≤", "state": "inactive", "slack": 0.5, "limit": 2.0, "multiplier": 0.0, "uncertain": False}
@@ -215,11 +256,11 @@ ROW = {"relation": "≤", "state": "inactive", "slack": 0.5, "limit": 2.0, "mult
     ("changes", "words"),
     [
         ({}, "The limit is not reached, so it does not shape the model. There is room of 0.5, 25 % of the limit."),
-        ({"largest": 0.6}, "Removing a single sample can be enough to reach it."),
+        ({"largest": 0.6}, "Without a single sample it may be reached."),
         ({"state": "weak", "slack": 0.0}, "The limit is just reached without shaping the model"),
         ({"slack": -0.1}, "Violated by 0.1."),
         ({"state": "binding", "slack": 0.0, "multiplier": 3.0}, "by about 0.6 (15 %)."),
-        ({"state": "binding", "slack": 0.0, "multiplier": 3.0, "largest": 4.0}, "can be enough to set it free."),
+        ({"state": "binding", "slack": 0.0, "multiplier": 3.0, "largest": 4.0}, "it may no longer be reached."),
         ({"state": "binding", "slack": 0.0, "multiplier": 3.0, "limit": 0.0}, "Loosening it by 0.01 would lower the"),
         ({"relation": "=", "multiplier": -3.0}, "Must be met exactly, so it always shapes the model. Moving it by 0.2"),
         ({"uncertain": True}, "Whether it is reached is uncertain."),

@@ -10,7 +10,8 @@ from dif.errors import count_words
 from dif.estimators.influence import TRUSTED
 from dif.optimality.certificate import BAD, GOOD, NOTE
 
-# Beginning of the verdict where predictions cannot be trusted
+# Beginning of the verdict where predictions can be trusted, and where they cannot
+_ACCEPTED = "Predictions for this model can be trusted"
 _REFUSED = "Predictions for this model cannot be trusted"
 # What to do about a target with kinks
 _SMOOTH = "Derivatives do not see jumps or kinks: use a smooth target (a probability, for example), or retrain."
@@ -67,25 +68,26 @@ def _judge(
         return Verdict(NOTE, "No prediction was checked.", "Leave out assess=0, or retrain.")
     if assessment["pooled"] is None:
         return Verdict(BAD, f"{_REFUSED}: they could not be checked ({assessment['failed']}).", _TOO_LARGE)
-    method = f"checked on {count_words(len(assessment['rows']), 'removal')} by two further Newton steps each"
+    removals = count_words(len(assessment["rows"]), "removal")
+    method = f"estimated for {removals} by two more steps of Newton's method each"
     error = _percent(assessment["pooled"])
     if assessment["pooled"] <= TRUSTED:
-        words = f"Predictions should be off by {error} ({method})."
+        words = f"{_ACCEPTED}: they are off by about {error} ({method})."
         return Verdict(GOOD, words, "`dif retrain` verifies the strongest.")
-    return Verdict(BAD, f"{_REFUSED}: they should be off by {error} ({method}).", _TOO_LARGE)
+    return Verdict(BAD, f"{_REFUSED}: they are off by about {error} ({method}).", _TOO_LARGE)
 
 
 def _judge_retraining(retrained: Mapping[str, Any], assessment: Mapping[str, Any] | None) -> Verdict:
     """Return the verdict on predictions that were compared with retraining."""
     n, error, wrong = retrained["n"], retrained["relative_error"], retrained["wrong_signs"]
     removed = "1 sample was removed" if n == 1 else f"{n} samples were removed, one at a time,"
-    done = f"{removed} and the model retrained"
-    signs = "all signs right" if wrong == 0 else f"{wrong} of {n} signs wrong"
+    done = f"{removed} and the model was trained again"
+    signs = "all in the right direction" if wrong == 0 else f"{wrong} of {n} in the wrong direction"
     estimate = None if assessment is None else assessment["pooled"]
-    expected = "" if estimate is None else f" ({_percent(estimate)} was to be expected)"
-    comparison = f"predictions were off by {_percent(error)} overall, {signs}{expected}"
+    expected = "" if estimate is None else f" ({_percent(estimate)} was expected)"
+    comparison = f"the predictions were off by {_percent(error)} overall, {signs}{expected}"
     if error <= TRUSTED:
-        return Verdict(GOOD, f"{done}: {comparison}.")
+        return Verdict(GOOD, f"{_ACCEPTED}: {done}, and {comparison}.")
     return Verdict(BAD, f"{_REFUSED}: {done}, and {comparison}.", _TOO_LARGE)
 
 

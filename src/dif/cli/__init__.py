@@ -16,8 +16,9 @@ from dif.cli.studies import paper_studies, reproduce
 
 app = typer.Typer(
     help="Find out how each training sample shaped a model that was trained under constraints.\n\n"
-    "In this order: write a file that describes your model (dif init), check whether predictions for it can be "
-    "trusted (dif check), score every sample (dif score), verify the largest scores by retraining (dif retrain). "
+    "Use the commands in this order: dif init writes a file that describes a model, for you to edit. dif check says "
+    "whether predictions for the model can be trusted. dif score predicts what each sample does to it. dif retrain "
+    "verifies the largest scores by training again.\n\n"
     "Exit codes: 0 success, 2 error (one line on stderr says why), 130 interrupted.",
     no_args_is_help=True,
     add_completion=True,

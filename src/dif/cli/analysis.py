@@ -154,7 +154,7 @@ def assess(description: Description) -> tuple[Any, dict[str, Any], tuple[int, st
     from dif.optimality.targets import Targets
 
     predictor, (removals, _) = dif.DirectionalInfluence(description.solution), find_removals(description)
-    targets = list(description.targets.values())
+    targets = description.targets
     with ignore_first_order_warning():
         scores = predictor.scores(targets, removals, show_progress=False)
     kinks = Targets(targets, description.solution).kinks(description.solution.theta)

@@ -27,21 +27,22 @@ Target = Annotated[str | None, typer.Option(help="Name of one of the file's targ
 Accuracy = Annotated[
     float | None,
     typer.Option(
-        help="Wanted relative error. Where the first-order score is less accurate, a Newton step or path following "
-        "replaces it.",
+        help="Wanted relative error, such as 0.05. Where the quick prediction is less accurate, slower methods replace "
+        "it.",
         min=0.0,
     ),
 ]
 Method = Annotated[
     Estimator,
     typer.Option(
-        help="How the change is predicted. dif: constraints within reach of a removal may become active or "
-        "inactive. derivative: the paper's directional derivative. switching: any constraint may become active "
-        "or inactive. newton: one Newton step per removal. classical: ignores the constraints."
+        help="How the change is predicted. dif: with the constraints whose limit is reached or may be reached without "
+        "a sample. derivative: only with those whose limit is reached now (the paper's derivative). switching: with "
+        "all constraints. newton: one step of Newton's method for each sample, slower and more accurate. classical: "
+        "without the constraints."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print nothing but errors.")]
 
 
 def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path("model.py")) -> None:
@@ -64,10 +65,10 @@ def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path
 def check(file: File, out: OutDir = Path("results"), as_json: AsJson = False, quiet: Quiet = False) -> None:
     """Check whether predictions for this model can be trusted, and say what to do if not.
 
-    Prints a verdict, then the certificate: whether the parameters are a solution, and the margin of each constraint.
-    Nothing is retrained: the error of the predictions is estimated by two further Newton steps for the removals with
-    the largest effect and for some random ones. The exit code is 2 if predictions cannot be trusted. The fit is kept in
-    --out, so that the other commands need not fit again.
+    Prints a verdict, then what it rests on: whether training found a solution, and how far each constraint is from its
+    limit. Nothing is trained again: the error of the predictions is estimated for the samples with the largest effect
+    and for some random ones. The exit code is 2 if predictions cannot be trusted. The fitted model is kept in --out, so
+    that the other commands need not fit it again.
 
     Example: dif check model.py
     """
@@ -114,8 +115,9 @@ def score(
 ) -> None:
     """Predict how the target would change without each training sample.
 
-    Prints a verdict on how far the predictions can be trusted, then the most influential samples. Adds the target to
-    report.html and report.json in --out, and writes the scores of all samples into the folder scores (read them with
+    Prints a verdict on whether the predictions can be trusted, then the most influential samples. A score of +0.02
+    means that the target would be about 0.02 higher without that sample. The target is added to report.html and
+    report.json in --out. The scores of all samples go into the folder scores in --out (read them with
     dif.Influence.load). What `dif retrain` found stays in the report.
 
     Example: dif score model.py --target gap --top 20 --out results
@@ -132,17 +134,17 @@ def retrain(
         int, typer.Option(help="How many of the most influential samples to remove, one at a time.", min=1)
     ] = 20,
     out: OutDir = Path("results"),
-    jobs: Annotated[int, typer.Option(help="Number of processes that retrain in parallel; −1: one per core.")] = 1,
+    jobs: Annotated[int, typer.Option(help="How many processes train at the same time; -1: one per core.")] = 1,
     estimator: Method = Estimator.dif,
     accuracy: Accuracy = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Verify the most influential samples: retrain the model without each of them and compare with the scores.
+    """Train the model again without each of the most influential samples, and compare with the scores.
 
-    Scores the samples first if --out has no scores of this model, target and estimator. The verdict compares the
-    expected error with the actual one. Each finished retraining is saved in --out; after an interruption, run the same
-    command again to continue.
+    Scores the samples first if --out has no scores of this model, target and estimator. The verdict states how far the
+    predictions were off. Each finished training is saved in --out; after an interruption, run the same command again
+    to continue.
 
     Example: dif retrain model.py --top 20 --out results --jobs 2
     """

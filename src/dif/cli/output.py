@@ -152,7 +152,11 @@ def print_certificate(certificate: Certificate) -> None:
         return
     headings = ("constraint", "state", "slack", "multiplier λ", "largest change by one removal", "median change")
     table = make_table("Constraints", *headings, left=2)
-    table.caption = "change: of λ where the constraint binds, of the slack elsewhere"
+    table.caption = (
+        "binding: the limit is reached and shapes the model; slack: the distance to the limit; multiplier λ: how much "
+        "the objective falls per unit by which the limit is loosened; change: by one removal, of λ where the "
+        "constraint binds, of the slack elsewhere"
+    )
     for row in certificate.constraints:
         state = row.state + (" (uncertain)" if row.uncertain else "")
         changes = ("—" if change is None else f"{change:.2g}" for change in (row.largest, row.median))
@@ -181,7 +185,7 @@ def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bo
     title = f"Change of {escape_text(result.target)}, now {result.value:.6g}, without each sample ({result.estimator})"
     table = make_table(title, *headings, left=2)
     if result.terms:
-        table.caption = "mostly through: the term of the problem that contributes most to the score"
+        table.caption = "mostly through: the objective or the constraint that contributes most to the score"
     for sample in samples:
         cells = [_format_signed(sample["score"]), *([_format_signed(sample.get("actual"))] if retrained else [])]
         if result.terms:
@@ -195,7 +199,7 @@ def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bo
         formats = {"pearson": "r = {:.4f}", "slope": "slope {:.3f}", "relative_error": "relative error {:.1%}"}
         numbers = [text.format(result.agreement[k]) for k, text in formats.items() if result.agreement[k] is not None]
         text = ", ".join(numbers) or "not defined"
-        typer.echo(f"Agreement with retraining ({result.agreement['n']} removals): {text}")
+        typer.echo(f"Predicted against retrained change, {result.agreement['n']} samples: {text}")
     typer.echo(f"Scores of all samples: {scores.resolve()}\nReport: {page.resolve()}")
 
 

@@ -121,7 +121,7 @@ def reproduce_cnn(
     seed: Annotated[int, typer.Option(help="Random seed of initial weights, groups and mini-batches.", min=0)] = 0,
     device: Device = "cpu",
     data: Data = None,
-    jobs: Annotated[int, typer.Option(help="Number of processes that retrain in parallel; −1: one per core.")] = 1,
+    jobs: Annotated[int, typer.Option(help="How many processes train at the same time; -1: one per core.")] = 1,
     resume: Annotated[
         bool, typer.Option(help="Continue the study in --out; finished stages are not repeated.")
     ] = False,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
+from dif.runtime.inputs import as_numbers
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Agreement:
     @classmethod
     def of(cls, predicted: Tensor, actual: Tensor) -> Agreement:
         """Compare two tensors of the same shape, value by value."""
-        p, a = (torch.as_tensor(x).detach().double().cpu() for x in (predicted, actual))
+        p, a = (as_numbers(x, f"{what} changes") for x, what in ((predicted, "predicted"), (actual, "actual")))
         bad = int((~torch.isfinite(p)).sum() + (~torch.isfinite(a)).sum())
         if p.shape != a.shape or p.numel() < 2 or bad:
             raise InvalidInputError(

@@ -15,12 +15,13 @@ from torch import Tensor
 from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
 from dif.estimators.influence_file import describe_scores, read_scores, write_description, write_scores
+from dif.estimators.influence_names import distinguish_targets
 from dif.estimators.influence_text import MOST_TARGETS, format_html, format_summary
-from dif.estimators.selection import find_rows, match_rows, pick_diagnostics
+from dif.estimators.selection import find_column, find_rows, match_rows, pick_diagnostics
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.inputs import as_index
+from dif.runtime.inputs import as_index, check_count
 from dif.runtime.score_file import Values
 
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
@@ -61,6 +62,10 @@ class Influence:
     diagnostics: dict[str, Any] = field(default_factory=dict)
     saved_index: tuple[Any, ...] | None = None  # the index where read from a file
     origin: Origin | None = None  # None where read from a file, and for scores that belong to no solution
+
+    def __post_init__(self) -> None:
+        if self.origin is not None:
+            object.__setattr__(self, "targets", distinguish_targets(self.targets, self.origin.targets.terms))
 
     def __len__(self) -> int:
         return len(self.stored)
@@ -151,9 +156,8 @@ class Influence:
 
     def _column(self, method: str, k: int, target: int | str) -> Tensor:
         """Return the scores of one target, (P,), after checking the arguments of a ranking."""
-        place = self.targets.index(target) if isinstance(target, str) and target in self.targets else target
-        number, position, T = as_index(k), as_index(place), len(self.targets)
-        if number is None or number < 1 or position is None or not -T <= position < T:
+        number, position, T = as_index(k), find_column(target, self.targets), len(self.targets)
+        if number is None or number < 1 or position is None:
             raise InvalidInputError(
                 f"`{method}` was called with k = {k} and target {target!r}.",
                 f"`k` must be an integer of at least 1, and `target` a number from 0 to {T - 1} or a name.",
@@ -173,7 +177,9 @@ class Influence:
             found = f"The object to compare with is of type {type(other).__name__}."
             if isinstance(other, Influence):
                 shapes = [f"{len(influence)} × {len(influence.targets)}" for influence in (self, other)]
-                found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and their labels differ."
+                alike = any(len(set(influence.targets)) < len(influence.targets) for influence in (self, other))
+                reason = "two targets have the same name" if alike else "their labels differ"
+                found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and {reason}."
             raise InvalidInputError(
                 found,
                 "Both must be an Influence of the same targets, and the perturbations of one among those of the other.",
@@ -184,10 +190,8 @@ class Influence:
 
     def _match(self, other: Influence) -> tuple[Tensor, Tensor] | None:
         """Return the scores that both have, in the same order; None where they cannot be matched by label."""
-        columns: list[int] | None = list(range(len(self.targets)))
-        if self.targets != other.targets:
-            columns = match_rows(other.targets, self.targets) if len(self.targets) == len(other.targets) else None
-        if columns is None:
+        columns = match_rows(other.targets, self.targets)
+        if columns is None or len(self.targets) < len(other.targets):
             return None
         mine, others = self.values, other.values[:, columns]
         if self.perturbations == other.perturbations:
@@ -229,6 +233,7 @@ class Influence:
 
     def summary(self, k: int = 5) -> str:
         """Return a readable summary: whether to trust the scores, their size, and the k largest for each target."""
+        check_count(k, "k", meaning="So many perturbations are listed for each target.", cure="Leave it out for 5.")
         tops = [self.top(k, t) for t in range(min(len(self.targets), MOST_TARGETS))]
         return format_summary(repr(self), self._trust(), self.targets, self.values, tops)
 

@@ -14,6 +14,7 @@ import torch
 from dif.errors import InvalidInputError
 from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically
+from dif.runtime.file_path import expect_path
 from dif.runtime.score_file import Values, companion_path, intact_chunks, is_filled_in_chunks, open_values, read_journal
 
 _FORMAT = "dif influence 1"  # name and version of the file format
@@ -34,7 +35,7 @@ class StoredScores:
 
 def write_scores(path: str | os.PathLike[str], values: np.ndarray, about: Iterator[str]) -> None:
     """Write all to one file (npz, no pickle)."""
-    with open_atomically(path) as file:
+    with open_atomically(expect_path(path)) as file:
         np.savez(file, values=values, about=np.array("".join(about)))
 
 
@@ -64,7 +65,7 @@ def describe_scores(
 
 def read_scores(path: str | os.PathLike[str]) -> StoredScores:
     """Read a file of either kind."""
-    if not os.path.exists(path):
+    if not expect_path(path, folder=True).exists():
         raise FileNotFoundError(f"There is no influence file {os.fspath(path)!r}.")
     try:
         if is_filled_in_chunks(path):

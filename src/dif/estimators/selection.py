@@ -26,7 +26,7 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
     """
     P = len(labels)
     if isinstance(key, slice):
-        rows = list(range(P))[key]
+        rows = _find_slice(key, P)
     elif isinstance(key, str):
         rows = _find_labels([key], labels, index)
     elif (number := as_index(key)) is not None:
@@ -36,6 +36,14 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
     if not rows:
         raise _selection_error(f"{_describe(key)} selects none of {P} perturbations", P)
     return rows
+
+
+def _find_slice(key: slice, P: int) -> list[int]:
+    """Return the rows of a slice."""
+    try:
+        return list(range(P))[key]
+    except (TypeError, ValueError) as error:  # bounds that are not integers, a step of 0
+        raise _selection_error(f"The scores were indexed with {key}", P) from error
 
 
 def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
@@ -116,6 +124,12 @@ def pick_diagnostics(diagnostics: dict[str, Any], rows: list[int], labels: Seque
     if "rows" in picked:  # of a file that is being filled: how many are finished
         picked["rows"] = sum(row < picked["rows"] for row in rows)
     return picked
+
+
+def find_column(target: Any, names: Sequence[str]) -> int | None:
+    """Return the number ≥ 0 of a target that is given by name or by number; None where there is no such target."""
+    place = names.index(target) if isinstance(target, str) and target in names else as_index(target)
+    return place % len(names) if place is not None and -len(names) <= place < len(names) else None
 
 
 def match_rows(labels: Sequence[str], others: Sequence[str]) -> list[int] | None:

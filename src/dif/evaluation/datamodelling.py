@@ -12,21 +12,14 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError, count_words
-from dif.evaluation.methods import (
-    Methods,
-    Scorer,
-    check_scores,
-    count_targets,
-    expect_population,
-    expect_scorer,
-    name_methods,
-    score,
-    score_samples,
-)
-from dif.evaluation.picture import GREY, colour_methods, make_axes
+from dif.evaluation.methods import Methods, Scorer, check_scores, expect_seed, score
+from dif.evaluation.picture import GREY, colour_methods
+from dif.evaluation.result import Result
 from dif.evaluation.result_file import read_result, write_result
 from dif.evaluation.table import Table
+from dif.evaluation.trial import Trial
 from dif.problem.samples import Samples
+from dif.runtime.axes import draw_on
 from dif.runtime.inputs import check_count, check_number
 
 _KIND = "datamodelling score"  # of file
@@ -34,8 +27,8 @@ _DRAWS = 200  # bootstrap draws behind a standard error
 _FEWEST = 3  # subsets below which a rank correlation says nothing
 
 
-@dataclass(frozen=True, eq=False)
-class DatamodellingScore:
+@dataclass(frozen=True, eq=False, repr=False)
+class DatamodellingScore(Result):
     """Predicted and actual targets of models trained without random subsets of the data.
 
     `scores` has the linear datamodelling score of each method, `correlations` that of each target.
@@ -91,16 +84,9 @@ class DatamodellingScore:
             rows.append((name, self.scores[name], self.standard_errors[name], float(low), float(high)))
         return Table(title, ("method", "LDS", "standard error", "lowest target", "highest target"), tuple(rows))
 
-    def to_frame(self) -> Any:
-        """Return the table as a pandas DataFrame."""
-        return self.table().to_frame()
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
     def plot(self, ax: Any = None) -> Any:
         """Draw the correlations of all targets as one box per method, with the score as a diamond; return the axes."""
-        ax = make_axes()[0] if ax is None else ax
+        ax = draw_on(ax)
         names = list(self.predicted)[::-1]
         colours = dict(colour_methods(self.predicted))
         for place, name in enumerate(names):
@@ -170,17 +156,18 @@ def linear_datamodelling_score(
             samples. This is no longer the score of the literature, but what estimators of groups are for.
         show_progress: Show a bar on a terminal while training.
     """
-    named, truth, population = name_methods(methods), expect_scorer(truth), expect_population(samples)
-    removed = _draw_subsets(len(population), subsets, share, seed)
-    groups = population.remove_groups(removed)
-    T = count_targets(truth, target)
-    whole = {name: method for name, method in named.items() if jointly and isinstance(method, Scorer)}
-    single = score_samples({name: m for name, m in named.items() if name not in whole}, target, population, T)
+    trial = Trial.of(methods, truth, target, samples, show_progress)
+    removed = _draw_subsets(len(trial.population), subsets, share, seed)
+    groups = trial.population.remove_groups(removed)
+    whole = {name: method for name, method in trial.methods.items() if jointly and isinstance(method, Scorer)}
+    single = trial.predict(leave_out=whole)
     sums = {name: torch.stack([values[index].sum(0) for index in removed]) for name, values in single.items()}
     sums |= {name: score(method, target, groups).values for name, method in whole.items()}
-    actual = score(truth, target, groups, show_progress)
+    actual = trial.measure(groups)
     T = len(actual.targets)
-    predicted = {name: check_scores(name, sums[name], len(removed), T).expand(-1, T).contiguous() for name in named}
+    predicted = {
+        name: check_scores(name, sums[name], len(removed), T).expand(-1, T).contiguous() for name in trial.methods
+    }
     answered = int(torch.isfinite(actual.values).all(1).sum())
     if answered < _FEWEST:
         raise InvalidInputError(
@@ -216,7 +203,7 @@ def _draw_subsets(n: int, subsets: int, share: float, seed: int) -> list[list[in
             "The score ranks models that were trained on different parts of the data.",
             "Use more subsets, or a share between 0 and 1 such as 0.5.",
         )
-    generator = torch.Generator().manual_seed(seed)
+    generator = expect_seed(seed)
     return [torch.randperm(n, generator=generator)[:size].tolist() for _ in range(subsets)]
 
 

@@ -9,18 +9,20 @@ import torch
 from torch import Tensor
 
 from dif.analyses.self_influence import self_influence
-from dif.errors import InvalidInputError
-from dif.estimators.influence import Influence
+from dif.errors import InvalidInputError, few
 from dif.estimators.protocol import Estimator
-from dif.evaluation.methods import Methods, check_scores, expect_population, name_methods
-from dif.evaluation.picture import GREY, colour_methods, make_axes
+from dif.evaluation.methods import Methods, check_scores, expect_seed, name_methods, read_values
+from dif.evaluation.picture import GREY, colour_methods
+from dif.evaluation.result import Result
 from dif.evaluation.table import Table
+from dif.evaluation.trial import expect_population
 from dif.problem.samples import Samples
-from dif.runtime.inputs import as_numbers, as_tensor, check_number
+from dif.runtime.axes import draw_on
+from dif.runtime.inputs import as_tensor, check_number
 
 
-@dataclass(frozen=True, eq=False)
-class LabelErrors:
+@dataclass(frozen=True, eq=False, repr=False)
+class LabelErrors(Result):
     """Rankings of samples, and which of the samples have wrong labels."""
 
     suspicion: dict[str, Tensor]  # by method, (n,): the larger, the more suspicious
@@ -33,7 +35,21 @@ class LabelErrors:
 
     def share_found(self, name: str, share: float) -> float:
         """Return the share of the wrong labels among the most suspicious samples, which are a given share of all."""
-        inspected = torch.argsort(self.suspicion[name], descending=True, stable=True)[: round(share * len(self.wrong))]
+        if not isinstance(name, str) or name not in self.suspicion:
+            raise InvalidInputError(
+                f"There is no method {name!r}.",
+                f"The methods are {few(list(self.suspicion), quoted=True)}.",
+                "Each method ranks the samples by its own suspicion.",
+                "Choose one of them.",
+            )
+        part = check_number(
+            share,
+            "share",
+            zero=True,
+            meaning="It is the share of the samples that are inspected.",
+            cure="Use 0.1, say.",
+        )
+        inspected = torch.argsort(self.suspicion[name], descending=True, stable=True)[: round(part * len(self.wrong))]
         return float(self.wrong[inspected].sum() / self.wrong.sum())
 
     def table(self) -> Table:
@@ -43,16 +59,9 @@ class LabelErrors:
         rows = tuple((name, area, self.share_found(name, base)) for name, area in self.areas.items())
         return Table(title, ("ranked by", "AUC", f"found in the first {base:.1%}"), rows)
 
-    def to_frame(self) -> Any:
-        """Return the table as a pandas DataFrame."""
-        return self.table().to_frame()
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
     def plot(self, ax: Any = None) -> Any:
         """Plot the share of wrong labels found against the share of samples inspected; return the axes."""
-        ax = make_axes()[0] if ax is None else ax
+        ax = draw_on(ax)
         inspected = torch.arange(len(self.wrong) + 1) / len(self.wrong)
         for name, colour in colour_methods(self.suspicion):
             order = torch.argsort(self.suspicion[name], descending=True, stable=True)
@@ -110,8 +119,7 @@ def label_error_auc(
             lowest = float(values[torch.isfinite(values)].min())
             values = values.nan_to_num(nan=lowest)  # of samples that cannot be removed
         else:
-            values = method.values if isinstance(method, Influence) else as_numbers(method, f"scores of {name!r}")
-        values = values[:, None] if values.dim() == 1 else values
+            values = read_values(name, method)
         suspicion[name] = check_scores(name, values, len(mask), 1)[:, 0]
     return LabelErrors(suspicion, mask)
 
@@ -144,7 +152,7 @@ def flip_labels(labels: Any, share: float, *, seed: int | torch.Generator = 0) -
             "A wrong label is one of the others.",
             "Pass the labels of all samples.",
         )
-    generator = seed if isinstance(seed, torch.Generator) else torch.Generator().manual_seed(seed)
+    generator = expect_seed(seed)
     wrong = torch.zeros(n, dtype=torch.bool)
     wrong[torch.randperm(n, generator=generator)[: int(size * n)]] = True
     other = (code.cpu() + torch.randint(1, len(classes), (n,), generator=generator)) % len(classes)

@@ -13,28 +13,21 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
-from dif.evaluation.methods import (
-    Methods,
-    Scorer,
-    check_scores,
-    count_targets,
-    expect_population,
-    expect_scorer,
-    name_methods,
-    score,
-    score_samples,
-)
-from dif.evaluation.picture import GREY, colour_methods, make_axes
+from dif.evaluation.methods import Methods, Scorer, check_scores, expect_seed
+from dif.evaluation.picture import GREY, colour_methods
+from dif.evaluation.result import Result
 from dif.evaluation.result_file import read_result, write_result
 from dif.evaluation.table import Table
+from dif.evaluation.trial import Trial
 from dif.problem.samples import Samples
+from dif.runtime.axes import draw_on_panels
 from dif.runtime.inputs import as_index
 
 _KIND = "leave-one-out agreement"  # of file
 
 
-@dataclass(frozen=True, eq=False)
-class LeaveOneOut:
+@dataclass(frozen=True, eq=False, repr=False)
+class LeaveOneOut(Result):
     """Predicted and actual changes of the targets without each of some samples."""
 
     indices: tuple[int, ...]  # the m samples that were removed, one at a time
@@ -59,26 +52,12 @@ class LeaveOneOut:
         )
         return Table(title, ("method", "Pearson r", "Spearman", "slope", "relative error", "same sign"), rows)
 
-    def to_frame(self) -> Any:
-        """Return the table as a pandas DataFrame."""
-        return self.table().to_frame()
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
     def plot(self, axes: Any = None) -> Any:
         """Plot predicted against actual changes, one panel per method, with the line y = x; return the axes.
 
         Panels have their own vertical scale, since scores of some methods are not in the unit of the target.
         """
-        axes = make_axes(len(self.predicted)) if axes is None else list(axes)
-        if len(axes) != len(self.predicted):
-            raise InvalidInputError(
-                f"There are {len(axes)} axes.",
-                f"There must be {len(self.predicted)}, one per method.",
-                "Each method is drawn in a panel of its own.",
-                "Leave the axes out, or pass Figure().subplots(1, methods).",
-            )
+        axes = draw_on_panels(axes, len(self.predicted), meaning="Each method is drawn in a panel of its own.")
         for ax, (name, colour) in zip(axes, colour_methods(self.predicted), strict=True):
             actual, predicted = self.actual.reshape(-1).numpy(), self.predicted[name].reshape(-1).numpy()
             ax.scatter(actual, predicted, s=14, alpha=0.6, color=colour, linewidths=0)
@@ -103,34 +82,26 @@ class LeaveOneOut:
 
 
 def leave_one_out_agreement(
-    methods: Methods,
-    truth: Scorer,
-    target: Any,
-    samples: Samples | int,
-    *,
-    strongest: int = 20,
-    random: int = 20,
-    seed: int = 0,
-    show_progress: bool = True,
-) -> LeaveOneOut:
+    methods: Methods, truth: Scorer, target: Any, samples: Samples | int, *, strongest: int = 20, random: int = 20,
+    seed: int = 0, show_progress: bool = True,
+) -> LeaveOneOut:  # fmt: skip
     """Remove the strongest samples by each method, and random ones, one at a time; train again and compare.
 
     Every method is judged on the same samples: the strongest of all methods together and the random ones, so that none
     is judged only where another one expects large changes.
 
     Args:
-        methods: By name, or a list: estimators, an Influence of samples.remove_each(), or arrays of scores, (n,) or
-            (n, T). A score is the predicted change of the target if the sample is removed.
-        truth: `dif.Retraining(solution, keep=folder)`, an `OwnTraining`, or any other estimator.
-        target: A Term, a list of Terms, or Samples (one target per sample); None where nothing but arrays is asked.
-        samples: The Samples to remove from; their number where only an `OwnTraining` knows them.
+        methods: As for `linear_datamodelling_score`: estimators, an Influence, or arrays of scores, by name.
+        truth: Trains again, as `dif.Retraining` and `OwnTraining` do.
+        target: A Term, a list of Terms, or Samples; None where nothing but arrays is asked.
+        samples: The Samples to remove from, or their number.
         strongest: How many samples of each method: those with the largest scores, in Euclidean norm over the targets.
         random: How many random samples.
         seed: Seed of the draw.
         show_progress: Show a bar on a terminal while training.
     """
-    named, truth, population = name_methods(methods), expect_scorer(truth), expect_population(samples)
-    n, counts = len(population), [as_index(strongest), as_index(random)]
+    trial = Trial.of(methods, truth, target, samples, show_progress)
+    n, counts = len(trial.population), [as_index(strongest), as_index(random)]
     if None in counts or min(c for c in counts if c is not None) < 0 or max(c for c in counts if c is not None) < 2:
         raise InvalidInputError(
             f"`strongest` is {strongest!r} and `random` is {random!r}.",
@@ -138,17 +109,17 @@ def leave_one_out_agreement(
             "They say how many samples are removed, one at a time.",
             "Use strongest=20, random=20, or 0 for one of them.",
         )
-    values = score_samples(named, target, population, count_targets(truth, target))
-    indices = _choose(values, n, strongest, random, seed)
-    actual = score(truth, target, population.remove_each(indices), show_progress)
+    generator, values = expect_seed(seed), trial.predict()
+    indices = _choose(values, n, strongest, random, generator)
+    actual = trial.measure(trial.population.remove_each(indices))
     T = len(actual.targets)
     predicted = {name: check_scores(name, v, n, T)[indices].expand(-1, T).contiguous() for name, v in values.items()}
     return LeaveOneOut(tuple(indices), actual.values.double(), predicted, actual.targets)
 
 
-def _choose(scores: Mapping[str, Tensor], n: int, strongest: int, random: int, seed: int) -> list[int]:
+def _choose(scores: Mapping[str, Tensor], n: int, strongest: int, random: int, draw: torch.Generator) -> list[int]:
     """Return the strongest samples of each method and random ones, ascending."""
-    drawn = torch.randperm(n, generator=torch.Generator().manual_seed(seed))[:random].tolist()
+    drawn = torch.randperm(n, generator=draw)[:random].tolist()
     sizes = (torch.linalg.vector_norm(values, dim=1) for values in scores.values())
     top = [torch.argsort(size, descending=True, stable=True)[:strongest].tolist() for size in sizes]
     return sorted({*drawn, *(i for indices in top for i in indices)})

@@ -10,13 +10,11 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError, count_words, few
+from dif.derivatives.weight_change import check_perturbation
+from dif.errors import InvalidInputError, few
 from dif.estimators.influence import Influence
-from dif.optimality.solution import Solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation, Removal
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.samples import Samples, expect_samples
 from dif.runtime.inputs import as_index, as_numbers
 
 _CHECKS = ("assess", "probe")  # options of estimators that check their own predictions; evaluation does that
@@ -41,6 +39,7 @@ Methods = Mapping[str, Any] | Sequence[Scorer]  # by name: estimators, an Influe
 
 def name_methods(methods: Methods) -> dict[str, Any]:
     """Return methods by name; those of a list have names of their own."""
+    named: dict[str, Any]
     if isinstance(methods, Mapping):
         named = {str(name): method for name, method in methods.items()}
     else:
@@ -63,7 +62,19 @@ def name_methods(methods: Methods) -> dict[str, Any]:
             "There is nothing to evaluate.",
             'Pass, for example, {"DIF": dif.DirectionalInfluence(solution)}.',
         )
+    classes = [name for name, method in named.items() if isinstance(method, type)]
+    if classes:
+        raise InvalidInputError(
+            f"The method {classes[0]!r} is {_describe(named[classes[0]])}.",
+            "It must be an estimator, an Influence, or an array of scores.",
+            "A class has not seen the solution yet.",
+            f"Pass {named[classes[0]].__name__}(solution).",
+        )
     return named
+
+
+def _describe(thing: object) -> str:
+    return f"the class {thing.__name__}" if isinstance(thing, type) else f"of type {type(thing).__name__}"
 
 
 def _find_twice(listed: list[Scorer]) -> str:
@@ -74,29 +85,14 @@ def _find_twice(listed: list[Scorer]) -> str:
 
 def expect_scorer(truth: object) -> Scorer:
     """Return the ground truth; refuse what cannot score perturbations."""
-    if not isinstance(truth, Scorer):
+    if not isinstance(truth, Scorer) or isinstance(truth, type):
         raise InvalidInputError(
-            f"`truth` is of type {type(truth).__name__}.",
+            f"`truth` is {_describe(truth)}.",
             "It must be an estimator, or a dif.evaluation.OwnTraining.",
             "It says what removing samples really changes.",
             "Pass dif.Retraining(solution), or wrap a training function of your own in dif.evaluation.OwnTraining.",
         )
     return truth
-
-
-def expect_population(samples: Samples | int) -> Samples:
-    """Return the samples that are removed; a number stands for samples that only the user's own training knows."""
-    count = as_index(samples)
-    if count is None:
-        return expect_samples(samples)
-    if count < 2:
-        raise InvalidInputError(
-            f"`samples` is {count}.",
-            "It must be dif.Samples, or their number, at least 2.",
-            "Evaluation removes some samples and keeps the others.",
-            "Pass the Samples of the problem, or how many samples your own training has.",
-        )
-    return Samples(lambda params, numbers: numbers, torch.arange(count), name="samples")
 
 
 def expect_size(count: Any, name: str, most: int) -> int:
@@ -112,6 +108,21 @@ def expect_size(count: Any, name: str, most: int) -> int:
     return number
 
 
+def expect_seed(seed: Any) -> torch.Generator:
+    """Return the generator of random choices: of a seed, or the given one."""
+    if isinstance(seed, torch.Generator):
+        return seed
+    number = as_index(seed)
+    if number is None or not 0 <= number < 2**63:
+        raise InvalidInputError(
+            f"`seed` is {seed!r}.",
+            "It must be an integer ≥ 0, or a torch.Generator.",
+            "The same seed makes the same random choices.",
+            "Use seed=0.",
+        )
+    return torch.Generator().manual_seed(number)
+
+
 def score(scorer: Scorer, target: Any, perturbations: Perturbation, show_progress: bool = False) -> Influence:
     """Return scores without the estimator's own checks of them."""
     known = inspect.signature(scorer.scores).parameters
@@ -119,46 +130,10 @@ def score(scorer: Scorer, target: Any, perturbations: Perturbation, show_progres
     return scorer.scores(target, perturbations, show_progress=show_progress, **options)
 
 
-def count_targets(truth: Scorer, target: Any) -> int | None:
-    """Return the number of targets; None where only the truth can tell, by its scores."""
-    solution, named = getattr(truth, "solution", None), getattr(truth, "targets", None)
-    if isinstance(solution, Solution):
-        return len(Targets(target, solution).names)
-    return None if named is None else len(named)
-
-
-def score_samples(
-    methods: Mapping[str, Any], target: Any, samples: Samples, targets: int | None = None
-) -> dict[str, Tensor]:
-    """Return the score of removing each sample by each method, (n, T); (n, 1) where a method has one for all targets.
-
-    Args:
-        methods: By name, from `name_methods`.
-        target: What estimators score.
-        samples: The samples, each removed by itself.
-        targets: The number T of targets, where it is known.
-    """
-    each = samples.remove_each()
-    return {name: _read_scores(name, method, target, each, targets) for name, method in methods.items()}
-
-
-def _read_scores(name: str, method: Any, target: Any, each: Perturbation, targets: int | None) -> Tensor:
-    """Ask an estimator, or read an Influence or an array; check the result."""
-    if isinstance(method, Influence) and method.perturbations != tuple(each.labels):
-        raise InvalidInputError(
-            f"The Influence of {name!r} has {count_words(len(method), 'perturbation')}, the first of them "
-            f"{method.perturbations[0]!r}.",
-            f"It must have {len(each)}, the removals of each sample in order, as {each[0].labels[0]!r}.",
-            "Scores are matched by the number of their sample.",
-            "Score remove_each() of the same Samples, or pass influence.values.",
-        )
-    if isinstance(method, Scorer):
-        values = score(method, target, each).values
-    else:
-        values = method.values if isinstance(method, Influence) else as_numbers(method, f"scores of {name!r}")
-    if values.dim() == 1:
-        values = values[:, None]
-    return check_scores(name, values, len(each), targets)
+def read_values(name: str, method: Any) -> Tensor:
+    """Return scores that were computed elsewhere, (n, T): an Influence, or numbers, (n,) or (n, T)."""
+    values = method.values if isinstance(method, Influence) else as_numbers(method, f"scores of {name!r}")
+    return values[:, None] if values.dim() == 1 else values
 
 
 def check_scores(name: str, values: Tensor, n: int, targets: int | None) -> Tensor:
@@ -177,6 +152,7 @@ def check_scores(name: str, values: Tensor, n: int, targets: int | None) -> Tens
 
 def read_removals(perturbations: Perturbation) -> tuple[SampleLosses, list[list[int]]]:
     """Return the samples, and the numbers of those that each removal removes; refuse perturbations of other kinds."""
+    check_perturbation(perturbations)
     actions = [action for factor, action in perturbations.pieces if factor == 1.0]
     removal = actions[0] if len(actions) == 1 and len(perturbations.pieces) == 1 else None
     if not isinstance(removal, Removal) or removal.terms is not None:

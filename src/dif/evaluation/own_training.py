@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -12,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.derivatives.fingerprint import hash_all
-from dif.errors import InvalidInputError, count_words
+from dif.derivatives.fingerprint import ObjectEncoder, hash_all
+from dif.errors import InvalidInputError, count_words, warn
 from dif.estimators.influence import Influence
 from dif.evaluation.methods import read_removals
 from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically
-from dif.runtime.inputs import as_numbers, check_count, check_list
+from dif.runtime.file_path import expect_folder
+from dif.runtime.inputs import as_index, as_numbers, check_count, check_list
 from dif.runtime.progress import progress
 
 
@@ -34,7 +36,7 @@ class OwnTraining:
         count: How many samples there are.
         seeds: Seeds over which the targets are averaged.
         keep: Folder for finished trainings, one file each. Those found there are not repeated, so that interrupted
-            runs resume. The folder belongs to one training function: choose another one for another.
+            runs resume. If the function changes, or anything it refers to (code, data, settings), it trains again.
     """
 
     name = "own training"
@@ -47,9 +49,10 @@ class OwnTraining:
         seeds: Sequence[int] = (0,),
         keep: str | os.PathLike[str] | None = None,
     ) -> None:
-        if not callable(train):
+        if not _can_call(train):
+            found = "does not take two arguments" if callable(train) else f"is of type {type(train).__name__}"
             raise InvalidInputError(
-                f"`train` is of type {type(train).__name__}.",
+                f"`train` {found}.",
                 "It must be a function train(kept, seed).",
                 "It is called with the numbers of the samples to train on, and a seed.",
                 "Pass a function that trains and returns the targets of the trained model.",
@@ -61,16 +64,17 @@ class OwnTraining:
             meaning="It is the number of samples of your training.",
             cure="Pass the number of samples that there are before any is removed.",
         )
-        self.seeds = check_list(
-            seeds,
-            "seeds",
-            allowed="It must be a list of integers, at least one.",
-            meaning="Targets are averaged over trainings with these seeds.",
-            cure="Use seeds=[0] for a training that does not depend on a seed.",
-        )
-        self.folder = None if keep is None else Path(keep)
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        words = {
+            "allowed": "It must be a list of integers, at least one.",
+            "meaning": "Targets are averaged over trainings with these seeds.",
+            "cure": "Use seeds=[0] for a training that does not depend on a seed.",
+        }
+        given = check_list(seeds, "seeds", **words)
+        self.seeds = [number for seed in given if (number := as_index(seed)) is not None]
+        if len(self.seeds) < len(given):
+            raise InvalidInputError(f"`seeds` is {seeds!r}.", **words)
+        self.folder = None if keep is None else expect_folder(keep, "keep")
+        self._mark = b"" if keep is None else _fingerprint(train)
 
     def scores(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """Train without the samples of each removal and return the change of each target.
@@ -121,10 +125,10 @@ class OwnTraining:
         """Train with one seed, or read the targets of an earlier training, (T,)."""
         if self.folder is None:
             return self._call(kept, seed)
-        name = hash_all([np.array([seed, self.count, *kept], dtype="<i8").tobytes()]).hex()[:32]
+        name = hash_all([self._mark, np.array([seed, self.count, *kept], dtype="<i8").tobytes()]).hex()[:32]
         path = self.folder / f"{name}.npy"
         if path.exists():
-            return torch.from_numpy(np.load(path, allow_pickle=False))
+            return _read(path)
         values = self._call(kept, seed)
         with open_atomically(path) as file:
             np.save(file, values.numpy(), allow_pickle=False)
@@ -132,3 +136,40 @@ class OwnTraining:
 
     def _call(self, kept: list[int], seed: int) -> Tensor:
         return as_numbers(self.train(kept, seed), "targets returned by `train`").reshape(-1)
+
+
+def _can_call(train: Any) -> bool:
+    """Return whether train(kept, seed) is a possible call, as far as Python can tell before."""
+    try:
+        inspect.signature(train).bind([], 0)
+    except TypeError:
+        return False
+    except ValueError:  # some functions of C have no signature
+        return True
+    return True
+
+
+def _fingerprint(train: Callable[[list[int], int], Any]) -> bytes:
+    """Hash a training function and all it refers to; warn if that cannot be inspected, so that it never recurs."""
+    first, again = (hash_all(ObjectEncoder().encode(train)) for _ in range(2))
+    if first != again:
+        warn(
+            "`train` refers to an object that cannot be inspected, so nobody can tell whether it has changed. What is "
+            "kept in the folder will not be used again in another run. Create such objects (generators, locks, open "
+            "files) inside the function.",
+            UserWarning,
+        )
+    return first
+
+
+def _read(path: Path) -> Tensor:
+    """Return the targets of a kept training."""
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False))
+    except (ValueError, OSError, EOFError) as error:
+        raise InvalidInputError(
+            f"The kept training {str(path)!r} cannot be read ({type(error).__name__}: {error}).",
+            "It must be a file that OwnTraining wrote.",
+            "It is damaged.",
+            "Delete the file; that training is then repeated.",
+        ) from error

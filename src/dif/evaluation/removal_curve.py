@@ -11,27 +11,21 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.evaluation.methods import (
-    Methods,
-    Scorer,
-    expect_population,
-    expect_scorer,
-    expect_size,
-    name_methods,
-    score,
-    score_samples,
-)
-from dif.evaluation.picture import GREY, colour_methods, make_axes
+from dif.evaluation.methods import Methods, Scorer, expect_seed, expect_size
+from dif.evaluation.picture import GREY, colour_methods
+from dif.evaluation.result import Result
 from dif.evaluation.result_file import read_result, write_result
 from dif.evaluation.table import Table
+from dif.evaluation.trial import Trial
 from dif.problem.samples import Samples
+from dif.runtime.axes import draw_on
 from dif.runtime.inputs import as_index, check_list
 
 _KIND = "removal curve"  # of file
 
 
-@dataclass(frozen=True, eq=False)
-class RemovalCurve:
+@dataclass(frozen=True, eq=False, repr=False)
+class RemovalCurve(Result):
     """The change of a target after training without the top k samples of each method, for several k."""
 
     counts: tuple[int, ...]  # (K,) how many samples were removed, ascending
@@ -55,16 +49,9 @@ class RemovalCurve:
         title = f"Change of {self.target} without the k samples that should {self._wish} it most"
         return Table(title, ("method", *(f"k = {k}" for k in self.counts)), tuple(rows))
 
-    def to_frame(self) -> Any:
-        """Return the table as a pandas DataFrame."""
-        return self.table().to_frame()
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
     def plot(self, ax: Any = None) -> Any:
         """Plot the change of the target against k, with a band from the least to the greatest random change."""
-        ax = make_axes()[0] if ax is None else ax
+        ax = draw_on(ax)
         at = [0, *self.counts]
         if len(self.random):
             curves = torch.cat([torch.zeros(len(self.random), 1), self.random], 1).numpy()
@@ -122,8 +109,8 @@ def removal_curve(
         seed: Seed of the random orders.
         show_progress: Show a bar on a terminal while training.
     """
-    named, truth, population = name_methods(methods), expect_scorer(truth), expect_population(samples)
-    n, repeats = len(population), as_index(random)
+    trial = Trial.of(methods, truth, target, samples, show_progress)
+    n, repeats, generator = len(trial.population), as_index(random), expect_seed(seed)
     listed = check_list(
         counts,
         "counts",
@@ -139,24 +126,25 @@ def removal_curve(
             "It says how many random orders are removed for comparison.",
             "Use 5 for a band, 0 for none.",
         )
-    scores = score_samples(named, target, population)
-    several = [name for name, values in scores.items() if values.shape[1] != 1]
+    if trial.known_targets not in (None, 1):
+        raise _target_error(trial.known_targets)
+    scores = trial.predict()
+    several = [values.shape[1] for values in scores.values() if values.shape[1] != 1]
     if several:
-        raise _target_error(scores[several[0]].shape[1])
+        raise _target_error(several[0])
     ranked = (torch.argsort(values[:, 0], descending=not lower, stable=True) for values in scores.values())
-    generator = torch.Generator().manual_seed(seed)
     orders = [*ranked, *(torch.randperm(n, generator=generator) for _ in range(repeats))]
-    groups = population.remove_groups([order[:k].tolist() for order in orders for k in sizes])
-    actual = score(truth, target, groups, show_progress)
+    groups = trial.population.remove_groups([order[:k].tolist() for order in orders for k in sizes])
+    actual = trial.measure(groups)
     if len(actual.targets) != 1:
         raise _target_error(len(actual.targets))
     curves = actual.values.double().reshape(len(orders), len(sizes))
-    first = {name: tuple(order[: sizes[-1]].tolist()) for name, order in zip(named, orders, strict=False)}
-    changes = {name: curve.clone() for name, curve in zip(named, curves, strict=False)}
-    return RemovalCurve(tuple(sizes), changes, curves[len(named) :].clone(), first, actual.targets[0], lower)
+    first = {name: tuple(order[: sizes[-1]].tolist()) for name, order in zip(trial.methods, orders, strict=False)}
+    changes = {name: curve.clone() for name, curve in zip(trial.methods, curves, strict=False)}
+    return RemovalCurve(tuple(sizes), changes, curves[len(trial.methods) :].clone(), first, actual.targets[0], lower)
 
 
-def _target_error(count: int) -> InvalidInputError:
+def _target_error(count: int | None) -> InvalidInputError:
     return InvalidInputError(
         f"There are {count} targets.",
         "There must be one target.",

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.runtime.atomic_file import open_atomically
+from dif.runtime.file_path import expect_path
 
 
 def write_result(
@@ -22,13 +23,13 @@ def write_result(
     described = json.dumps({"format": f"dif {kind} 1", **about, "methods": list(methods)})
     named = {f"method_{number}": values for number, values in enumerate(methods.values())} | arrays
     content: dict[str, Any] = {"about": np.array(described)} | {name: t.numpy() for name, t in named.items()}
-    with open_atomically(path) as file:
+    with open_atomically(expect_path(path)) as file:
         np.savez(file, **content)
 
 
 def read_result(path: str | os.PathLike[str], kind: str) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Tensor]]:
     """Return what `write_result` wrote: the description, the arrays of the methods, the other arrays."""
-    if not os.path.exists(path):
+    if not expect_path(path).exists():
         raise FileNotFoundError(f"There is no file {os.fspath(path)!r}.")
     try:
         with np.load(path, allow_pickle=False) as file:

@@ -5,21 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dif.errors import DifError, InvalidInputError
+from dif.errors import DifError, InvalidInputError, count_words
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.influence import Influence
 from dif.optimality.active_set import Margin
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.problem.term import Expression
+from dif.report.column import expect_column, expect_features, list_entries
 from dif.report.report import Report, select_samples, write_html
 from dif.report.subjects import Subjects
+from dif.runtime.file_path import expect_path
 from dif.runtime.inputs import check_instance
 
 _MOST_TARGETS = 20  # targets of one report at most
@@ -64,47 +66,23 @@ def write_report(
         meaning="A report shows the scores of an estimator.",
         cure="Pass the result of estimator.scores(target, perturbations).",
     )
-    if solution is None and influence.origin is None:
-        raise InvalidInputError(
-            f"These scores of {influence.estimator} do not know the solution that they were computed at.",
-            "They must come from an estimator of a solution, in this process, or the solution must be given.",
-            "A report shows the certificate of that solution, which neither a file nor a training run has.",
-            "Call dif.report.write_report(path, influence, solution).",
-        )
-    if solution is None and influence.origin is not None:
-        solution = influence.origin.solution
-    solution = expect_solution(solution)
-    if (
-        targets is None
-        and influence.origin is not None
-        and len(influence.origin.targets.terms) == len(influence.targets)
-    ):
-        targets = influence.origin.targets.terms
-    columns = None if features is None else {str(name): list(column) for name, column in features.items()}
+    file, title = expect_path(path), _expect_title(title)
+    solution = _find_solution(influence, solution)
+    terms = _find_terms(influence, targets)
+    if retrained is not None:
+        _check_retrained(influence, retrained)
+    plain = Subjects.of_perturbations(influence.carried_out, influence.perturbations, solution)
+    lengths = {len(influence)} | ({len(plain.train)} if plain.train is not None else set())
+    columns = {"names": names, "groups": groups, "images": images}
+    shown: dict[str, Any] = {
+        name: expect_column(column, f"`{name}`", lengths) for name, column in columns.items() if column is not None
+    }
+    if features is not None:
+        shown["features"] = expect_features(features, "`features`", lengths)
     if names is None and influence.index is not None:
-        names = [str(label) for label in influence.index]
-    subjects = Subjects.of_perturbations(
-        influence.carried_out, influence.perturbations, solution,
-        names=_as_list(names), groups=_as_list(groups), features=columns, images=images,
-    )  # fmt: skip
-    _check_lengths(subjects, len(influence))
-    if len(influence.targets) > _MOST_TARGETS:
-        raise InvalidInputError(
-            f"The scores have {len(influence.targets)} targets.",
-            f"A report shows at most {_MOST_TARGETS}.",
-            "Each target has a tab of its own.",
-            "Score fewer targets, such as the mean over all test samples.",
-        )
-    terms: list[Expression | None] = [None] * len(influence.targets)
-    if targets is not None:
-        terms = list(targets.values() if isinstance(targets, Mapping) else targets)
-        if len(terms) != len(influence.targets):
-            raise InvalidInputError(
-                f"There are {len(terms)} targets.",
-                f"There must be {len(influence.targets)}, one per column of the scores.",
-                "The report shows the present value of each target beside its scores.",
-                "Pass the targets that were scored, in their order, or leave them out.",
-            )
+        shown["names"] = [str(label) for label in influence.index]
+    subjects = replace(plain, **shown)
+    subjects.check_display()
     explained = _Explanation.of(influence, solution)
     reports = [
         Report.of(
@@ -120,22 +98,73 @@ def write_report(
     ]
     if retrained is not None:
         places = {label: i for i, label in enumerate(influence.perturbations)}
-        known = [label for label in retrained.perturbations if label in places]
-        if len(known) < len(retrained) or not set(influence.targets) & set(retrained.targets):
-            raise InvalidInputError(
-                f"Of {len(retrained)} retrained perturbations, {len(known)} were scored; the retrained targets are "
-                f"{', '.join(retrained.targets)}.",
-                "Each must be among the scored perturbations, and some target among the scored targets.",
-                "The report shows the retrained change of a target beside the predicted one.",
-                "Retrain some of the perturbations that were scored, for the same targets.",
-            )
         indices = [places[label] for label in retrained.perturbations]
         reports = [
             report.with_actual(indices, retrained) if report.target in retrained.targets else report
             for report in reports
         ]
-    write_html(path, reports[::-1])  # the first target is shown first
-    return Path(path)
+    write_html(file, reports[::-1])  # the first target is shown first
+    return file
+
+
+def _find_solution(influence: Influence, solution: Solution | None) -> Solution:
+    """Return the solution of the scores: the given one, or the one that they know."""
+    if solution is not None:
+        return expect_solution(solution)
+    if influence.origin is None:
+        raise InvalidInputError(
+            f"These scores of {influence.estimator} do not know the solution that they were computed at.",
+            "They must come from an estimator of a solution, in this process, or the solution must be given.",
+            "A report shows the certificate of that solution, which neither a file nor a training run has.",
+            "Call dif.report.write_report(path, influence, solution).",
+        )
+    return expect_solution(influence.origin.solution)
+
+
+def _find_terms(influence: Influence, targets: Any) -> list[Expression | None]:
+    """Return the target of each column: the given ones, or those that the scores know; None where it is unknown."""
+    T, origin = len(influence.targets), influence.origin
+    if T > _MOST_TARGETS:
+        raise InvalidInputError(
+            f"The scores have {T} targets.",
+            f"A report shows at most {_MOST_TARGETS}.",
+            "Each target has a tab of its own.",
+            "Score fewer targets, such as the mean over all test samples.",
+        )
+    if targets is None:
+        known = origin is not None and len(origin.targets.terms) == T
+        return list(origin.targets.terms) if origin is not None and known else [None] * T
+    listed = list_entries(list(targets.values()) if isinstance(targets, Mapping) else targets)
+    terms: list[Any] = [targets] if listed is None else listed
+    if len(terms) != T or not all(isinstance(term, Expression) for term in terms):
+        kinds = {type(term).__name__ for term in terms if not isinstance(term, Expression)}
+        raise InvalidInputError(
+            f"`targets` has {count_words(len(terms), 'target')}{f', some of type {min(kinds)}' if kinds else ''}.",
+            f"It must have {T} Terms, one per column of the scores.",
+            "The report shows the present value of each target beside its scores.",
+            "Pass the targets that were scored, in their order, or leave them out.",
+        )
+    return terms
+
+
+def _check_retrained(influence: Influence, retrained: Any) -> None:
+    """Refuse retrained scores that do not belong to the scores."""
+    retrained = check_instance(
+        retrained,
+        Influence,
+        "retrained",
+        meaning="It holds the retrained change of a target, which the report shows beside the predicted one.",
+        cure="Pass dif.Retraining(solution).scores(target, perturbations), or leave it out.",
+    )
+    known = set(influence.perturbations) & set(retrained.perturbations)
+    if len(known) < len(retrained) or not set(influence.targets) & set(retrained.targets):
+        raise InvalidInputError(
+            f"Of {len(retrained)} retrained perturbations, {len(known)} were scored; the retrained targets are "
+            f"{', '.join(retrained.targets)}.",
+            "Each must be among the scored perturbations, and some target among the scored targets.",
+            "The report shows the retrained change of a target beside the predicted one.",
+            "Retrain some of the perturbations that were scored, for the same targets.",
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,20 +200,13 @@ class _Explanation:
         return None
 
 
-def _as_list(column: Any) -> list[Any] | None:
-    return None if column is None else list(column)  # for a pandas column: its values by position
-
-
-def _check_lengths(subjects: Subjects, rows: int) -> None:
-    """Refuse columns that have neither one entry per sample nor one per perturbation."""
-    allowed = {rows} | ({len(subjects.train)} if subjects.train is not None else set())
-    columns = {"names": subjects.names, "groups": subjects.groups, "images": subjects.images}
-    columns |= {f"features[{name!r}]": column for name, column in (subjects.features or {}).items()}
-    for name, column in columns.items():
-        if column is not None and len(column) not in allowed:
-            raise InvalidInputError(
-                f"`{name}` has {len(column)} entries.",
-                f"It must have {' or '.join(map(str, sorted(allowed)))}: one per sample, or one per perturbation.",
-                "The report shows one entry beside each score.",
-                "Give one entry per sample, in the order of the samples.",
-            )
+def _expect_title(title: Any) -> str:
+    """Return the heading of the page; refuse what is not text."""
+    if not isinstance(title, str):
+        raise InvalidInputError(
+            f"`title` is of type {type(title).__name__}.",
+            "It must be text.",
+            "It is the heading of the page.",
+            'Pass title="Credit score", say, or leave it out.',
+        )
+    return title

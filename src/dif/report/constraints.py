@@ -9,27 +9,28 @@ import numpy as np
 import torch
 
 from dif.optimality.solution import Solution
+from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Function, SampleSum
 from dif.report.numbers import format_number, format_percent
+from dif.report.sample_sets import SampleSets
 
 _MOST_COEFFICIENTS = 6  # coefficients of a linear row that a formula lists
-_MOST_MEMBERS = 3  # samples of a group that a formula lists
 _LOOSENED = 0.1  # share of the limit by which a constraint is loosened in words
 _LOOSENED_FROM_ZERO = 0.01  # what it is loosened by if its limit is 0
 
 
-def write_formulas(solution: Solution, groups: Sequence[str] | None = None) -> list[str]:
+def write_formulas(solution: Solution, sets: SampleSets) -> list[str]:
     """Return the left-hand side, relation and limit of each row as one line of text.
 
     Args:
         solution: The solution whose constraints are written.
-        groups: Group of each sample; a mean over exactly one of them is then written with its name.
+        sets: Names for the sets of samples that sums are over.
     """
-    formulas = []
+    formulas, minimised = [], [s.samples for c, s in solution.problem.objective.sums if c > 0]
     for constraint, shape in zip(solution.problem.constraints, solution.program.shapes, strict=True):
         sign = -1.0 if constraint.negated else 1.0
         for row in range(shape.numel()):
-            summands = [(sign * c, _describe_sum(s, groups)) for c, s in constraint.term.sums if c]
+            summands = [(sign * c, _describe_sum(s, sets, minimised)) for c, s in constraint.term.sums if c]
             for c, function in constraint.term.functions:
                 parts = _split_function(function, row if shape else None, solution)
                 summands += [(sign * c * factor, text) for factor, text in parts if c * factor]
@@ -39,19 +40,14 @@ def write_formulas(solution: Solution, groups: Sequence[str] | None = None) -> l
     return formulas
 
 
-def _describe_sum(part: SampleSum, groups: Sequence[str] | None) -> str:
-    """Describe a sum over samples, and which samples it is over."""
+def _describe_sum(part: SampleSum, sets: SampleSets, minimised: Sequence[SampleLosses]) -> str:
+    """Describe a sum over samples, which samples it is over, and whether it is of a loss that training minimises."""
     members = torch.nonzero(part.weights).reshape(-1).tolist()
-    if part.everyone or not members:
+    if not members:
         return part.words
     kind = "mean" if part.normalised else "sum" if bool((part.weights[members] == 1).all()) else "weighted sum"
-    if groups is not None and len(groups) == len(part.weights):
-        inside = {str(groups[i]) for i in members}
-        if len(inside) == 1 and sum(str(group) in inside for group in groups) == len(members):
-            return f"{kind} of {part.samples.name} over {inside.pop()!r}"
-    listed = ", ".join(map(str, members[:_MOST_MEMBERS])) + (", …" if len(members) > _MOST_MEMBERS else "")
-    number = f"{len(members)} sample{'s' if len(members) != 1 else ''}"
-    return f"{kind} of {part.samples.name} over {number} ({listed})"
+    name = f"{kind}{' loss' if part.samples in minimised else ''} of {part.samples.name}"
+    return name if part.everyone else f"{name} over {sets.describe(part.samples, members)}"
 
 
 def _split_function(function: Function, row: int | None, solution: Solution) -> list[tuple[float, str]]:
@@ -99,12 +95,13 @@ def explain_constraint(row: Mapping[str, Any], objective: float) -> str:
         row["multiplier"] if row["state"] == "binding" else row["slack"]
     )
     if row["state"] == "binding":
-        freed = " Removing a single sample can be enough to set it free." if near else ""
+        freed = " Without a single sample it may no longer be reached." if near else ""
         return f"The limit is reached, and it shapes the model.{_price(row, objective, 'Loosening')}{freed}{doubt}"
     if row["state"] == "weak":
         return f"The limit is just reached without shaping the model; after a small change of the data it may.{doubt}"
-    share = f", {format_percent(row['slack'] / abs(row['limit']))} of the limit" if row["limit"] else ""
-    reached = " Removing a single sample can be enough to reach it." if near else ""
+    part = row["slack"] / abs(row["limit"]) if row["limit"] else 2.0
+    share = f", {format_percent(part)} of the limit" if part < 1 else ""
+    reached = " Without a single sample it may be reached." if near else ""
     room = f"There is room of {format_number(row['slack'])}{share}."
     return f"The limit is not reached, so it does not shape the model. {room}{reached}{doubt}"
 

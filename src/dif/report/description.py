@@ -21,6 +21,7 @@ from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.samples import Samples
 from dif.problem.term import Expression
+from dif.report.column import expect_column, expect_features
 from dif.report.subjects import Subjects
 
 # Written by `dif init`
@@ -122,38 +123,16 @@ class Description:
         names: Any, groups: Any, features: Any, images: Any,
     ) -> Description:  # fmt: skip
         """Build from what to show of each sample, after checking that there is one entry per sample."""
-        names, groups = (
-            _read_column(path, name, column, len(train)) for name, column in (("names", names), ("groups", groups))
+        lengths = {len(train)}
+        names, groups, images = (
+            None if column is None else expect_column(column, f"`{name}` in {path}", lengths)
+            for name, column in (("names", names), ("groups", groups), ("images", images))
         )
         if features is not None:
-            if not hasattr(features, "items"):
-                wanted = "a dict of columns, or a data frame"
-                raise _wrong_variable_error(path, "features", features, wanted, '{"age": ages}')
-            features = {
-                str(name): _read_column(path, f"features[{name!r}]", column, len(train))
-                for name, column in features.items()
-            }
-        _read_column(path, "images", images, len(train))
+            features = expect_features(features, f"`features` in {path}", lengths)
         description = cls(path, solution, targets, train, names, groups, features, images, train_is_known)
-        description._check_display()
+        description.subjects.check_display(f" in {path}")
         return description
-
-    def _check_display(self) -> None:
-        """Raise an error if the features or the image of the first sample cannot be displayed."""
-        displays: list[tuple[str, str, Callable[[], object]]] = [
-            ("features", "numbers or words", lambda: self.subjects.feature([0])),
-            ("images", "numeric pixels of shape (n, height, width)", lambda: self.subjects.image(0)),
-        ]
-        for name, wanted, display in displays:
-            try:
-                display()
-            except Exception as error:
-                raise InvalidInputError(
-                    f"`{name}` in {self.path} cannot be displayed ({type(error).__name__}: {error}).",
-                    f"It must hold {wanted}.",
-                    "The report shows it for each sample.",
-                    "Give one number or word per sample and feature, and one array per image; or leave it out.",
-                ) from error
 
     @cached_property
     def subjects(self) -> Subjects:
@@ -202,21 +181,6 @@ def _run(path: Path, fit: Callable[..., Solution]) -> dict[str, Any]:
         ) from error
     finally:
         dif.fit = usual
-
-
-def _read_column(path: Path, name: str, column: Any, n: int) -> list[Any] | None:
-    """Return a column as a list, after checking that it has one entry per sample."""
-    if column is None:
-        return None
-    ordered = hasattr(column, "__len__") and hasattr(column, "__getitem__") and not isinstance(column, Mapping | str)
-    if not ordered or len(column) != n:
-        raise InvalidInputError(
-            f"`{name}` in {path} has {f'{len(column)} entries' if ordered else f'type {type(column).__name__}'}.",
-            f"It must be a list, an array or a column with {n} entries, one per sample of `train`.",
-            "The report shows one entry beside each sample.",
-            "Give one entry per sample, in the order of the samples, or leave it out.",
-        )
-    return list(column)  # for a pandas column: its values by position, whatever its index
 
 
 def _find_line(error: BaseException, path: Path) -> str:

@@ -18,6 +18,8 @@ from dif.report.table import write_csv
 _MAX_SAMPLES = 1000  # samples of a report that the page lists
 _MAX_BYTES = 4_000_000  # size of the samples of all reports on the page, in bytes
 _MAX_CSV = 400_000  # size of the CSV files of all reports on the page, in bytes; larger ones have no features
+# How the page calls the state of a constraint; the words of experts are folded away
+_STATE = {"binding": "limit reached", "weak": "limit just reached", "inactive": "limit not reached"}
 _SIGN = {GOOD: "✓", BAD: "✗"}  # symbol of a verdict; "!" for the others
 _HASH = 16  # characters of a hash that the head of the page shows
 # What identifies a model, and how the page calls it
@@ -27,7 +29,7 @@ _GLOSSARY = {
     "score": "The predicted change of the target if the model were trained again without this sample.",
     "DIF": "Directional influence function: predicts the score from the optimality conditions, with the constraints.",
     "retrained change": "The actual change of the target, found by training again without this sample.",
-    "expected error": "How far the predictions should be off, estimated from further steps of Newton's method.",
+    "expected error": "How far the predictions are probably off, estimated from further steps of Newton's method.",
     "relative error": "The size of all errors together, divided by the size of all changes together.",
     "r (correlation)": "1 if predicted and retrained changes lie on a line, 0 if one says nothing about the other.",
     "slope": "By which factor predictions are too large (above 1) or too small (below 1).",
@@ -163,33 +165,53 @@ def _format_summary(answer: Mapping[str, Any]) -> str:
     now = "" if answer["value"] is None else f" Its value now is {format_number(answer['value'])}."
     target = html.escape(answer["target"])
     text = (
-        f"For each of {answer['total']} training samples, the score predicts how <b>{target}</b> "
-        f"would change without it ({html.escape(answer['estimator'])}).{now}"
+        f"For each of {answer['total']} training samples, the score predicts how <b>{target}</b> would change if the "
+        f"model were trained without it (method: {html.escape(answer['estimator'])}).{now}"
     )
     agreement = answer["agreement"]
     if agreement is not None and None not in agreement.values():
         text += (
-            f" {agreement['n']} removals were also retrained: correlation r = {format_number(agreement['pearson'])}, "
+            f" For {agreement['n']} samples this was done: correlation r = {format_number(agreement['pearson'])}, "
             f"slope {format_number(agreement['slope'])}, relative error {format_percent(agreement['relative_error'])}."
         )
     return text
 
 
 def _format_constraints(certificate: Mapping[str, Any]) -> str:
-    """Return the constraints with formula, value, limit and words; on a phone each becomes a card."""
+    """Return the constraints with formula, value, limit and words."""
     if not certificate["constraints"]:
         return "<p>None: this is an unconstrained problem.</p>"
-    body = "".join(
-        f"<tr><th scope=row>{html.escape(row['name'])}"
-        f'<span class="state {html.escape(row["state"])}">{html.escape(row["state"])}</span></th>'
-        f"<td data-label=rule>{html.escape(row['formula'])}</td>"
-        f"<td class=number data-label=value>{format_number(row['value'])}</td>"
-        f"<td class=number data-label=limit>{html.escape(row['relation'])} {format_number(row['limit'])}</td>"
-        f'<td data-label="in words">{html.escape(row["words"])}</td></tr>'
+    rows = [
+        {
+            "constraint": f"{html.escape(row['name'])}"
+            f'<span class="state {html.escape(row["state"])}">{html.escape(_describe_state(row))}</span>',
+            "rule": html.escape(row["formula"]),
+            "value": format_number(row["value"]),
+            "limit": f"{html.escape(row['relation'])} {format_number(row['limit'])}",
+            "in words": html.escape(row["words"]).replace(" %", "&nbsp;%"),
+        }
         for row in certificate["constraints"]
+    ]
+    return _format_cards(rows, numbers=("value", "limit"))
+
+
+def _describe_state(row: Mapping[str, Any]) -> str:
+    if row["relation"] == "=":
+        return "must be met exactly"
+    return "violated" if row["slack"] < 0 else _STATE[row["state"]]
+
+
+def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> str:
+    """Return a table of cells by heading, the first of each row a name; on a phone each row becomes a card."""
+    headings = list(rows[0])
+    cell_of = {h: " class=number" if h in numbers else "" for h in headings}
+    head = "".join(f"<th scope=col{cell_of[h]}>{h}</th>" for h in headings)
+    body = "".join(
+        f"<tr><th scope=row>{row[headings[0]]}</th>"
+        + "".join(f'<td{cell_of[h]} data-label="{h}">{row[h]}</td>' for h in headings[1:])
+        + "</tr>"
+        for row in rows
     )
-    headings = ("constraint", "rule", "value", "limit", "in words")
-    head = "".join(f"<th scope=col{' class=number' if h in ('value', 'limit') else ''}>{h}</th>" for h in headings)
     return f"<table class=cards><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
 
@@ -215,21 +237,19 @@ def _format_margins(certificate: Mapping[str, Any]) -> str:
     """Return slack and multiplier of each constraint, and how much one removal changes them."""
     if not certificate["constraints"]:
         return ""
-    body = "".join(
-        f"<tr><th scope=row>{html.escape(row['name'])}</th>"
-        f"<td data-label=state>{html.escape(row['state'])}{' (uncertain)' if row['uncertain'] else ''}</td>"
-        f"<td class=number data-label=slack>{format_number(row['slack'])}</td>"
-        f'<td class=number data-label="multiplier λ">{format_number(row["multiplier"])}</td>'
-        f'<td class=number data-label="largest change">{format_number(row["largest"])}</td>'
-        f'<td class=number data-label="median change">{format_number(row["median"])}</td></tr>'
+    rows = [
+        {
+            "constraint": html.escape(row["name"]),
+            "state": f"{html.escape(row['state'])}{' (uncertain)' if row['uncertain'] else ''}",
+            "slack": format_number(row["slack"]),
+            "multiplier λ": format_number(row["multiplier"]),
+            "largest change": format_number(row["largest"]),
+            "median change": format_number(row["median"]),
+        }
         for row in certificate["constraints"]
-    )
-    headings = ("constraint", "state", "slack", "multiplier λ", "largest change", "median change")
-    head = "".join(f"<th scope=col{' class=number' if k > 1 else ''}>{h}</th>" for k, h in enumerate(headings))
-    return (
-        "<p>Change: by one removal, of the multiplier λ where the constraint binds, of the slack elsewhere.</p>"
-        f"<table class=cards><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    )
+    ]
+    words = "Change: by one removal, of the multiplier λ where the constraint binds, of the slack elsewhere."
+    return f"<p>{words}</p>{_format_cards(rows, numbers=list(rows[0])[2:])}"
 
 
 def _format_download(k: int, answer: Mapping[str, Any], room: int) -> str:

@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
+from dif.errors import few
+from dif.estimators.selection import find_column
+from dif.optimality.solution import expect_solution
+from dif.report.column import expect_column
+from dif.runtime.axes import draw_on, draw_on_panels
+from dif.runtime.inputs import as_numbers, check_count, check_instance
 from dif.solving.continuation import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colours of all plots
@@ -30,7 +36,7 @@ def predicted_vs_actual(
             "Each point of the plot is one perturbation.",
             "Score the same perturbations with both estimators.",
         )
-    ax = _draw_on(ax)
+    ax = draw_on(ax)
     ax.scatter(x, y, s=14, alpha=0.6, color=colour, marker=marker, linewidths=0, label=label)
     low, high = min(x.min(), y.min(), *ax.get_xlim()), max(x.max(), y.max(), *ax.get_xlim())
     ax.axline((low, low), (high, high), color=GREY, linewidth=1, linestyle="--", zorder=0)
@@ -43,6 +49,7 @@ def predicted_vs_actual(
 
 def landscape(solution: Solution, ax: Any = None, span: float = 0.6, levels: int = 18) -> Any:
     """Plot objective and feasible region around a solution with two parameters."""
+    solution = expect_solution(solution)
     program, centre = solution.program, solution.theta
     if len(centre) != 2:
         raise InvalidInputError(
@@ -51,7 +58,7 @@ def landscape(solution: Solution, ax: Any = None, span: float = 0.6, levels: int
             "A landscape is drawn in the plane.",
             "Plot a smaller problem that has two parameters.",
         )
-    ax, axis = _draw_on(ax), torch.linspace(-span, span, 81).to(centre)
+    ax, axis = draw_on(ax), torch.linspace(-span, span, 81).to(centre)
     values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
     size = (len(axis), len(axis))
     x, y = (axis + centre[0]).numpy(), (axis + centre[1]).numpy()
@@ -91,31 +98,26 @@ def ranking(
 
     They are named by `names`, by the index of the user's DataFrame, or by their labels.
     """
+    influence = _expect_influence(influence)
     top = influence.top(k, target)[::-1]
     values = [entry.value for entry in top]
     labels = [entry.label if entry.name is None else str(entry.name) for entry in top]
     if names is not None:
-        labels = [str(names[entry.index]) for entry in top]
-    ax = _draw_on(ax)
+        given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
+        labels = [str(given[entry.index]) for entry in top]
+    ax = draw_on(ax)
     ax.barh(range(len(top)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_yticks(range(len(top)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
-    place = influence.targets.index(target) if isinstance(target, str) else target
-    ax.set_xlabel(f"change of {influence.targets[place]} ({influence.estimator})")
+    ax.set_xlabel(f"change of {influence.targets[_find_target(influence, target)]} ({influence.estimator})")
     return ax
 
 
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
     """Draw a box plot of the scores of each group, labelled with their sum."""
-    if len(groups) != len(influence):
-        raise InvalidInputError(
-            f"There are {len(groups)} groups.",
-            f"There must be {len(influence)}, one per perturbation.",
-            "The plot collects the scores by group.",
-            "Give the group of each perturbation, in their order.",
-        )
-    ax, target = _draw_on(ax), influence.targets.index(target) if isinstance(target, str) else target
-    column = influence.values[:, target].numpy()
+    influence, place = _expect_influence(influence), _find_target(influence, target)
+    groups, ax = expect_column(groups, "`groups`", {len(influence)}, per="perturbation"), draw_on(ax)
+    column = influence.values[:, place].numpy()
     named = sorted({str(group) for group in groups})
     members = [column[[str(group) == name for group in groups]] for name in named]
     labels = [f"{name}\nΣ {np.nansum(values):+.3g}" for name, values in zip(named, members, strict=True)]
@@ -126,13 +128,16 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, tar
     )
     ax.set_yticks(range(1, 1 + len(named)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
-    ax.set_xlabel(f"change of {influence.targets[target]} ({influence.estimator})")
+    ax.set_xlabel(f"change of {influence.targets[place]} ({influence.estimator})")
     return ax
 
 
 def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] | None = None) -> Any:
     """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
-    ax, total = _draw_on(ax), parts.values.sum(1)
+    parts = _expect_influence(parts)
+    k = check_count(k, "k", meaning="So many bars are drawn.", cure="Leave it out for 12.")
+    given = parts.perturbations if names is None else expect_column(names, "`names`", {len(parts)}, per="perturbation")
+    ax, total = draw_on(ax), parts.values.sum(1)
     order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
     above, below = np.zeros(len(order)), np.zeros(len(order))
     for column, name in enumerate(parts.targets):
@@ -143,7 +148,7 @@ def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] 
         ax.barh(range(len(order)), values, left=left, label=name, height=0.7)
         above, below = above + np.maximum(values, 0), below + np.minimum(values, 0)
     ax.plot(total[order].numpy(), range(len(order)), "k|", markersize=12, label="total")
-    ax.set_yticks(range(len(order)), [parts.perturbations[i] if names is None else str(names[i]) for i in order])
+    ax.set_yticks(range(len(order)), [str(given[i]) for i in order])
     ax.axvline(0.0, color=GREY, linewidth=1)
     ax.set_xlabel(parts.estimator)
     ax.legend(frameon=False, fontsize=8)
@@ -152,7 +157,7 @@ def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] 
 
 def parameter_change(change: Change, ax: Any = None, k: int = 15) -> Any:
     """Draw the k largest entries of Δθ, the change of the parameters, as bars, largest on top."""
-    ax, largest = _draw_on(ax), change.largest(k)[::-1]
+    ax, largest = draw_on(ax), change.largest(k)[::-1]
     values = [value for _, value in largest]
     ax.barh(range(len(largest)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_yticks(range(len(largest)), [name for name, _ in largest])
@@ -163,7 +168,7 @@ def parameter_change(change: Change, ax: Any = None, k: int = 15) -> Any:
 
 def multipliers(solution: Solution, change: Change, ax: Any = None) -> Any:
     """Draw Δλ, the change of the multiplier (price) of each constraint."""
-    ax = _draw_on(ax)
+    ax = draw_on(ax)
     names, values = solution.program.names, change.multipliers.flat.detach().cpu().numpy()
     ax.bar(range(len(values)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_xticks(range(len(values)), names, rotation=30, ha="right")
@@ -177,7 +182,7 @@ def path(followed: Path, ax: Any = None, change: Change | None = None, most: int
 
     The `most` parameters that change most are drawn.
     """
-    ax = _draw_on(ax)
+    ax = draw_on(ax)
     shares, moved = followed.epsilons.numpy(), (followed.thetas - followed.thetas[0]).cpu()
     chosen = torch.argsort(moved[-1].abs(), descending=True)[:most].tolist()
     for number, i in enumerate(chosen):
@@ -191,7 +196,7 @@ def path(followed: Path, ax: Any = None, change: Change | None = None, most: int
 
 def multiplier_path(followed: Path, ax: Any = None) -> Any:
     """Plot λ(ε) of every constraint that binds somewhere on a path, and the points where constraints switch."""
-    ax = _draw_on(ax)
+    ax = draw_on(ax)
     for j, name in enumerate(followed.start.program.names):
         if bool((followed.multipliers[:, j] != 0).any()):
             ax.plot(followed.epsilons, followed.multipliers[:, j].cpu(), marker="o", markersize=3, label=name)
@@ -217,14 +222,8 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
 
     Each step sees its own batch, so the curves are noisy.
     """
-    panels: Sequence[Any] = _open_figure(3) if axes is None else axes
-    if len(panels) != 3:
-        raise InvalidInputError(
-            f"There {'is 1 axis' if len(panels) == 1 else f'are {len(panels)} axes'}.",
-            "There must be 3.",
-            "Objective, violations and multipliers have different units.",
-            "Pass Figure().subplots(3, 1, sharex=True), say.",
-        )
+    run = check_instance(run, Run, "run", meaning="Its history is drawn.", cure="Pass dif.Training(...).run().")
+    panels = draw_on_panels(axes, 3, rows=3, meaning="Objective, violations and multipliers have different units.")
     recorded, names = run.history, run.end.program.names
     panels[0].plot(recorded.steps, recorded.objective, color=GREY, linewidth=1)
     for ax, rows in ((panels[1], recorded.violations), (panels[2], recorded.multipliers)):
@@ -236,20 +235,20 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     for ax, label in zip(panels, ("objective", "violation f − τ", "multiplier λ"), strict=True):
         ax.set_ylabel(label)
     panels[2].set_xlabel("step")
-    return panels
+    return panels if axes is None else axes
 
 
 def bound_curve(curve: BoundCurve, ax: Any = None, target: int | str | None = None) -> Any:
     """Plot the price of a constraint (target=None) or a target against the bound of the constraint, with the kinks."""
-    column = curve.targets.index(target) if isinstance(target, str) and target in curve.targets else target
-    if column is not None and (isinstance(column, str) or not 0 <= column < len(curve.targets)):
+    column = None if target is None else find_column(target, curve.targets)
+    if target is not None and column is None:
         raise InvalidInputError(
             f"`target` is {target!r}.",
             f"It must be None or one of the curve's targets: {', '.join(curve.targets) or 'it has none'}.",
             "The curve holds no values of other targets.",
             "Pass the target to dif.bound_curve.",
         )
-    ax, values = _draw_on(ax), curve.price if column is None else curve.values[:, column]
+    ax, values = draw_on(ax), curve.price if column is None else curve.values[:, column]
     ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
     for kink in curve.kinks:
         ax.axvline(kink.bound, color=GREY, linestyle=":", linewidth=1)
@@ -270,19 +269,23 @@ def _refine(grid: np.ndarray, factor: int = 10) -> np.ndarray:
 
 def _numbers(values: Any) -> np.ndarray:
     """Return scores, a tensor or an array as a flat array."""
-    values = values.values if isinstance(values, Influence) else values
-    return np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=float).reshape(-1)
+    return as_numbers(values.values if isinstance(values, Influence) else values, "changes").reshape(-1).numpy()
 
 
-def _draw_on(ax: Any) -> Any:
-    """Return the given axes, or those of a new figure."""
-    return _open_figure(1) if ax is None else ax
+def _expect_influence(influence: object) -> Influence:
+    """Return scores; refuse other objects."""
+    cure = "Pass the result of estimator.scores(target, perturbations)."
+    return check_instance(influence, Influence, "influence", meaning="The plot shows scores.", cure=cure)
 
 
-def _open_figure(panels: int) -> Any:
-    """Return the axes of a new figure, one below the other; notebooks show it, `pyplot.show()` opens a window."""
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError('Plots need matplotlib. Install it: pip install "directional-influence[studies]"') from error
-    return pyplot.subplots(panels, 1, sharex=True, layout="constrained")[1]
+def _find_target(influence: Influence, target: int | str) -> int:
+    """Return the number of a target that is given by name or by number."""
+    place = find_column(target, influence.targets)
+    if place is None:
+        raise InvalidInputError(
+            f"`target` is {target!r}.",
+            f"It must be one of the targets {few(influence.targets, quoted=True)}, or its number.",
+            "The plot shows the scores of one target.",
+            "Choose one of them.",
+        )
+    return place

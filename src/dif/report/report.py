@@ -30,6 +30,7 @@ from dif.problem.structure import leaves
 from dif.problem.term import Expression
 from dif.report.constraints import explain_constraint, write_formulas
 from dif.report.page import render
+from dif.report.sample_sets import SampleSets
 from dif.report.subjects import Subjects
 from dif.runtime.atomic_file import open_atomically
 
@@ -116,7 +117,7 @@ class Report:
             value=None if known is None else float(known.values(solution.theta)[0]),
             estimator=scores.estimator,
             method=method or scores.estimator,
-            certificate=_describe_certificate(solution, margins, subjects.groups),
+            certificate=_describe_certificate(solution, margins, subjects.sets),
             total=len(values),
             histogram=_bin_scores(values),
             by_group=_summarize_groups(subjects, values),
@@ -135,7 +136,7 @@ class Report:
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str = "") -> Report:
         """Return the report with the changes that retraining without some of the samples gave."""
-        failed = actual.diagnostics["failed"]
+        failed = actual.diagnostics.get("failed", {})
         column = actual.targets.index(self.target) if self.target in actual.targets else 0
         rows = zip(indices, actual.perturbations, actual.values[:, column].tolist(), strict=True)
         retrained = [{"index": i, "actual": _number(x), "failed": failed.get(label, "")} for i, label, x in rows]
@@ -284,11 +285,11 @@ def select_samples(scores: Influence, top: int, column: int = 0) -> list[int]:
 
 
 def _describe_certificate(
-    solution: Solution, margins: Sequence[Margin | None] | None, groups: Sequence[Any] | None
+    solution: Solution, margins: Sequence[Margin | None] | None, sets: SampleSets
 ) -> dict[str, Any]:
     """Return the certificate as plain numbers and text, with a formula and an explanation of each constraint."""
     certificate = Certificate.of(solution, margins).to_dict()
-    formulas = write_formulas(solution, groups)
+    formulas = write_formulas(solution, sets)
     for row, formula in zip(certificate["constraints"], formulas, strict=True):
         row |= {"formula": formula, "words": explain_constraint(row, certificate["objective"])}
     return certificate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,14 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.fingerprint import READ
 from dif.derivatives.sweeps import sample_losses
+from dif.errors import InvalidInputError
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation, Removal
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import leaves
+from dif.report.column import write_entry
+from dif.report.sample_sets import SampleSets
 
 _MAX_FEATURES = 24  # features shown per sample
-_MAX_LENGTH = 160  # characters shown per feature value
 _MAX_PIXELS = 40  # pixels shown along each side of an image
 
 
@@ -38,15 +41,15 @@ class Subjects:
 
     @classmethod
     def of_perturbations(
-        cls, perturbations: Perturbation | tuple[str, ...], labels: Sequence[str], solution: Solution, **shown: Any
+        cls, perturbations: Perturbation | tuple[str, ...], labels: Sequence[str], solution: Solution
     ) -> Subjects:
-        """Find the samples that perturbations remove, if each removes one; columns may be per sample or per row."""
+        """Find the samples that perturbations remove, if each removes one."""
         train = index = None
         if isinstance(perturbations, Perturbation) and len(perturbations.pieces) == 1:
             _, action = perturbations.pieces[0]
             if isinstance(action, Removal) and bool((action.entries.start.diff() == 1).all()):
                 train, index = action.samples, action.entries.index.tolist()
-        return cls(labels, solution, train, index, **shown)
+        return cls(labels, solution, train, index)
 
     def _pick(self, column: Any, i: int) -> Any:
         """Return the entry of a column for perturbation i: one per perturbation, or one per sample."""
@@ -77,17 +80,31 @@ class Subjects:
         rows = slice(None) if self.index is None else torch.tensor(self.index)
         return {s.name: sample_losses(s, parameters, theta).double().cpu()[rows] for s in (self.train, *views)}
 
+    @cached_property
+    def sets(self) -> SampleSets:
+        """Names for sets of the samples: by group and feature; without features, by numbers in the data."""
+        return SampleSets.of(self.train, self.groups, self._numbers() if self.features is None else self.features)
+
+    def _numbers(self) -> dict[str, list[float]]:
+        """Return the parts of the samples that are single numbers, such as labels, by the names of `feature`."""
+        columns: dict[str, list[float]] = {}
+        for _, batch in () if self.train is None else self.train.batches(at_most=READ):
+            for k, leaf in enumerate(leaves(batch)):
+                if leaf[0].numel() == 1:
+                    columns.setdefault(f"z{k}", []).extend(leaf.detach().reshape(-1).tolist())
+        return columns
+
     def feature(self, rows: Sequence[int]) -> list[dict[str, str]]:
         """Return the features of the subjects as text; by default, the numbers that a small sample consists of."""
         if self.features is not None:
             columns = list(self.features.items())[:_MAX_FEATURES]
-            return [{name: _as_text(self._pick(column, i)) for name, column in columns} for i in rows]
+            return [{name: write_entry(self._pick(column, i)) for name, column in columns} for i in rows]
         texts = []
         for i in rows:
             small = [leaf for leaf in self._leaves(i) if leaf.numel() <= _MAX_FEATURES]
             texts.append(
                 {
-                    f"z{k}" + (f"[{j}]" if part.numel() > 1 else ""): _as_text(value)
+                    f"z{k}" + (f"[{j}]" if part.numel() > 1 else ""): write_entry(value)
                     for k, part in enumerate(small)
                     for j, value in enumerate(part.reshape(-1).tolist())
                 }
@@ -110,6 +127,23 @@ class Subjects:
         grey = pixels.dim() == 2
         data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
         return {"height": pixels.shape[0], "width": pixels.shape[1], "channels": 1 if grey else 3, "data": data}
+
+    def check_display(self, where: str = "") -> None:
+        """Refuse features or images that cannot be shown, judged by the first; `where` says where they were given."""
+        displays: list[tuple[str, str, Callable[[], object]]] = [
+            ("features", "numbers or words", lambda: self.feature([0])),
+            ("images", "numeric pixels of shape (n, height, width)", lambda: self.image(0)),
+        ]
+        for name, wanted, display in displays:
+            try:
+                display()
+            except Exception as error:
+                raise InvalidInputError(
+                    f"`{name}`{where} cannot be displayed ({type(error).__name__}: {error}).",
+                    f"It must hold {wanted}.",
+                    "The report shows it for each sample.",
+                    "Give one number or word per sample and feature, and one array per image; or leave it out.",
+                ) from error
 
     def _leaves(self, i: int) -> list[Tensor]:
         """Return the tensors of the sample that perturbation i removes; none if it does something else."""
@@ -134,9 +168,3 @@ def _as_bytes(pixels: Tensor) -> Tensor | None:
         return pixels if pixels.numel() else None
     low, high = float(pixels.min()), float(pixels.max())
     return (255 * (pixels.double() - low) / ((high - low) or 1.0)).round().to(torch.uint8)
-
-
-def _as_text(value: Any) -> str:
-    value = value.item() if hasattr(value, "item") else value
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= _MAX_LENGTH else text[:_MAX_LENGTH] + "…"

@@ -115,9 +115,10 @@ def check_list(values: Any, what: str, *, allowed: str, meaning: str, cure: str)
         meaning: What the values are for.
         cure: What to do.
     """
-    listed = list(values) if isinstance(values, Iterable) else []
+    several = isinstance(values, Iterable) and getattr(values, "ndim", 1) > 0  # an array may hold a single number
+    listed = list(values) if several else []
     if not listed:
-        content = "empty" if isinstance(values, Iterable) else f"of type {type(values).__name__}"
+        content = "empty" if several else f"of type {type(values).__name__}"
         raise InvalidInputError(f"`{what}` is {content}.", allowed, meaning, cure)
     return listed
 

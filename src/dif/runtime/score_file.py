@@ -190,10 +190,10 @@ def checksum(block: Tensor) -> int:
 
 def check_path(path: str | os.PathLike[str]) -> str:
     """Return the path as a string; it must end in .npy or .zarr, and its folder must exist."""
-    name = os.fspath(path)
-    if not is_filled_in_chunks(name):
+    name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
+    if name is None or not is_filled_in_chunks(name):
         raise InvalidInputError(
-            f"`out` is {name!r}.",
+            f"`out` is {path if name is None else name!r}.",
             "It must be a name ending in .npy or .zarr.",
             "The scores are written as one array of numpy or Zarr, with a description in a .json file beside it.",
             "Use a name such as scores.npy.",

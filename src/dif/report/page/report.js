@@ -55,9 +55,9 @@
       { key: "name", words: "sample", of: (s) => s.name, text: true },
       ...(grouped ? [{ key: "group", words: "group", of: (s) => s.group || "", text: true, minor: true }] : []),
       { key: "score", words: "score", of: (s) => s.score },
-      ...(relative ? [{ key: "share", words: "in per cent", of: (s) => share(s.score), percent: true }] : []),
+      ...(relative ? [{ key: "share", words: "in per cent", of: (s) => share(s.score), percent: true, minor: retrained }] : []),
       ...(retrained ? [{ key: "actual", words: "retrained", of: (s) => (s.actual === undefined ? null : s.actual) }] : []),
-      ...views.map((name) => ({ key: `loss ${name}`, words: views.length > 1 ? `its ${name}` : "its loss", of: (s) => s.losses[name], minor: true, plain: true })),
+      ...views.map((name) => ({ key: `loss ${name}`, words: lossName(name), of: (s) => s.losses[name], minor: true, plain: true })),
     ];
     words = new Map(samples.map((s) => [s, [s.name, s.group || "", ...Object.entries(s.features).flat()].join(" ").toLowerCase()]));
     order = { key: "score", down: true, size: true };
@@ -74,6 +74,8 @@
     byId("detail").replaceChildren();
     if (samples.length) choose(samples[0]);
   };
+  const lossName = (name) => (name === views[0] ? "its loss" : name); // the first is that of the removed samples
+  const written = (text) => (/^-?\d*\.\d+(e[+-]?\d+)?$/.test(text) ? number(Number(text)) : text);
   const explain = () => {
     const kinds = report.loss ? { up: "helpful", down: "harmful" } : { up: "lowers the target", down: "raises the target" };
     const means = { up: `${report.target} would rise without it`, down: `${report.target} would fall without it` };
@@ -83,7 +85,8 @@
     }
     byId("l-line").hidden = !retrained;
     byId("how").textContent =
-      `The ${samples.length} of ${report.total} samples with the largest effect on ${report.target}. A score of +0.02 means ` +
+      (samples.length < report.total ? `The ${samples.length} of ${report.total} samples with the largest effect on ${report.target}.` : `All ${report.total} samples, those with the largest effect on ${report.target} first.`) +
+      ` A score of +0.02 means ` +
       "that the target would be about 0.02 higher without this sample." +
       (relative ? ` Percentages are of its present value, ${number(report.value)}.` : "") +
       (report.loss ? " The target is a loss, so samples with a positive score are helpful and those with a negative score harmful." : "");
@@ -209,12 +212,13 @@
     if (s.actual !== undefined && s.actual !== null) detail.append(make("p", `Retraining without it changed the target by ${signed(s.actual)}.`));
     if (s.failed) detail.append(make("p", `Retraining without it failed: ${s.failed}`));
     if (s.parts.length > 1) {
-      detail.append(make("h3", "Score split by term of the problem"));
-      detail.append(bars(report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }))));
+      detail.append(make("h3", "Through what it acts"));
+      const entries = report.terms.map((name, k) => ({ name, value: s.parts[k], rises: s.parts[k] > 0, words: signed(s.parts[k]) }));
+      detail.append(bars(entries.filter((entry) => entry.value !== 0)));
     }
     const list = make("dl");
-    if (views.length > 1) for (const name of views) list.append(make("dt", `its ${name}`), make("dd", number(s.losses[name])));
-    for (const [name, value] of Object.entries(s.features)) list.append(make("dt", name), make("dd", value));
+    if (views.length > 1) for (const name of views) list.append(make("dt", lossName(name)), make("dd", number(s.losses[name])));
+    for (const [name, value] of Object.entries(s.features)) list.append(make("dt", name), make("dd", written(value)));
     if (list.childElementCount) detail.append(make("h3", "Features"), list);
     if (scroll) {
       let line = document.querySelector(`#table tbody tr[data-index="${s.index}"]`);

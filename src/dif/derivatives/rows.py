@@ -348,7 +348,9 @@ class Rows:
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
                 continue
-            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
+            single = table.samples.compile and not gauss_newton  # compiled code takes one column at a time
+            columns = 0 if single else V.shape[1]
+            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=columns)
             for place, batch, loss in sweep:
                 if gauss_newton:
                     total += gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from problems import retrainings
 
 import dif
 from dif.data import mnist
+from dif.derivatives import hessian, part_hessians
 from dif.studies import cnn
 from dif.studies.network import PAPER, AllConvolutional, _convolve_by_matmul, assign_groups
 
@@ -281,6 +283,59 @@ def test_plain_optimiser_agrees(tmp_path):
     result = cnn.reproduce(setting, tmp_path, paper_epsilon=False, plain=5, show_progress=False)
     assert max(result["plain"]["residuals"]) <= 1e-7
     assert result["plain"]["largest_difference"] <= 0.01
+
+
+def test_another_image_starts_from_a_copy_of_the_solution(study, tmp_path, monkeypatch):
+    """The fit is not repeated, and an expensive Hessian is assembled once, in steps that are kept."""
+    out, result = study
+    monkeypatch.setattr(hessian, "_ANYWAY", 0)
+    monkeypatch.setattr(hessian, "_AFFORDABLE", {"cpu": 1.0})
+    monkeypatch.setattr(dif, "fit", None)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    shutil.copy(out / "solution.npz", first)
+    again = cnn.reproduce(replace(SMALL, removals=2), first, paper_epsilon=False, show_progress=False)
+    part, known = (numbers["compared"]["renormalised"] for numbers in (again, result))
+    assert again["removed"] == result["removed"][:2]
+    for name in ("DIF", "classical IF", "Newton", "DIF, re-evaluated"):
+        np.testing.assert_allclose(part["predicted"][name], known["predicted"][name][:2], rtol=1e-5)
+    np.testing.assert_allclose(part["actual"], known["actual"][:2], rtol=1e-5)
+    second.mkdir()
+    shutil.copy(first / "solution.npz", second)
+    shutil.copytree(first / "hessian", second / "hessian")
+    monkeypatch.setattr(part_hessians.np, "save", None)  # the Hessian is not assembled again
+    other = cnn.reproduce(replace(SMALL, removals=2, image=1), second, paper_epsilon=False, show_progress=False)
+    assert other["test_image"]["index"] > again["test_image"]["index"]
+    assert other["tangent_curvature"] == again["tangent_curvature"]
+
+
+def test_retrainings_by_another_optimiser_are_kept(study, tmp_path, monkeypatch):
+    out, result = study
+    task = cnn.build_task(SMALL, None, "cpu")
+    solution, image, keep = cnn.load_or_fit(task, SMALL, out, False), result["test_image"]["index"], tmp_path / "p.json"
+    solved = []
+
+    def retrain(rows, theta, lam, W):
+        if len(solved) == 2:
+            raise KeyboardInterrupt
+        solved.append(float(rows(theta)[0]))
+        return theta + 1e-3, lam, 1e-9
+
+    monkeypatch.setattr(cnn, "retrain", retrain)
+    arguments = result["removed"][:3], image, result["compared"]["renormalised"], keep
+    with pytest.raises(KeyboardInterrupt):
+        cnn.check_retraining(task, SMALL, solution, *arguments)
+    first, second = solved
+    solved[:] = []
+    found = cnn.check_retraining(task, SMALL, solution, *arguments)
+    assert len(solved) == 1
+    assert len({first, second, *solved}) == 3
+    assert found["removed"] == result["removed"][:3]
+    assert found["residuals"] == [1e-9] * 3
+    solved[:] = []
+    with pytest.raises(KeyboardInterrupt):  # another target
+        cnn.check_retraining(task, SMALL, solution, arguments[0], image + 1, *arguments[2:])
+    assert len(solved) == 2
 
 
 def test_no_misclassified_image(study):

@@ -33,13 +33,13 @@ def squared(model, z):
     return (model(z["x"])[:, 0] - z["y"]) ** 2
 
 
-def state(compile, loss=squared):
+def state(compile, loss=squared, batch_size=20):
     generator = torch.Generator().manual_seed(1)
     data = {
         "x": torch.randn(60, 3, generator=generator, dtype=F64),
         "y": torch.randn(60, generator=generator, dtype=F64),
     }
-    return dif.Samples(loss, data, name="train", batch_size=20, compile=compile)
+    return dif.Samples(loss, data, name="train", batch_size=batch_size, compile=compile)
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,14 @@ def test_solutions_and_influence_agree(solutions):
         for train, solution in ((compiled, first), (plain, second))
     ]
     np.testing.assert_allclose(retrained[0], retrained[1], atol=1e-8)
+
+
+def test_mini_batches_need_one_kernel():
+    train = state(True, batch_size=None)
+    problem = dif.Problem(train.mean() + dif.ridge(0.1))
+    with pytest.warns(dif.NotConvergedWarning):
+        dif.fit(problem, network(), epochs=1, batch_size=25, max_iter=3, show_progress=False)
+    assert sum(key[-1][0] == (25,) for key in train.kernels) == 1  # value and gradient together
 
 
 def test_a_loss_that_branches_on_values_is_not_compiled():

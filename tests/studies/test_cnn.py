@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -283,6 +284,14 @@ def test_plain_optimiser_agrees(tmp_path):
     result = cnn.reproduce(setting, tmp_path, paper_epsilon=False, plain=5, show_progress=False)
     assert max(result["plain"]["residuals"]) <= 1e-7
     assert result["plain"]["largest_difference"] <= 0.01
+
+
+def test_mini_batches_do_not_use_up_the_iterations(monkeypatch):
+    """All of MNIST has 235 mini-batches per epoch, each of which `fit` counts as an iteration."""
+    monkeypatch.setattr(dif, "fit", lambda problem, start, **options: options)
+    task = SimpleNamespace(problem=None, start=None)
+    options = cnn.fit(task, cnn.Setting(n=60_000, epochs=100), show_progress=False)
+    assert options["max_iter"] == 100 * 235 + 20_000
 
 
 def test_another_image_starts_from_a_copy_of_the_solution(study, tmp_path, monkeypatch):

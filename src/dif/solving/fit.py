@@ -63,7 +63,8 @@ def fit(
         params: Start: a dict of tensors or an `nn.Module`.
         multipliers: Start of λ (per constraint or flat); zero when left out.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
-        max_iter: Limit on the iterations of all phases together: passes of L-BFGS over the data, and Newton steps.
+        max_iter: Limit on the iterations of all phases together: mini-batches, passes of L-BFGS over the data, and
+            Newton steps.
         max_seconds: Time limit, checked between steps; a step that has begun (a Hessian, for example) is finished.
         epochs: Passes over the data in mini-batches before the other phases: Adam on θ, gradient ascent on λ.
         batch_size: Samples per mini-batch.

@@ -42,6 +42,7 @@ from dif.studies.plain import retrain, sample_losses, whiten
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
 BATCH = 256  # images per mini-batch
+_ITERATIONS = 20_000  # of the exact solver, at most
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
@@ -137,9 +138,10 @@ def load_or_fit(task: Task, setting: Setting, out: Path, show_progress: bool) ->
 
 def fit(task: Task, setting: Setting, show_progress: bool, **options: Any) -> dif.Solution:
     """Fit the model from its random start, by mini-batches and then with all samples."""
+    steps = setting.epochs * -(-setting.n // BATCH)  # mini-batches count as iterations
     return dif.fit(
         task.problem, task.start, epochs=setting.epochs, batch_size=BATCH, rate=1e-2, seed=setting.seed,
-        show_progress=show_progress, **options,
+        max_iter=steps + _ITERATIONS, show_progress=show_progress, **options,
     )  # fmt: skip
 
 

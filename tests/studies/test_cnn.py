@@ -19,6 +19,7 @@ from problems import retrainings
 import dif
 from dif.data import mnist
 from dif.derivatives import hessian, part_hessians
+from dif.solving.batched_newton import BatchedNewton
 from dif.studies import cnn
 from dif.studies.network import PAPER, AllConvolutional, _convolve_by_matmul, assign_groups
 
@@ -114,6 +115,29 @@ def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
         path.write_bytes(b"damaged")
     with pytest.raises(dif.InvalidInputError, match=r"It is damaged, or was written by another version."):
         dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+
+
+def test_a_hard_retraining_does_not_hold_up_the_others(tmp_path, monkeypatch):
+    """Those that one stage has solved are kept before the next stage begins."""
+    train, solution = _fit_line()
+    removals = train.remove_each(range(6))
+    whole = dif.Retraining(solution).scores(train.mean(), removals)
+    solved = BatchedNewton.solve
+
+    def stop_at_the_second_stage(self, *args):
+        ends = next(solved(self, *args))
+        ends.residual[2] = 1.0
+        yield ends
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchedNewton, "solve", stop_at_the_second_stage)
+        with pytest.raises(KeyboardInterrupt):
+            dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+    assert len(retrainings(tmp_path)) == 5
+    again = dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+    np.testing.assert_allclose(again.values, whole.values, rtol=1e-9, atol=1e-14)
+    assert len(retrainings(tmp_path)) == 6
 
 
 def test_jobs_share_retrainings(tmp_path):

@@ -6,7 +6,9 @@ import torch
 from torch import nn
 
 import dif
+from dif.derivatives import sweeps
 from dif.derivatives.batch_losses import BatchLosses
+from dif.derivatives.cost import cost
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import NOT_COMPILED
 
@@ -18,6 +20,7 @@ def backend(request):
     """The stages of torch.compile that need no C++ compiler, and all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dif.derivatives.batch_losses._BACKEND", request.param)
+        patch.setattr("dif.derivatives.batch_losses._SMALLEST", 20)
         yield
 
 
@@ -30,13 +33,13 @@ def squared(model, z):
     return (model(z["x"])[:, 0] - z["y"]) ** 2
 
 
-def state(compile, loss=squared):
+def state(compile, loss=squared, batch_size=20):
     generator = torch.Generator().manual_seed(1)
     data = {
         "x": torch.randn(60, 3, generator=generator, dtype=F64),
         "y": torch.randn(60, generator=generator, dtype=F64),
     }
-    return dif.Samples(loss, data, name="train", batch_size=20, compile=compile)
+    return dif.Samples(loss, data, name="train", batch_size=batch_size, compile=compile)
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,14 @@ def test_solutions_and_influence_agree(solutions):
     np.testing.assert_allclose(retrained[0], retrained[1], atol=1e-8)
 
 
+def test_mini_batches_need_one_kernel():
+    train = state(True, batch_size=None)
+    problem = dif.Problem(train.mean() + dif.ridge(0.1))
+    with pytest.warns(dif.NotConvergedWarning):
+        dif.fit(problem, network(), epochs=1, batch_size=25, max_iter=3, show_progress=False)
+    assert sum(key[-1][0] == (25,) for key in train.kernels) == 1  # value and gradient together
+
+
 def test_a_loss_that_branches_on_values_is_not_compiled():
     def loss(model, z):
         return squared(model, z) if float(model["0.bias"].sum()) > 0 else 2 * squared(model, z)
@@ -93,9 +104,34 @@ def test_a_loss_that_branches_on_values_is_not_compiled():
     parameters, theta = Parameters.of(network())
     _, batch = next(train.batches(torch.arange(20)))
     losses = BatchLosses(train, parameters, batch, 20)
+    with pytest.warns(UserWarning, match=r"'train' is not compiled, so every evaluation takes longer \(\w+: "):
+        losses.values(theta)
     for point in (theta, -theta):
         np.testing.assert_allclose(losses.values(point), losses(point).detach(), rtol=1e-13)
     assert train.fallbacks == {NOT_COMPILED}
+
+
+def test_code_that_gives_other_numbers_is_not_used(monkeypatch):
+    monkeypatch.setattr("dif.derivatives.batch_losses._agree", lambda first, second: False)
+    train = state(True)
+    parameters, theta = Parameters.of(network())
+    _, batch = next(train.batches(torch.arange(20)))
+    with pytest.warns(UserWarning, match=r"\(the compiled code gives other numbers\)"):
+        BatchLosses(train, parameters, batch, 20).values(theta)
+
+
+def test_few_sizes_are_compiled(solutions, monkeypatch):
+    """Neither the samples that a check or a removal picks nor the number of columns leads to further sizes."""
+    train, solution = solutions[0]
+    room = 20 * (cost(train, solution.program.parameters, solution.theta).elements + 4)
+    monkeypatch.setattr(sweeps, "numbers_at_once", lambda theta, cpu=0: room)
+    monkeypatch.setattr(sweeps, "_FEWEST", 1)
+    product, sizes = BatchLosses.product, []
+    monkeypatch.setattr(BatchLosses, "product", lambda self, *args: sizes.append(self.count) or product(self, *args))
+    V = torch.eye(len(solution.theta), dtype=F64)[:, :7]
+    np.testing.assert_allclose(solution.curvature.product(V), solutions[1][1].curvature.product(V), atol=1e-7)
+    assert sizes == [20] * 21
+    assert {key[-1][0][0] for key in train.kernels} == {20}
 
 
 def test_data_that_are_not_tensors_are_not_compiled():

@@ -8,10 +8,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from problems import class_data, logistic
 from torch import nn
 from zoo import Checkpointed, Square
 
 import dif
+from dif.derivatives.program import Program
+from dif.problem.parameters import Parameters
 
 F64 = torch.float64
 QUIET = {"show_progress": False}
@@ -360,3 +363,21 @@ def test_a_step_function_in_a_constraint_is_refused():
         errors = train.view(step, name=name)
         with pytest.raises(dif.InvalidInputError, match="sigmoid"):
             dif.fit(dif.Problem(train.mean() + dif.ridge(0.1), [errors.mean() <= 0.1]), start, **QUIET)
+
+
+@pytest.mark.parametrize("batch_size", [None, 7])
+def test_a_gradient_with_given_weights(batch_size):
+    """One sweep gives the rows and their weighted gradient; the oracle is autograd of the rows written out."""
+    X, y = class_data()
+    train = dif.Samples(logistic, (X, y), name="train", batch_size=batch_size)
+    function = dif.Function(lambda p: p["theta"].exp().sum(), name="sum of exponentials")
+    constraints = [train.mean(where=torch.arange(60) < 20) <= 0.5, function <= 9.0, dif.linear(torch.ones(4)) <= 3.0]
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), constraints)
+    theta = torch.tensor([0.3, -0.2, 0.5, 0.1], dtype=torch.float64, requires_grad=True)
+    program = Program.of(problem, *Parameters.of({"theta": theta.detach()}))
+    mu = torch.tensor([1.0, 0.7, 0.2, 0.4], dtype=torch.float64)
+    f, gradient = program.rows.weighted_gradient(theta.detach(), mu)
+    losses = logistic({"theta": theta}, (X, y))
+    rows = torch.stack([losses.mean() + 0.05 * theta @ theta, losses[:20].mean(), theta.exp().sum(), theta.sum()])
+    torch.testing.assert_close(f, rows.detach(), rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(gradient, torch.autograd.grad(mu @ rows, theta)[0], rtol=1e-13, atol=1e-14)

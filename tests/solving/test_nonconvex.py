@@ -1,9 +1,21 @@
 """Models that are not convex: the phases of fit, checkpoints, and retraining many problems at once."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from problems import F64, class_data, fair_logistic, fit_problem, regression_data, squared, weak_regression, zeros
+from problems import (
+    F64,
+    class_data,
+    fair_logistic,
+    fit_problem,
+    logistic,
+    regression_data,
+    squared,
+    weak_regression,
+    zeros,
+)
 from torch import nn
 
 import dif
@@ -15,7 +27,7 @@ from dif.linalg.anderson import Extrapolation
 from dif.linalg.trust_region import KrylovModel, exact_step
 from dif.runtime.limits import Limits
 from dif.solving.batched_newton import BatchedNewton
-from dif.solving.checkpoint import FitState
+from dif.solving.checkpoint import Checkpoint, FitState
 from dif.solving.fit import solve
 
 X, Y = class_data(n=60)
@@ -136,6 +148,31 @@ def test_an_interrupted_fit_resumes(tmp_path):
     assert whole.converged
     once_more = dif.fit(problem, small(seed=5), checkpoint=file, max_iter=3, **options)
     assert torch.equal(once_more.theta, resumed.theta) or float((once_more.theta - resumed.theta).norm()) < 1e-9
+
+
+def test_every_newton_step_is_saved(tmp_path, monkeypatch):
+    """A step may take a minute where the Hessian is expensive, so a kill loses the step at hand only."""
+    train = dif.Samples(logistic, (X, Y), name="train")
+    problem, file = dif.Problem(train.mean() + dif.ridge(0.01)), tmp_path / "fit.npz"
+    whole = dif.fit(problem, zeros(), show_progress=False)
+    save = Checkpoint.save
+
+    def interrupt(self, state):
+        save(self, state)
+        raise KeyboardInterrupt
+
+    distances = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpoint, "save", interrupt)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                dif.fit(problem, zeros(), checkpoint=file, show_progress=False)
+            with np.load(file) as state:
+                distances.append(float(np.linalg.norm(state["theta"] - whole.theta.numpy())))
+    steps = [float(whole.theta.norm()), *distances]  # Newton's method goes on from where it was interrupted
+    assert all(1e-9 < after < 0.9 * before for before, after in pairwise(steps))
+    resumed = dif.fit(problem, zeros(), checkpoint=file, show_progress=False)
+    np.testing.assert_allclose(resumed.theta, whole.theta, atol=1e-12)
 
 
 def test_a_checkpoint_of_another_problem_is_refused(tmp_path):

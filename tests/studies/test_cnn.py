@@ -3,11 +3,13 @@
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +18,8 @@ from problems import retrainings
 
 import dif
 from dif.data import mnist
+from dif.derivatives import hessian, part_hessians
+from dif.solving.batched_newton import BatchedNewton
 from dif.studies import cnn
 from dif.studies.network import PAPER, AllConvolutional, _convolve_by_matmul, assign_groups
 
@@ -111,6 +115,29 @@ def test_kept_retrainings_are_not_done_again(tmp_path, monkeypatch):
         path.write_bytes(b"damaged")
     with pytest.raises(dif.InvalidInputError, match=r"It is damaged, or was written by another version."):
         dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+
+
+def test_a_hard_retraining_does_not_hold_up_the_others(tmp_path, monkeypatch):
+    """Those that one stage has solved are kept before the next stage begins."""
+    train, solution = _fit_line()
+    removals = train.remove_each(range(6))
+    whole = dif.Retraining(solution).scores(train.mean(), removals)
+    solved = BatchedNewton.solve
+
+    def stop_at_the_second_stage(self, *args):
+        ends = next(solved(self, *args))
+        ends.residual[2] = 1.0
+        yield ends
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchedNewton, "solve", stop_at_the_second_stage)
+        with pytest.raises(KeyboardInterrupt):
+            dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+    assert len(retrainings(tmp_path)) == 5
+    again = dif.Retraining(solution, keep=tmp_path).scores(train.mean(), removals)
+    np.testing.assert_allclose(again.values, whole.values, rtol=1e-9, atol=1e-14)
+    assert len(retrainings(tmp_path)) == 6
 
 
 def test_jobs_share_retrainings(tmp_path):
@@ -281,6 +308,67 @@ def test_plain_optimiser_agrees(tmp_path):
     result = cnn.reproduce(setting, tmp_path, paper_epsilon=False, plain=5, show_progress=False)
     assert max(result["plain"]["residuals"]) <= 1e-7
     assert result["plain"]["largest_difference"] <= 0.01
+
+
+def test_mini_batches_do_not_use_up_the_iterations(monkeypatch):
+    """All of MNIST has 235 mini-batches per epoch, each of which `fit` counts as an iteration."""
+    monkeypatch.setattr(dif, "fit", lambda problem, start, **options: options)
+    task = SimpleNamespace(problem=None, start=None)
+    options = cnn.fit(task, cnn.Setting(n=60_000, epochs=100), show_progress=False)
+    assert options["max_iter"] == 100 * 235 + 20_000
+
+
+def test_another_image_starts_from_a_copy_of_the_solution(study, tmp_path, monkeypatch):
+    """The fit is not repeated, and an expensive Hessian is assembled once, in steps that are kept."""
+    out, result = study
+    monkeypatch.setattr(hessian, "_ANYWAY", 0)
+    monkeypatch.setattr(hessian, "_AFFORDABLE", {"cpu": 1.0})
+    monkeypatch.setattr(dif, "fit", None)
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    shutil.copy(out / "solution.npz", first)
+    again = cnn.reproduce(replace(SMALL, removals=2), first, paper_epsilon=False, show_progress=False)
+    part, known = (numbers["compared"]["renormalised"] for numbers in (again, result))
+    assert again["removed"] == result["removed"][:2]
+    for name in ("DIF", "classical IF", "Newton", "DIF, re-evaluated"):
+        np.testing.assert_allclose(part["predicted"][name], known["predicted"][name][:2], rtol=1e-5)
+    np.testing.assert_allclose(part["actual"], known["actual"][:2], rtol=1e-5)
+    second.mkdir()
+    shutil.copy(first / "solution.npz", second)
+    shutil.copytree(first / "hessian", second / "hessian")
+    monkeypatch.setattr(part_hessians.np, "save", None)  # the Hessian is not assembled again
+    other = cnn.reproduce(replace(SMALL, removals=2, image=1), second, paper_epsilon=False, show_progress=False)
+    assert other["test_image"]["index"] > again["test_image"]["index"]
+    assert other["tangent_curvature"] == again["tangent_curvature"]
+
+
+def test_retrainings_by_another_optimiser_are_kept(study, tmp_path, monkeypatch):
+    out, result = study
+    task = cnn.build_task(SMALL, None, "cpu")
+    solution, image, keep = cnn.load_or_fit(task, SMALL, out, False), result["test_image"]["index"], tmp_path / "p.json"
+    solved = []
+
+    def retrain(rows, theta, lam, W):
+        if len(solved) == 2:
+            raise KeyboardInterrupt
+        solved.append(float(rows(theta)[0]))
+        return theta + 1e-3, lam, 1e-9
+
+    monkeypatch.setattr(cnn, "retrain", retrain)
+    arguments = result["removed"][:3], image, result["compared"]["renormalised"], keep
+    with pytest.raises(KeyboardInterrupt):
+        cnn.check_retraining(task, SMALL, solution, *arguments)
+    first, second = solved
+    solved[:] = []
+    found = cnn.check_retraining(task, SMALL, solution, *arguments)
+    assert len(solved) == 1
+    assert len({first, second, *solved}) == 3
+    assert found["removed"] == result["removed"][:3]
+    assert found["residuals"] == [1e-9] * 3
+    solved[:] = []
+    with pytest.raises(KeyboardInterrupt):  # another target
+        cnn.check_retraining(task, SMALL, solution, arguments[0], image + 1, *arguments[2:])
+    assert len(solved) == 2
 
 
 def test_no_misclassified_image(study):

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp
 
+from dif.errors import warn
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import NOT_COMPILED, SampleLosses
 from dif.problem.structure import holds_only_tensors, leaves, map_tensors
 from dif.runtime.user_code import is_out_of_memory
 
 _BACKEND = "inductor"  # of torch.compile
+_SMALLEST = 128  # samples in a batch from which it is compiled: each size takes seconds to minutes, small ones are rare
 _ROUNDING = 1e4  # rounding errors by which compiled code may differ, relative to the largest entry
 
 
@@ -35,7 +37,7 @@ class BatchLosses:
     @property
     def compiled(self) -> bool:
         """Whether the methods below run compiled code."""
-        return self.samples.compile and NOT_COMPILED not in self.samples.fallbacks
+        return self.samples.compile and self.count >= _SMALLEST and NOT_COMPILED not in self.samples.fallbacks
 
     def values(self, theta: Tensor) -> Tensor:
         """Return the losses, (count,), without a graph."""
@@ -82,10 +84,16 @@ class BatchLosses:
             kernel = torch.compile(traced, backend=_BACKEND, dynamic=False, fullgraph=True)
             if _agree(kernel(*arguments), flat(*arguments)):
                 return kernel
+            reason = "the compiled code gives other numbers"
         except Exception as error:  # torch raises many kinds; a fault of the loss itself shows again without compiling
             if is_out_of_memory(error):
                 raise
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0].rstrip('.')}"
         self.samples.fallbacks.add(NOT_COMPILED)
+        warn(
+            f"The loss of Samples {self.samples.name!r} is not compiled, so every evaluation takes longer ({reason}).",
+            UserWarning,
+        )
         return None
 
 

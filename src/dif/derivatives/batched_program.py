@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.derivatives.rows import CompiledFunction, output_slices
+from dif.derivatives.compiled_function import CompiledFunction, output_slices
 from dif.derivatives.sweeps import (
     stacked_gradients,
     stacked_products,

@@ -48,6 +48,7 @@ class Curvature:
     plain: Curvature | None = None  # this operator without GᵀRG and δI; None if it has neither
     gauss_newton: bool = False  # leave out the curvature of the model
     assumed: Tensor | None = None  # (d,) curvature of each coordinate, known from a point nearby
+    parts: Tensor | None = None  # (K, d, d) Hessians of the parts of the rows at θ, where they are known
 
     @property
     def d(self) -> int:
@@ -66,6 +67,11 @@ class Curvature:
         return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs))
 
     @property
+    def _known(self) -> bool:
+        """Whether the matrix is a sum of known matrices."""
+        return self.parts is not None and not self.gauss_newton
+
+    @property
     def cheap(self) -> bool:
         """Whether the matrix takes seconds, so that it can be assembled at every step."""
         return self.d <= DENSE_LIMIT and self.price <= self._affordable
@@ -77,7 +83,9 @@ class Curvature:
 
     @property
     def assembled(self) -> bool:
-        """Whether the matrix may be assembled if it is needed only once."""
+        """Whether the matrix is known, or may be assembled if it is needed only once."""
+        if self._known:
+            return True
         once = _ONCE.get(self.theta.device.type, 1) * self._affordable
         return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.price <= once)
 
@@ -86,6 +94,8 @@ class Curvature:
 
         `evaluations` is the number of evaluations of all losses that the matrix may cost; None: what takes seconds.
         """
+        if self._known:
+            return self
         sizes = [len(t.samples) for t in self.rows.tables]
         share = self._affordable / max(self.price, 1.0)
         counts = [int(min(share, 1.0) * n) for n in sizes]
@@ -140,12 +150,16 @@ class Curvature:
         assumed = None if self.assumed is None else self.assumed.to(dtype)
         rows, theta, weights = self.rows.to(dtype), self.theta.to(dtype), self.weights.to(dtype)
         plain = None if self.plain is None else self.plain.to(dtype)
-        return replace(self, rows=rows, theta=theta, weights=weights, G=G, R=R, assumed=assumed, plain=plain)
+        return replace(
+            self, rows=rows, theta=theta, weights=weights, G=G, R=R, assumed=assumed, plain=plain, parts=None
+        )
 
     def product(self, V: Tensor) -> Tensor:
         """Return H_ρ·v for every column v of V (d, c)."""
         if V.shape[1] == 0:
             return V
+        if self._known:
+            return self.dense() @ V
         HV = self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V, self.gauss_newton)
         if self.G is not None and self.R is not None and len(self.G):
             HV = HV + self.G.T @ (self.R[:, None] * (self.G @ V))
@@ -159,8 +173,11 @@ class Curvature:
     def _dense(self) -> Tensor:
         if self.plain is not None:
             return self._add_rows(self.plain.dense())
+        weights = self.weights @ self.rows.C
+        if self.parts is not None and self._known:
+            return torch.tensordot(weights, self.parts, 1)
         assemble = self.rows.gauss_newton if self.gauss_newton else self.rows.part_hessian
-        H = assemble(self.theta, self.weights @ self.rows.C)
+        H = assemble(self.theta, weights)
         return 0.5 * (H + H.T)
 
     def _add_rows(self, H: Tensor) -> Tensor:
@@ -174,6 +191,8 @@ class Curvature:
 
     @cached_property
     def _rough(self) -> Tensor:
+        if self._known:
+            return self.dense()
         cudnn = torch.backends.cudnn
         try:
             with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
@@ -189,7 +208,7 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
-        if self.cheap:
+        if self.cheap or self._known:
             return coordinate_curvature(self._dense)
         if self.plain is None or self.G is None or self.R is None:
             return self._estimate_scale() if self.assumed is None else self.assumed

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.rows import CompiledFunction, Rows
+from dif.derivatives.compiled_function import CompiledFunction
+from dif.derivatives.rows import Rows
 from dif.derivatives.sweeps import sample_losses
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dif.derivatives.compiled_function import check_type, evaluate_function
 from dif.derivatives.loss_checks import check_derivatives, check_function
-from dif.derivatives.rows import check_type, evaluate_function
 from dif.derivatives.sweeps import sample_losses
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters

@@ -9,12 +9,12 @@ from functools import cached_property, partial
 import torch
 from torch import Tensor
 
+from dif.derivatives.compiled_function import CompiledFunction, evaluate_function, output_slices
 from dif.derivatives.gauss_newton import can_map, gauss_newton_matrix, gauss_newton_products
 from dif.derivatives.sweeps import (
     columns_per_chunk,
     evaluate_with_pullback,
     hessian_products,
-    pull_back,
     sample_losses,
     stacked_losses,
     structured_hessian,
@@ -24,10 +24,9 @@ from dif.derivatives.sweeps import (
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.term import Function, SampleSum, Term
+from dif.problem.term import SampleSum, Term
 from dif.runtime.distributed import is_single_process, span, sum_over_processes
 from dif.runtime.memory import retry_with_smaller_batches
-from dif.runtime.user_code import convert_errors
 
 _FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once, to limit memory
 _STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
@@ -40,78 +39,6 @@ class Table:
     samples: SampleLosses
     sums: tuple[SampleSum, ...]
     U: Tensor  # (k, n)
-
-
-@dataclass(frozen=True, eq=False)
-class CompiledFunction:
-    """A function of the parameters, evaluated at flat θ; a linear one is represented by its matrix."""
-
-    function: Function
-    parameters: Parameters
-    size: int  # rows
-    matrix: Tensor | None  # (rows, d)
-
-    @property
-    def is_nonlinear(self) -> bool:
-        """Whether it is neither linear nor a ridge."""
-        return self.matrix is None and self.function.ridge is None
-
-    @classmethod
-    def of(cls, f: Function, parameters: Parameters, theta: Tensor, size: int) -> CompiledFunction:
-        """Compile a function with this many rows for a parameter layout."""
-        if f.matrix is None:
-            return cls(f, parameters, size, None)
-        matrix = torch.atleast_2d(f.matrix).to(theta)
-        if f.of is not None:
-            padded = theta.new_zeros((len(matrix), theta.numel()))
-            number = parameters.names.index(f.of)
-            start = sum(parameters.sizes[:number])
-            padded[:, start : start + parameters.sizes[number]] = matrix
-            matrix = padded
-        return cls(f, parameters, size, matrix)
-
-    def value(self, theta: Tensor) -> Tensor:
-        """Return φ(θ), (rows,)."""
-        if self.matrix is not None:
-            return self.matrix @ theta
-        return evaluate_function(self.function, self.parameters, theta).reshape(-1)
-
-    def evaluate_with_pullback(self, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return φ(θ), (rows,), and the map w → Jᵀw."""
-        if (matrix := self.matrix) is not None:
-            return matrix @ theta, lambda w: w @ matrix
-        return evaluate_with_pullback(self.value, theta)
-
-    def stacked_values(self, thetas: Tensor) -> Tensor:
-        """Return φ at several θ (P, d), (P, rows)."""
-        if self.matrix is not None:
-            return thetas @ self.matrix.T
-        if self.function.ridge is not None:
-            return 0.5 * self.function.ridge * thetas.square().sum(1, keepdim=True)
-        return torch.stack([self.value(theta).detach() for theta in thetas])
-
-    def stacked_pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return φ at several θ (P, d), (P, rows), and Jᵀw for the weights w (P, rows) of each θ, (P, d)."""
-        if self.matrix is not None:
-            return self.stacked_values(thetas), weights @ self.matrix
-        if self.function.ridge is not None:
-            return self.stacked_values(thetas), self.function.ridge * weights * thetas
-        evaluated = [self.evaluate_with_pullback(theta) for theta in thetas]
-        values = torch.stack([value.detach() for value, _ in evaluated])
-        return values, torch.stack([pull(w).detach() for (_, pull), w in zip(evaluated, weights, strict=True)])
-
-    def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
-        if self.matrix is not None:
-            return self.matrix @ theta, self.matrix
-        return pull_back(self.value, theta, torch.eye(self.size).to(theta))
-
-
-def output_slices(functions: Sequence[CompiledFunction], start: int = 0) -> Iterator[tuple[CompiledFunction, slice]]:
-    """Yield each function with the positions of its outputs, which are consecutive from `start`."""
-    for f in functions:
-        yield f, slice(start, start + f.size)
-        start += f.size
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,6 +181,23 @@ class Rows:
                 function_part = function_part + pull(w)
         return f_values, (function_part + sum_over_processes(sample_part)).detach()
 
+    @retry_with_smaller_batches
+    def weighted_gradient(self, theta: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+        """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ), in one sweep: as `pullback`, with weights that do not depend on f."""
+        weights, values, gradient = mu @ self.C, [], torch.zeros_like(theta)
+        for number, table in enumerate(self.tables):
+            w, value = weights[self.columns(number)] @ table.U, theta.new_zeros(len(table.U))
+            for place, _, loss in sweep_batches(table.samples, self.parameters, theta):
+                losses, part = loss.gradient(theta, w[place])
+                value, gradient = value + table.U[:, place] @ losses, gradient + part
+            values.append(sum_over_processes(value))
+        gradient = sum_over_processes(gradient)
+        for f, columns in self._function_columns():
+            value, pull = f.evaluate_with_pullback(theta)
+            values.append(value.detach())
+            gradient = gradient + pull(weights[columns]).detach()
+        return self.C @ torch.cat(values), gradient
+
     def _local_losses(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Return the losses of this process's samples, and the map w → Σᵢ wᵢ∇ℓᵢ over them; w has all n weights."""
         local, sweep = span(len(table.samples)), sweep_batches(table.samples, self.parameters, theta)
@@ -348,7 +292,9 @@ class Rows:
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
                 continue
-            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
+            single = table.samples.compile and not gauss_newton  # compiled code takes one column at a time
+            columns = 0 if single else V.shape[1]
+            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=columns)
             for place, batch, loss in sweep:
                 if gauss_newton:
                     total += gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
@@ -365,34 +311,6 @@ class Rows:
                 pending, remaining = None, None if is_single_process() else remaining
         total = sum_over_processes(total) + ridge * V
         return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
-
-
-def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
-    """Return φ(θ) after checking its shape and type."""
-    with convert_errors(f"function {f.name!r}"):
-        out = f.fn(parameters.bind(parameters.tensors(theta)))
-    if not isinstance(out, Tensor) or out.dim() > 1:
-        shape = tuple(out.shape) if isinstance(out, Tensor) else None
-        kind = f"a value of type {type(out).__name__}" if shape is None else f"a tensor of shape {shape}"
-        raise InvalidInputError(
-            f"The function {f.name!r} returned {kind}.",
-            "It must return a tensor of shape () or (rows,).",
-            "A function of the params gives one number, or one per row.",
-            "Return a scalar tensor or a vector.",
-        )
-    check_type(out, theta.dtype, f"The function {f.name!r}")
-    return out
-
-
-def check_type(out: Tensor, dtype: torch.dtype, source: str) -> None:
-    """Refuse an output of another type than the parameters."""
-    if out.dtype != dtype:
-        raise InvalidInputError(
-            f"{source} returned a tensor of {out.dtype}.",
-            f"It must return {dtype}, the type of the parameters.",
-            "Counts and booleans have no derivative, and other types lose digits silently.",
-            "Return a differentiable value, computed in the type of the parameters without casts.",
-        )
 
 
 def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, ...]:

@@ -126,6 +126,8 @@ class NewtonInfluence:
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Return Σₖ scaleₖ ∇²pₖ; the Hessian of each part pₖ is computed once."""
+        if self.solution.part_hessians is not None:
+            return torch.tensordot(scale, self.solution.part_hessians, 1)
         total: Tensor | float = 0.0
         for k in torch.nonzero(scale).reshape(-1).tolist():
             if k not in self._part_hessians:

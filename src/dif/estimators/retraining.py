@@ -191,8 +191,11 @@ class Retraining:
             direction.first_order(p, at.theta, at.parts, at.part_gradients)  # refuses samples without a derivative
         ends = [Found(at.theta, at.lam)] * direction.P
         for ends in self._solve_batched(direction):
-            if all(end.reached for end in ends):
+            reached = [p for p, end in enumerate(ends) if end.reached]
+            if len(reached) == direction.P:
                 break
+            if self._cache is not None and reached:  # the others may take much longer
+                self._cache.save(direction, reached, [ends[p] for p in reached])
         if self._cache is not None and any(end.reached for end in ends):
             self._cache.save(direction, range(direction.P), ends)
         return [(end, None) if end.reached else self._solve_single(direction, p, end) for p, end in enumerate(ends)]

@@ -31,7 +31,8 @@ class RetrainingCache:
 
     The key of a retraining is a hash of the solution, its problem, the tolerance and the perturbation. A chunk that was
     solved together is written to one file, complete or not at all, so that interrupted runs resume with bit-identical
-    results. Retrainings that did not reach the tolerance are kept as warm starts.
+    results. Where some of a chunk need further stages, the others are written before that. Retrainings that did not
+    reach the tolerance are kept as warm starts.
     """
 
     folder: Path

@@ -14,6 +14,7 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.kinks import Kink, explain, find_kinks
 from dif.derivatives.loss_checks import check_slopes
+from dif.derivatives.part_hessians import assemble_parts
 from dif.derivatives.program import PerConstraint, Program
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, count_words, few
 from dif.optimality.active_set import ActiveSet
@@ -70,6 +71,7 @@ class Solution:
 
     def _set(self, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None) -> None:
         self.program = program
+        self.part_hessians: Tensor | None = None  # (K, d, d), see `assemble`
         self.theta = theta.detach()
         self.parts, self.part_gradients = program.rows.part_gradients(
             self.theta
@@ -109,7 +111,8 @@ class Solution:
     @cached_property
     def objective_curvature(self) -> Curvature:
         """∇²f₀(θ̄) as an operator."""
-        return Curvature(self.program.rows, self.theta, self.program.weights(torch.zeros_like(self.c)))
+        weights = self.program.weights(torch.zeros_like(self.c))
+        return Curvature(self.program.rows, self.theta, weights, parts=self.part_hessians)
 
     def _objective_scales(self) -> Scales:
         """The units of rows and multipliers without the constraints' curvature."""
@@ -167,10 +170,19 @@ class Solution:
         program = Program.of(problem, *Parameters.of(params))
         return cls.of_program(program, *read_solution(path, program))
 
+    def assemble(self, keep: str | os.PathLike[str] | None = None, *, show_progress: bool = True) -> Solution:
+        """Return this solution with its Hessian assembled, however long that takes; every solve is then quick.
+
+        In `keep`, a folder, finished columns are kept: a later call for the same solution continues from there.
+        """
+        other = Solution.of_program(self.program, self.theta, self.lam, self.tol)
+        other.part_hessians = assemble_parts(self.program, self.theta, keep, show_progress)
+        return other
+
     @cached_property
     def curvature(self) -> Curvature:
         """∇²θθ L(θ̄, λ̄) as an operator."""
-        return Curvature(self.program.rows, self.theta, self.program.weights(self.lam))
+        return Curvature(self.program.rows, self.theta, self.program.weights(self.lam), parts=self.part_hessians)
 
     @property
     def hessian(self) -> Tensor:

@@ -199,7 +199,7 @@ class PathFollower:
         weights = self.at.program.weights(at.lam)
         self.steps += 2
         ends = (self.end_program, self.at.program)
-        (f1, g1), (f0, g0) = (program.rows.pullback(at.theta, lambda _: weights) for program in ends)
+        (f1, g1), (f0, g0) = (program.rows.weighted_gradient(at.theta, weights) for program in ends)
         return g1 - g0, (f1 - f0)[1:] - (self.end_program.tau - self.at.program.tau)
 
     def _slope(self, at: PathPoint, active: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,8 +216,7 @@ class PathFollower:
         only = torch.tensor([0], device=theta.device)
         mark, since = float("inf"), 0  # last residual of at most half the previous mark, and steps since
         for count in range(_CORRECTIONS):
-            weights = program.weights(lam)
-            f, g = program.rows.pullback(theta, lambda _, weights=weights: weights)
+            f, g = program.rows.weighted_gradient(theta, program.weights(lam))
             c = f[1:] - program.tau
             counted = torch.where(active, c, -1.0)  # inactive rows are checked by the caller
             residual = residuals(scales, g, counted, torch.where(active, lam, 0.0), Kinds(active)).residual

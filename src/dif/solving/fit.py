@@ -63,14 +63,15 @@ def fit(
         params: Start: a dict of tensors or an `nn.Module`.
         multipliers: Start of λ (per constraint or flat); zero when left out.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
-        max_iter: Limit on the iterations of all phases together: passes of L-BFGS over the data, and Newton steps.
+        max_iter: Limit on the iterations of all phases together: mini-batches, passes of L-BFGS over the data, and
+            Newton steps.
         max_seconds: Time limit, checked between steps; a step that has begun (a Hessian, for example) is finished.
         epochs: Passes over the data in mini-batches before the other phases: Adam on θ, gradient ascent on λ.
         batch_size: Samples per mini-batch.
         rate: First step size of Adam; it falls to zero over the epochs.
         seed: Seed of the order of the mini-batches.
-        checkpoint: A file in which the state is saved after each epoch and round. Called again with the same file,
-            `fit` resumes from there (Adam's moving averages start again).
+        checkpoint: A file in which the state is saved after each epoch, block of iterations and Newton step. Called
+            again with the same file, `fit` resumes from there (Adam's moving averages start again).
         show_progress: Show a line with the residual on a terminal.
 
     Returns:
@@ -213,11 +214,13 @@ def solve(
         limits: Limits on iterations and time.
         tol: Relative KKT residual to reach (None: the default).
         report: Called with the iterations used and a text.
-        save: Called with θ and λ, and with the penalty and accuracy of the augmented Lagrangian once it is used.
+        save: Called after every Newton step and every block of other iterations, with θ and λ, and with the penalty
+            and accuracy of the augmented Lagrangian once it is used.
     """
     goal = resolve_tolerance(tol, start.theta)
     best, solver = Found(start.theta, start.lam), SolverSeries(_estimate_curvature)
-    _polish(program, best, goal, limits, report, solver)
+    phase = () if start.penalty is None else (start.penalty, start.accuracy)
+    _polish(program, best, goal, limits, report, solver, lambda at: save(at.theta, at.lam, *phase))
     rounds = None
     if not best.reached:
         rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, save)
@@ -229,9 +232,10 @@ def solve(
             rounds.escape(trial.negative_curvature[1])
         if not rounds.run_round():
             continue  # diverged; the next round has a larger penalty
-        save(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
+        phase = rounds.penalty, rounds.accuracy
+        save(rounds.theta, rounds.lam, *phase)
         trial = Found(rounds.theta, rounds.lam)
-        _polish(program, trial, goal, limits, report, solver)
+        _polish(program, trial, goal, limits, report, solver, lambda at, phase=phase: save(at.theta, at.lam, *phase))
         was_saddle, is_saddle = best.negative_curvature is not None, trial.negative_curvature is not None
         escaped = was_saddle and not is_saddle
         waited = 0 if escaped or trial.residual < 0.5 * best.residual else waited + 1
@@ -268,7 +272,10 @@ def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tupl
     return kkt, f, J
 
 
-def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> bool:
+def _newton(
+    program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries,
+    save: Callable[[Found], None],
+) -> bool:  # fmt: skip
     """Run Newton's method on the KKT system while the residual falls; `at` is moved to the best point.
 
     Where the Hessian is assembled it continues below the tolerance until rounding stops it, so that weak constraints
@@ -320,6 +327,7 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
         slow = kkt.residual > _SLOW * at.residual
         at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
         at.goal = max(goal, 16 * kkt.rounding)
+        save(at)
         if not H.cheap and (at.reached or slow):
             return torch.tensor([False])
         H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
@@ -330,9 +338,15 @@ def _newton(program: Program, at: Found, goal: float, limits: Limits, report: Re
     return convex
 
 
-def _polish(program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries) -> None:
-    """Run Newton's method from `at`; where it ends at a stationary point, check whether that is a saddle."""
-    if _newton(program, at, goal, limits, report, solver) or not at.residual <= at.goal:
+def _polish(
+    program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries,
+    save: Callable[[Found], None],
+) -> None:  # fmt: skip
+    """Run Newton's method from `at`; where it ends at a stationary point, check whether that is a saddle.
+
+    `save(at)` is called after every step.
+    """
+    if _newton(program, at, goal, limits, report, solver, save) or not at.residual <= at.goal:
         return
     H = Curvature(program.rows, at.theta, program.weights(at.lam))
     G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]

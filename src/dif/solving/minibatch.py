@@ -44,7 +44,7 @@ class PrimalDual:
                     return theta, lam, epoch
                 share = (epoch + step / self.steps) / self.epochs
                 rate = self.rate * 0.5 * (1 + math.cos(math.pi * share))
-                f, g = rows.pullback(theta, lambda f, lam=lam: self.program.weights(lam))
+                f, g = rows.weighted_gradient(theta, self.program.weights(lam))
                 count += 1
                 first = _BETAS[0] * first + (1 - _BETAS[0]) * g
                 second = _BETAS[1] * second + (1 - _BETAS[1]) * g * g

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import dif
 from dif.data import mnist
+from dif.derivatives.fingerprint import encode_tensor, hash_all
+from dif.derivatives.hessian import DENSE_LIMIT
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.runtime.atomic_file import open_atomically
 from dif.studies import results
@@ -40,6 +42,7 @@ from dif.studies.plain import retrain, sample_losses, whiten
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
 BATCH = 256  # images per mini-batch
+_ITERATIONS = 20_000  # of the exact solver, at most
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
@@ -135,9 +138,10 @@ def load_or_fit(task: Task, setting: Setting, out: Path, show_progress: bool) ->
 
 def fit(task: Task, setting: Setting, show_progress: bool, **options: Any) -> dif.Solution:
     """Fit the model from its random start, by mini-batches and then with all samples."""
+    steps = setting.epochs * -(-setting.n // BATCH)  # mini-batches count as iterations
     return dif.fit(
         task.problem, task.start, epochs=setting.epochs, batch_size=BATCH, rate=1e-2, seed=setting.seed,
-        show_progress=show_progress, **options,
+        max_iter=steps + _ITERATIONS, show_progress=show_progress, **options,
     )  # fmt: skip
 
 
@@ -227,6 +231,9 @@ def run(
     task = build_task(setting, data, device)
     results.write(out / "setting.json", asdict(setting))  # marks the folder as used by this setting
     solution = load_or_fit(task, setting, out, show_progress)
+    if not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:  # hundreds of solves follow
+        with results.time(out, "Hessian"):
+            solution = solution.assemble(out / "hessian", show_progress=show_progress)
     with results.time(out, "curvature"):
         active = solution.active
     image, predicted_label, error, test = find_target(task, solution, setting.image)
@@ -278,20 +285,31 @@ def run(
         "harmful": _find_extremes(scored, -8),
     }
     if plain:
-        result["plain"] = check_retraining(task, setting, solution, ranked[:plain], image, compared[RENORMALISED])
+        with results.time(out, "L-BFGS-B"):
+            part = compared[RENORMALISED]
+            result["plain"] = check_retraining(task, setting, solution, ranked[:plain], image, part, out / "plain.json")
     return result
 
 
 def check_retraining(
-    task: Task, setting: Setting, solution: dif.Solution, removed: list[int], image: int, compared: dict[str, Any]
-) -> dict[str, Any]:
-    """Retrain some removals from θ̄ with SciPy's L-BFGS-B, which shares no code with dif, and compare the changes."""
+    task: Task, setting: Setting, solution: dif.Solution, removed: list[int], image: int, compared: dict[str, Any],
+    keep: Path,
+) -> dict[str, Any]:  # fmt: skip
+    """Retrain some removals from θ̄ with SciPy's L-BFGS-B, which shares no code with dif, and compare the changes.
+
+    Finished retrainings are kept in the file `keep`.
+    """
     images, labels = task.images
     X, y = task.test[[image]], task.test_labels[[image]]
     before = float(sample_losses(task.start, solution.theta, X, y))
-    W = whiten(task.start, solution.theta, images, setting.l2)
-    changes, residuals = [], []
+    about = {"solution": hash_all((encode_tensor(solution.theta), encode_tensor(solution.lam))).hex(), "image": image}
+    kept = json.loads(keep.read_text()) if keep.exists() else about
+    done = kept["retrained"] if {key: kept.get(key) for key in about} == about and "retrained" in kept else {}
+    W = None
     for i in removed:
+        if str(i) in done:
+            continue
+        W = whiten(task.start, solution.theta, images, setting.l2) if W is None else W
         masks = [(task.group == g) & (torch.arange(setting.n) != i) for g in range(setting.groups)]
         shares = torch.stack([m / m.sum() for m in masks]).to(solution.theta)
 
@@ -301,8 +319,10 @@ def check_retraining(
             return torch.cat([(mean + 0.5 * setting.l2 * theta @ theta)[None], risks - mean - setting.tau])
 
         theta, _, residual = retrain(rows, solution.theta, solution.lam, W)
-        changes.append(float(sample_losses(task.start, theta, X, y)) - before)
-        residuals.append(residual)
+        change = float(sample_losses(task.start, theta, X, y)) - before
+        done[str(i)] = {"change": change, "residual": residual}
+        results.write(keep, {**about, "retrained": done})
+    changes, residuals = ([done[str(i)][key] for i in removed] for key in ("change", "residual"))
     differences = [abs(a - b) / abs(b) for a, b in zip(changes, compared["actual"], strict=False)]
     return {
         "removed": removed,

@@ -75,7 +75,7 @@ def test_removals_agree_with_re_solving_by_scipy(kind):
     assert certificate.holds
     assert any(row.state == "binding" for row in certificate.constraints)
     oracle = FairOracle(kind, X.numpy(), Y.numpy(), YOUNG.astype(int), BOUNDS[kind], RIDGE)
-    theta = oracle.solve(np.ones(700, dtype=bool), solution.theta.numpy())
+    theta = oracle.solve(np.ones(700, dtype=bool), np.zeros(X.shape[1]))
     np.testing.assert_allclose(solution.theta, theta, atol=1e-5)
 
     gone = np.random.default_rng(0).permutation(700)[:100]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,35 +18,10 @@ PerSample = Callable[[Any, Any], Tensor]  # of the params and a batch: one numbe
 Link = Callable[[Tensor], Tensor] | None
 
 
-class Limits(TypedDict, total=False):
-    """Options of the constraints that compare groups, with their defaults.
-
-    bound=0.01: The largest difference.
-    ratio=1.0: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0.
-    sample_weight=None: Weights of the samples in the means, ≥ 0; None weighs all alike.
-    control_features=None: A column of the data, or several; groups are compared within each of its values. None
-        compares them among all samples.
-    """
-
-    bound: float
-    ratio: float
-    sample_weight: Any
-    control_features: Any
-
-
-class ScoreLimits(Limits, total=False):
-    """Those of the constraints on scores have another option.
-
-    link=torch.sigmoid: The smooth stand-in for the decision score > 0, the probability of logistic regression; None
-        takes the score itself.
-    """
-
-    link: Link
-
-
 def demographic_parity(
-    train: dif.Samples, score: PerSample, *, sensitive_features: Any, **limits: Unpack[ScoreLimits]
-) -> list[dif.Constraint]:
+    train: dif.Samples, score: PerSample, *, sensitive_features: Any, bound: float = 0.01, ratio: float = 1.0,
+    link: Link = torch.sigmoid, sample_weight: Any = None, control_features: Any = None,
+) -> list[dif.Constraint]:  # fmt: skip
     """Constrain the mean probability of each group to be near that of all samples.
 
     With p = link(score), and means over a group g and over all samples:
@@ -60,7 +35,13 @@ def demographic_parity(
         train: The samples of the objective. The constraints are made of a view, so that a removal acts on both.
         score: The score of the model, `score(params, batch)` → (n,); positive for the label 1.
         sensitive_features: The group of each sample, (n,), or several features, (n, k), which are combined.
-        limits: bound=0.01, ratio=1.0, link=torch.sigmoid, sample_weight=None, control_features=None; see `ScoreLimits`.
+        bound: The largest difference.
+        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0.
+        link: The smooth stand-in for the decision score > 0. The default is the probability of logistic regression;
+            None takes the score itself.
+        sample_weight: Weights of the samples in the means, ≥ 0; None weighs all alike.
+        control_features: A column of the data, or several: groups are compared within each of its values. None compares
+            them among all samples.
 
     >>> train = dif.Samples(lambda params, x: (x @ params["w"]) ** 2, torch.eye(6), name="train")
     >>> score = lambda params, x: x @ params["w"]
@@ -68,47 +49,56 @@ def demographic_parity(
     >>> most.name, least.name
     ('demographic parity, a, at most', 'demographic parity, a, at least')
     """
-    return _compare_groups("demographic parity", train, score, sensitive_features, {"": None}, **limits)
+    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    return _compare_groups(_Rule("demographic parity", bound, ratio), view, {"": None}, *columns)
 
 
 def equal_opportunity(
-    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
-) -> list[dif.Constraint]:
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, bound: float = 0.01,
+    ratio: float = 1.0, link: Link = torch.sigmoid, sample_weight: Any = None, control_features: Any = None,
+) -> list[dif.Constraint]:  # fmt: skip
     """Constrain the mean probability among the samples of each group with label 1: smoothed true positive rates.
 
     The other arguments are those of `demographic_parity`; `labels` are 0 and 1, −1 and 1, or booleans.
     """
-    _, positive = _divide_by_label(train, labels, sensitive_features)
-    return _compare_groups("equal opportunity", train, score, sensitive_features, {"": positive}, **limits)
+    events = {"": _divide_by_label(train, labels, sensitive_features)[1]}
+    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    return _compare_groups(_Rule("equal opportunity", bound, ratio), view, events, *columns)
 
 
 def false_positive_rate_parity(
-    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
-) -> list[dif.Constraint]:
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, bound: float = 0.01,
+    ratio: float = 1.0, link: Link = torch.sigmoid, sample_weight: Any = None, control_features: Any = None,
+) -> list[dif.Constraint]:  # fmt: skip
     """Constrain smoothed false positive rates: as `equal_opportunity`, among the samples with label 0."""
     events = {"": _divide_by_label(train, labels, sensitive_features)[0]}
-    return _compare_groups("false positive rate parity", train, score, sensitive_features, events, **limits)
+    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    return _compare_groups(_Rule("false positive rate parity", bound, ratio), view, events, *columns)
 
 
 def equalised_odds(
-    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, **limits: Unpack[ScoreLimits]
-) -> list[dif.Constraint]:
+    train: dif.Samples, score: PerSample, *, labels: Any, sensitive_features: Any, bound: float = 0.01,
+    ratio: float = 1.0, link: Link = torch.sigmoid, sample_weight: Any = None, control_features: Any = None,
+) -> list[dif.Constraint]:  # fmt: skip
     """Constrain both smoothed rates: as `equal_opportunity`, among label 0 and among label 1."""
-    negative, positive = _divide_by_label(train, labels, sensitive_features)
-    events = {"label 0, ": negative, "label 1, ": positive}
-    return _compare_groups("equalised odds", train, score, sensitive_features, events, **limits)
+    columns = sensitive_features, control_features, sample_weight
+    view = _view(train, score, link)
+    events = dict(zip(("label 0, ", "label 1, "), _divide_by_label(train, labels, sensitive_features), strict=True))
+    return _compare_groups(_Rule("equalised odds", bound, ratio), view, events, *columns)
 
 
 def error_rate_parity(
-    train: dif.Samples, error: PerSample, *, sensitive_features: Any, **limits: Unpack[Limits]
-) -> list[dif.Constraint]:
+    train: dif.Samples, error: PerSample, *, sensitive_features: Any, bound: float = 0.01, ratio: float = 1.0,
+    sample_weight: Any = None, control_features: Any = None,
+) -> list[dif.Constraint]:  # fmt: skip
     """Constrain the mean error of each group to be near that of all samples.
 
     `error(params, batch)` is a smooth error of each sample, such as the probability of the wrong label. The other
     arguments are those of `demographic_parity`, without `link`.
     """
-    error = check_function(error, "error")
-    return _compare_groups("error rate parity", train, error, sensitive_features, {"": None}, link=None, **limits)
+    view = _view(train, check_function(error, "error"), None)
+    columns = sensitive_features, control_features, sample_weight
+    return _compare_groups(_Rule("error rate parity", bound, ratio), view, {"": None}, *columns)
 
 
 def bounded_group_loss(
@@ -159,25 +149,19 @@ class _Rule:
 
 
 def _compare_groups(
-    name: str,
-    train: dif.Samples,
-    score: PerSample,
-    sensitive_features: Any,
+    rule: _Rule,
+    view: dif.Samples,
     events: Mapping[str, Tensor | None],
-    *,
-    bound: float = 0.01,
-    ratio: float = 1.0,
-    link: Link = torch.sigmoid,
-    sample_weight: Any = None,
-    control_features: Any = None,
+    sensitive_features: Any,
+    control_features: Any,
+    sample_weight: Any,
 ) -> list[dif.Constraint]:
     """Compare the mean of each group with that of all samples, among the samples of each event; None means all."""
-    groups, rule = _read_groups(train, sensitive_features), _Rule(name, bound, ratio)
+    groups = _read_groups(view, sensitive_features)
     columns = {"sensitive_features": sensitive_features, "control_features": control_features}
-    check_order(train=train.remove_each(), **columns, sample_weight=sample_weight)
-    view = _view(train, check_function(score, "score"), link)
+    check_order(train=view.remove_each(), **columns, sample_weight=sample_weight)
     if control_features is not None:
-        events = _divide_by_control(events, Groups.of(control_features, len(train), "control_features"))
+        events = _divide_by_control(events, Groups.of(control_features, len(view), "control_features"))
     rows: list[dif.Constraint] = []
     for words, event in events.items():
         everyone = view.mean(where=event, weights=sample_weight)
@@ -187,12 +171,13 @@ def _compare_groups(
         empty = [group for group, size in sizes.items() if size == 0]
         check(
             not empty,
-            f"Group {empty[0] if empty else ''!r} has no samples in {name}{words and ', ' + words[:-2]}.",
+            f"Group {empty[0] if empty else ''!r} has no samples in {rule.name}{words and ', ' + words[:-2]}.",
             "Every group must have samples with the label and control feature in question, of weight above 0.",
             "The mean of such a group is not defined.",
             "Merge the group with another one, leave out the control feature, or choose a constraint without labels.",
         )
-        implied = max(sizes, key=lambda group: sizes[group]) if ratio == 1 and (len(sizes) == 2 or bound == 0) else None
+        follows = rule.ratio == 1 and (len(sizes) == 2 or rule.bound == 0)  # from the constraints of the others
+        implied = max(sizes, key=lambda group: sizes[group]) if follows else None
         for group, inside in masks.items():
             if group != implied:
                 rows += rule.compare(words + group, view.mean(where=inside, weights=sample_weight), everyone)
@@ -217,6 +202,8 @@ def _divide_by_control(events: Mapping[str, Tensor | None], control: Groups) -> 
 
 def _view(train: dif.Samples, score: PerSample, link: Link) -> dif.Samples:
     """Return the view of the samples whose loss is link(score)."""
+    _check_samples(train)
+    check_function(score, "score")
     if link is None:
         return train.view(score, name=f"score of {train.name}")
     stand_in, name = check_function(link, "link"), f"probability of {train.name}"

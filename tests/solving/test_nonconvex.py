@@ -1,5 +1,7 @@
 """Models that are not convex: the phases of fit, checkpoints, and retraining many problems at once."""
 
+import re
+from contextlib import contextmanager
 from itertools import pairwise
 
 import numpy as np
@@ -217,10 +219,18 @@ def test_an_expensive_hessian_is_replaced_by_gauss_newton_on_the_way(monkeypatch
         return matrices[-1]
 
     monkeypatch.setattr(Rows, "gauss_newton", assemble)
+    residuals = []
+
+    @contextmanager
+    def note(*args):
+        yield lambda done, text="": residuals.extend(map(float, re.findall(r"Newton, residual (\S+)\)", text)))
+
+    monkeypatch.setattr("dif.solving.fit.progress", note)
     train = dif.Samples(loss, (X, labels), name="train", outputs=lambda m, z: m(z[0]))
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [train.mean(where=labels == 0) <= train.mean() - 0.05])
     solution = dif.fit(problem, model, show_progress=False)
     assert matrices
+    assert 0 < max(residuals) <= 1e-3  # Newton's method is not tried farther away
     assert solution.kkt.residual < 1e-10
     assert float(solution.lam[0]) > 0
     assert solution.active.curvature > 0

@@ -34,6 +34,7 @@ from dif.solving.newton import damped_newton
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
+_NEARER = 1e-3  # the same where L-BFGS has Gauss–Newton coordinates, in which it is fast
 _SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
@@ -287,7 +288,8 @@ def _newton(
     units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
     kkt, f, J = _measure(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
-    if (not H.cheap and at.residual > _NEAR) or not _is_finite(kkt):
+    far = not H.cheap and at.residual > (_NEARER if H.has_gauss_newton else _NEAR)
+    if far or not _is_finite(kkt):
         return False  # far away, where a step is expensive and seldom good
     finest, d, convex = torch.finfo(at.theta.dtype).eps ** 0.672, len(at.theta), False
     z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)

@@ -61,9 +61,9 @@ def equal_opportunity(
 
     The other arguments are those of `demographic_parity`; `labels` are 0 and 1, −1 and 1, or booleans.
     """
-    events = {"": _divide_by_label(train, labels, sensitive_features)[1]}
+    _, positive = _divide_by_label(train, labels, sensitive_features)
     view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
-    return _compare_groups(_Rule("equal opportunity", bound, ratio), view, events, *columns)
+    return _compare_groups(_Rule("equal opportunity", bound, ratio), view, {"": positive}, *columns)
 
 
 def false_positive_rate_parity(
@@ -71,9 +71,9 @@ def false_positive_rate_parity(
     ratio: float = 1.0, link: Link = torch.sigmoid, sample_weight: Any = None, control_features: Any = None,
 ) -> list[dif.Constraint]:  # fmt: skip
     """Constrain smoothed false positive rates: as `equal_opportunity`, among the samples with label 0."""
-    events = {"": _divide_by_label(train, labels, sensitive_features)[0]}
+    negative, _ = _divide_by_label(train, labels, sensitive_features)
     view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
-    return _compare_groups(_Rule("false positive rate parity", bound, ratio), view, events, *columns)
+    return _compare_groups(_Rule("false positive rate parity", bound, ratio), view, {"": negative}, *columns)
 
 
 def equalised_odds(
@@ -81,9 +81,9 @@ def equalised_odds(
     ratio: float = 1.0, link: Link = torch.sigmoid, sample_weight: Any = None, control_features: Any = None,
 ) -> list[dif.Constraint]:  # fmt: skip
     """Constrain both smoothed rates: as `equal_opportunity`, among label 0 and among label 1."""
-    columns = sensitive_features, control_features, sample_weight
-    view = _view(train, score, link)
-    events = dict(zip(("label 0, ", "label 1, "), _divide_by_label(train, labels, sensitive_features), strict=True))
+    negative, positive = _divide_by_label(train, labels, sensitive_features)
+    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    events: dict[str, Tensor | None] = {"label 0, ": negative, "label 1, ": positive}
     return _compare_groups(_Rule("equalised odds", bound, ratio), view, events, *columns)
 
 

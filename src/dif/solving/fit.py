@@ -34,7 +34,7 @@ from dif.solving.newton import damped_newton
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
-_NEARER = 1e-3  # the same where L-BFGS has Gauss–Newton coordinates, in which it is fast
+_NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
 _SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
@@ -288,7 +288,7 @@ def _newton(
     units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
     kkt, f, J = _measure(program, at.theta, at.lam, units)
     at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
-    far = not H.cheap and at.residual > (_NEARER if H.has_gauss_newton else _NEAR)
+    far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
     if far or not _is_finite(kkt):
         return False  # far away, where a step is expensive and seldom good
     finest, d, convex = torch.finfo(at.theta.dtype).eps ** 0.672, len(at.theta), False

@@ -1,3 +1,5 @@
 """Keeps the documented import path `dif.path`; the code is in `dif.solving.continuation`."""
 
-from dif.solving.continuation import *  # noqa: F403
+from dif.solving.continuation import Event, Path
+
+__all__ = ["Event", "Path"]

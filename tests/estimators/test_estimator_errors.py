@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from problems import fair_logistic, fit_problem
 from refusals import (
     CAP,
     ESTIMATORS,
@@ -457,3 +458,26 @@ INCOMPLETE = {
 def test_incomplete_files_are_refused(case, tmp_path):
     archive(tmp_path / "scores.npz", np.zeros((1, 1)), case)
     refused(dif.InvalidInputError, lambda: dif.Influence.load(tmp_path / "scores.npz"), "is damaged")
+
+
+def test_a_solver_that_cannot_be_built_is_named():
+    _, problem, _ = fair_logistic()
+    for wrong, found in ((dict, "`solver` could not be called with the curvature: "), (3, "`solver` is 3.")):
+        with pytest.raises(dif.InvalidInputError) as caught:
+            dif.DirectionalInfluence(fit_problem(problem), solver=wrong)
+        assert caught.value.found.startswith(found)
+
+
+def test_perturbations_are_called_by_the_name_of_their_argument():
+    train, problem, _ = fair_logistic()
+    with pytest.raises(dif.InvalidInputError, match="`perturbations` is of type list"):
+        dif.DirectionalInfluence(fit_problem(problem)).scores(train.mean(), [train.remove([0])])
+
+
+def test_not_strict_means_the_same_for_the_adaptive_estimator():
+    train, problem, _ = fair_logistic()
+    solution = fit_problem(problem)
+    off = dif.Solution(problem, {name: value + 0.01 for name, value in solution.params.items()}, solution.multipliers)
+    with pytest.raises(dif.NotASolutionError):
+        dif.AdaptiveInfluence(off)
+    assert len(dif.AdaptiveInfluence(off, strict=False).scores(train.mean(), train.remove_each([0, 1]))) == 2

@@ -288,7 +288,7 @@ SOME = [s for s in calibration.settings() if s.kind != "tanh" and s.n < 2000] + 
 
 
 def test_expected_and_actual_errors_agree():
-    rows = [{"name": one.name, **calibration.measured(one)} for one in SOME]
+    rows = [{"name": one.name, **calibration.measure(one)} for one in SOME]
     found = calibration.summary(rows)
     assert found["models"] >= 20
     assert found["of these not trusted"] == found["off by more than 50 %"] > 3

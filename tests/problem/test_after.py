@@ -177,3 +177,21 @@ def test_means_stay_means_after_a_change_of_weights():
     path = dif.PathInfluence(solution).follow(train.remove([5]))  # the only member of a term that cancels
     alone = dif.fit(path.end.problem, start, show_progress=False)
     np.testing.assert_allclose(path.end.theta, alone.theta, atol=1e-8)
+
+
+def test_an_end_keeps_the_tolerance_and_refuses_what_is_like_a_removed_sample():
+    rng, train, problem = draw_problem(0)
+    solution = solve(problem)
+    strict = dif.Solution(problem, solution.params, solution.multipliers, tol=1e-9)
+    end = dif.PathInfluence(strict, **QUIET).follow(train.remove([3, 8])).end
+    assert end.tol == 1e-9
+    assert end.converged
+    one = (torch.tensor(rng.normal(size=(1, 3))), torch.tensor(rng.normal(size=1)))
+    for change in (train.replace([3], one), train.add(one, like=8)):
+        for carry_out in (dif.DirectionalInfluence(end).change, end.problem.after):
+            with pytest.raises(dif.InvalidInputError, match="has weight 0 in every term") as caught:
+                carry_out(change)
+            assert caught.value.meaning.endswith("would be in no term, so nothing would change.")
+    with pytest.raises(dif.InvalidInputError) as caught:
+        end.problem.after(train.remove([1], terms=[problem.constraints[1]]))
+    assert caught.value.cure.endswith("A perturbed problem has new ones: take them from solution.problem.")

@@ -227,7 +227,7 @@ def test_wrong_arguments_are_refused_in_words(scored):
         (lambda: plots.landscape(3), "`solution` is of type int.", "Influence is defined at a solution"),
         (lambda: plots.history(3), "`run` is of type int.", "Its history is drawn."),
         (lambda: plots.predicted_vs_actual("a", "b"), "given as changes.", "Numbers are needed"),
-        (lambda: change.plot(k="a"), "`k` is 'a'.", "So many parameters are listed."),
+        (lambda: change.plot(k="a"), "`k` is 'a'.", "It is the number of parameters listed."),
     ):
         error = invalid(action, found)
         assert text in str(error)

@@ -287,7 +287,7 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
     monkeypatch.setattr("dif.derivatives.hessian._ANYWAY", 0)
     other = dif.Solution(solution.problem, solution.params)
     assert not other.curvature.assembled
-    assert len(other.curvature.sketched().rows.tables[0].samples) == 600
+    assert len(other.curvature.sketch().rows.tables[0].samples) == 600
     free = dif.DirectionalInfluence(other).scores(train.mean(), train.remove_each())
     np.testing.assert_allclose(free.values, dense.values, rtol=1e-7, atol=1e-12)
     assert free.diagnostics["solver"] == "ConjugateGradients"

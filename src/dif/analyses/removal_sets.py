@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dif.derivatives.program import Program
 from dif.derivatives.weight_change import find_indispensable
-from dif.errors import DifError, InvalidInputError, NotConvergedError
+from dif.errors import DifError, InvalidInputError, NotConvergedError, count_words
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
@@ -38,7 +38,8 @@ class Choice:
     reached: bool | None  # whether the goal was reached; None where there was none
 
     def __str__(self) -> str:
-        return f"without {len(self.indices)} samples: {self.target} {self.before:.6g} → {self.verified:.6g} (retrained)"
+        removed = count_words(len(self.indices), "sample")
+        return f"without {removed}: {self.target} {self.before:.6g} → {self.verified:.6g} (retrained)"
 
 
 def choose(

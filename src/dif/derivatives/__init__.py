@@ -1,1 +1,1 @@
-"""Values and derivatives of a problem at θ: the only room that calls autograd. It does not judge or move θ."""
+"""Values and derivatives at θ and of one training step, and checks of both: the only room that calls autograd."""

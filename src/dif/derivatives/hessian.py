@@ -89,7 +89,7 @@ class Curvature:
         once = _ONCE.get(self.theta.device.type, 1) * self._affordable
         return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.price <= once)
 
-    def sketched(self, evaluations: float | None = None) -> Curvature | None:
+    def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
 
         `evaluations` is the number of evaluations of all losses that the matrix may cost; None: what takes seconds.
@@ -135,7 +135,7 @@ class Curvature:
         """
         if self.has_gauss_newton:
             return self._add_rows(replace(self.plain or self, gauss_newton=True).dense())
-        sketch = self.sketched(evaluations)
+        sketch = self.sketch(evaluations)
         return None if sketch is None else sketch.rough()
 
     def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Curvature:

@@ -330,12 +330,12 @@ def _not_finite_error(name: str, count: str) -> InvalidInputError:
     )
 
 
-def check_perturbation(perturbation: object) -> None:
+def check_perturbation(perturbation: object, name: str = "perturbation") -> None:
     """Refuse an object that is not a Perturbation."""
     check_instance(
         perturbation,
         Perturbation,
-        "perturbation",
+        name,
         meaning="Perturbations are made by train.remove(...), .reweight(...), .add(...), constraint.shift(...), "
         "or sums of these.",
         cure="For one sample write train.remove([i]).",

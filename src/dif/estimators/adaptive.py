@@ -61,9 +61,9 @@ class AdaptiveInfluence:
                 cure="Use 0.01 for one percent, or 0 to follow the path of every perturbation.",
             )
         self.strict, self.show_progress = strict, show_progress
-        self._first = DirectionalInfluence(solution)
+        self._first = DirectionalInfluence(solution, strict=strict)
         self._newton = NewtonInfluence(solution, strict=False, show_progress=False)
-        self._path = PathInfluence(solution, show_progress=False)
+        self._path = PathInfluence(solution, strict=strict, show_progress=False)
         self._assessor = Assessor(solution)
 
     def change(self, perturbation: Perturbation) -> Change:

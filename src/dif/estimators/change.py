@@ -31,7 +31,7 @@ class Change:
 
     def largest(self, k: int) -> list[tuple[str, float]]:
         """Return the name and the change of the k parameters that change most, such as ("w[0, 2]", 0.1)."""
-        check_count(k, "k", meaning="So many parameters are listed.", cure="Leave it out, or pass k=5, say.")
+        check_count(k, "k", meaning="It is the number of parameters listed.", cure="Leave it out, or pass k=5, say.")
         order = torch.argsort(torch.nan_to_num(self.flat.abs(), nan=-1.0), descending=True, stable=True)[:k].tolist()
         return [(self._name(i), float(self.flat[i])) for i in order]
 

@@ -58,7 +58,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         solver: Solver = None,
         strict: bool = True,
     ) -> None:
-        if not (isinstance(switching, bool) or switching == "auto"):
+        if not (isinstance(switching, bool) or (isinstance(switching, str) and switching == "auto")):
             raise InvalidInputError(
                 f"`switching` is {switching!r}.",
                 'It must be "auto", True or False.',

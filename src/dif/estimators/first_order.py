@@ -78,7 +78,7 @@ class FirstOrderEstimator:
                 `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
                 cannot be trusted. 0 skips this.
         """
-        check_perturbation(perturbations)
+        check_perturbation(perturbations, "perturbations")
         jobs, check, lin = check_jobs(jobs), self._assessor.assess(assess), self.linearise(perturbations)
         targets = Targets(target, lin.at)
         most = min(_SLOPES // (len(lin.rows) + len(targets.names)), max(_SMALLEST, len(perturbations) // _CHUNKS))

@@ -133,14 +133,19 @@ def _build(solver: Solver, H: Operator) -> LinearSolver:
     """Build a solver for H; with solver=None, a factorisation where H can be assembled, else conjugate gradients."""
     if solver is None:
         return DenseCholesky(H.dense()) if H.assembled else ConjugateGradients(H)
-    built = solver(H) if callable(solver) else None
+    built, cause = None, None
+    found = f"`solver` is {solver!r}."
+    if callable(solver):
+        try:
+            built = solver(H)
+            found = f"`solver` returned an object of type {type(built).__name__}."
+        except TypeError as error:
+            cause, found = error, f"`solver` could not be called with the curvature: {error}."
     if not isinstance(built, LinearSolver):
         raise InvalidInputError(
-            f"`solver` returned an object of type {type(built).__name__}."
-            if callable(solver)
-            else f"`solver` is {solver!r}.",
+            found,
             "It must be a class or a function that takes the curvature and returns a dif.LinearSolver.",
             "A solver is built for each curvature, once that is known.",
             "Leave it out, or pass a class such as dif.ConjugateGradients.",
-        )
+        ) from cause
     return built

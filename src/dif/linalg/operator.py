@@ -46,7 +46,7 @@ class Operator(Protocol):
         """Return H + GᵀRG + δI for G (m, d), the diagonal R (m,) and damping δ."""
         ...
 
-    def sketched(self, evaluations: float | None = None) -> Operator | None:
+    def sketch(self, evaluations: float | None = None) -> Operator | None:
         """Estimate the matrix from some samples if that is much cheaper; else return None.
 
         evaluations: Largest cost of the estimate, in evaluations of all losses.
@@ -96,7 +96,7 @@ class Matrix:
         H = torch.addmm(self.H, G.T, R[:, None] * G) if len(G) else self.H
         return Matrix(H + damping * torch.eye(self.d).to(H) if damping else H)
 
-    def sketched(self, evaluations: float | None = None) -> None:
+    def sketch(self, evaluations: float | None = None) -> None:
         """Return None: the matrix is available already."""
 
     def rough(self) -> Tensor:

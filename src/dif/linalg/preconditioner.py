@@ -73,10 +73,10 @@ def choose_preconditioner(curvature: ScaledOperator, rank: int) -> Preconditione
     """
     if not rank:
         return None
-    sketched = curvature.operator.sketched(_BUDGET)
-    if sketched is None:
+    sketch = curvature.operator.sketch(_BUDGET)
+    if sketch is None:
         return Nystrom(curvature, rank)
-    return invert(curvature, sketched.rough())
+    return invert(curvature, sketch.rough())
 
 
 def invert(curvature: ScaledOperator, H: Tensor) -> Preconditioner:

@@ -147,7 +147,8 @@ class ActiveSet:
         lines = []
         for kind in ("binding", "weak", "inactive"):
             for j in getattr(self, kind):
-                lines.append(f"{self.names[j]}: {kind} (relative slack {self.slack[j]:.2e}, force {self.force[j]:.2e})")
+                slack, force = self.slack[j] + 0.0, self.force[j] + 0.0  # 0 instead of −0
+                lines.append(f"{self.names[j]}: {kind} (relative slack {slack:.2e}, force {force:.2e})")
         lines.append(f"independence {self.licq:.2e}, tangent curvature {self.curvature:.3g}")
         return "\n".join(lines)
 

@@ -14,11 +14,11 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.kinks import Kink, explain, find_kinks
 from dif.derivatives.loss_checks import check_slopes
-from dif.derivatives.part_hessians import assemble_parts
 from dif.derivatives.program import PerConstraint, Program
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, count_words, few
 from dif.optimality.active_set import ActiveSet
 from dif.optimality.finding import BAD, GOOD, Finding
+from dif.optimality.part_hessians import assemble_parts
 from dif.optimality.residuals import KKT, Scales, residuals
 from dif.optimality.solution_file import read_solution, write_solution
 from dif.optimality.targets import Targets

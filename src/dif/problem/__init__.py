@@ -1,1 +1,1 @@
-"""Definition of a problem: samples, losses, terms, constraints, perturbations. Sums and derivatives: `evaluation`."""
+"""Definition of a problem: samples, losses, terms, constraints, perturbations. Sums and derivatives: `derivatives`."""

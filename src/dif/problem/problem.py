@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import cast
 
+import torch
+
 from dif.errors import InvalidInputError, SameDataWarning, count_words, warn
-from dif.problem.perturbation import Action, Perturbation, Shift, check_shift, unused_error
+from dif.problem.perturbation import Action, Addition, Perturbation, Shift, check_shift, unused_error
 from dif.problem.perturbed_problem import apply_perturbation
 from dif.problem.samples import Samples, expect_samples
 from dif.problem.term import Constraint, Expression, Term
@@ -128,17 +130,28 @@ class Problem:
                     f"`terms` contains {term!r}.",
                     "Each term must be the problem's own objective or one of its constraint objects.",
                     "Terms are told apart by identity.",
-                    "Use problem.objective and problem.constraints[j].",
+                    "Use problem.objective and problem.constraints[j]. A perturbed problem has new ones: take them "
+                    "from solution.problem.",
                 )
         owners = (self.objective, *self.constraints) if action.terms is None else action.terms
         sums = [pair for t in owners for pair in (t.term if isinstance(t, Constraint) else t).sums]
-        if not any(c != 0 and part.samples.population is action.samples.population for c, part in sums):
+        used = [part for c, part in sums if c != 0 and part.samples.population is action.samples.population]
+        if not used:
             raise InvalidInputError(
                 f"The perturbation of {action.samples.name!r} is restricted to terms that do not use these samples.",
                 "At least one of the terms must use them.",
                 "Nothing would change.",
                 "Name terms that use them, or leave `terms` out.",
             )
+        if isinstance(action, Addition) and action.like is not None:
+            unused = torch.stack([part.weights[action.like] == 0 for part in used]).all(0)
+            if bool(unused.any()):
+                raise InvalidInputError(
+                    f"Sample {int(action.like[unused][0])} of {action.samples.name!r} has weight 0 in every term.",
+                    "A new sample is like one that has weight in some term.",
+                    "A sample like one that was removed would be in no term, so nothing would change.",
+                    "Name another sample in `like`, or replace a sample that is still there.",
+                )
 
     def position(self, constraint: Constraint) -> int:
         """Return the number of a constraint of this problem."""

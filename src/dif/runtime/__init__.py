@@ -1,1 +1,1 @@
-"""Processes, memory, files, progress bars, checks of what users pass, errors in their code. No mathematics here."""
+"""Processes, memory, files, frames, progress bars, axes, checks of what users pass. No mathematics here."""

@@ -64,10 +64,13 @@ class Path:
 
     @cached_property
     def end(self) -> Solution:
-        """The solution of the perturbed problem, with its own certificate; it can be saved, scored, perturbed again."""
+        """The solution of the perturbed problem, with its own certificate; it can be saved, scored, perturbed again.
+
+        It is judged by the tolerance of the start: `end.converged` is False if the path was followed less accurately.
+        """
         problem, theta = self.start.problem.after(self.perturbation), self.thetas[-1]
         program = Program.compile(problem, self.start.program.parameters, theta)
-        return Solution.of_program(program, theta, self.multipliers[-1])
+        return Solution.of_program(program, theta, self.multipliers[-1], self.start.tol)
 
     def changes(self, target: Any) -> Tensor:
         """Return the change of each target from the start to each ε, (K, T)."""

@@ -69,7 +69,7 @@ def reproduce(out: Path, show_progress: bool = True) -> dict[str, Any]:
     with progress("models", len(every), show_progress) as report:
         for setting in every:
             if setting.name not in done:
-                rows.append({"name": setting.name, **asdict(setting), **measured(setting)})
+                rows.append({"name": setting.name, **asdict(setting), **measure(setting)})
                 results.write(path, {"study": "calibration", "version": dif.__version__, "rows": rows})
             report(len(rows))
     return {"rows": rows, **summary(rows)}
@@ -90,7 +90,7 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def measured(setting: Setting) -> dict[str, Any]:
+def measure(setting: Setting) -> dict[str, Any]:
     """Return the expected and actual relative error of the strongest removals; None if no solution was reached."""
     train, test, problem, start = build_problem(setting)
     with warnings.catch_warnings():

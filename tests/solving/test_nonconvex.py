@@ -17,6 +17,8 @@ from problems import (
     weak_regression,
     zeros,
 )
+from scipy.optimize import minimize
+from sklearn.datasets import load_breast_cancer
 from torch import nn
 
 import dif
@@ -433,3 +435,37 @@ def test_a_saddle_is_refused():
     assert saddle.converged
     with pytest.raises(dif.DegenerateError, match="smallest curvature of the Lagrangian"):
         dif.DirectionalInfluence(saddle)
+
+
+def test_retraining_does_not_end_at_a_worse_minimum(tmp_path):
+    """A gap of losses is not convex: followed while half of the samples leave, the solution leads to a bad minimum."""
+    features, benign = load_breast_cancer(return_X_y=True)
+    X = torch.tensor((features - features.mean(0)) / features.std(0))[:200, :8]
+    y, n = torch.tensor(2.0 * benign - 1.0)[:200], 200
+    large = torch.tensor(features[:200, 0] > np.median(features[:, 0]))
+    train = dif.Samples(lambda p, z: nn.functional.softplus(-z[1] * (z[0] @ p["w"])), (X, y), name="train")
+    problem = dif.Problem(train.mean() + dif.ridge(5e-2), [train.mean(where=large) <= train.mean() + 0.01])
+    solution = dif.fit(problem, {"w": torch.zeros(8, dtype=F64)}, show_progress=False)
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        gone = rng.choice(n, 100, replace=False)
+        rng.normal(size=8)
+    left = np.setdiff1d(np.arange(n), gone)
+    A, b, inside = X[left].numpy(), y[left].numpy(), large[left].numpy()
+
+    def losses(w):
+        return np.logaddexp(0, -b * (A @ w))
+
+    def objective(w):
+        return losses(w).mean() + 0.025 * w @ w
+
+    rule = {"type": "ineq", "fun": lambda w: losses(w).mean() + 0.01 - losses(w)[inside].mean()}
+    best = minimize(objective, np.zeros(8), constraints=[rule], method="SLSQP", options={"ftol": 1e-13, "maxiter": 500})
+    removal = train.remove(gone.tolist())
+    followed = dif.PathInfluence(solution, show_progress=False).follow(removal).end
+    assert followed.converged
+    assert objective(followed.theta.numpy()) > best.fun + 0.1  # a minimum, but not the one that training finds
+    for _ in range(2):  # the second time from the files of the first
+        retraining = dif.Retraining(solution, keep=tmp_path, show_progress=False)
+        theta = (solution.theta + retraining.change(removal).flat).numpy()
+        assert objective(theta) == pytest.approx(best.fun, abs=1e-7)

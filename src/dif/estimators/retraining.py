@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, NotConvergedError
@@ -187,32 +188,50 @@ class Retraining:
     def solve_together(self, direction: Direction) -> list[Outcome]:
         """Solve the problems after these perturbations together, and write them to the cache."""
         at = self.solution
-        for p in range(direction.P):
-            direction.first_order(p, at.theta, at.parts, at.part_gradients)  # refuses samples without a derivative
-        ends = [Found(at.theta, at.lam)] * direction.P
-        for ends in self._solve_batched(direction):
-            reached = [p for p, end in enumerate(ends) if end.reached]
-            if len(reached) == direction.P:
+        # refuses samples without a derivative
+        changes = [direction.first_order(p, at.theta, at.parts, at.part_gradients)[0] for p in range(direction.P)]
+        ends, worse = [Found(at.theta, at.lam)] * direction.P, [False] * direction.P
+        for ends, worse in self._solve_batched(direction, at.f + torch.stack(changes)):
+            solved = [p for p, end in enumerate(ends) if end.reached and not worse[p]]
+            if self._cache is not None and solved:  # the others may take much longer
+                self._cache.save(direction, solved, [ends[p] for p in solved])
+            if len(solved) == direction.P:
                 break
-            if self._cache is not None and reached:  # the others may take much longer
-                self._cache.save(direction, reached, [ends[p] for p in reached])
-        if self._cache is not None and any(end.reached for end in ends):
-            self._cache.save(direction, range(direction.P), ends)
-        return [(end, None) if end.reached else self._solve_single(direction, p, end) for p, end in enumerate(ends)]
+        begun = [p for p, end in enumerate(ends) if not end.reached and end.residual < float("inf")]
+        if self._cache is not None and begun:  # a later call continues from there
+            self._cache.save(direction, begun, [ends[p] for p in begun])
+        return [self._complete(direction, p, end, worse[p]) for p, end in enumerate(ends)]
 
-    def _solve_batched(self, direction: Direction) -> Iterator[list[Found]]:
+    def _complete(self, direction: Direction, p: int, end: Found, worse: bool) -> Outcome:
+        """Solve problem p by itself unless `end` is its solution; from θ̄ if `end` is worse, and keep the better one."""
+        if not end.reached:
+            return self._solve_single(direction, p, end)
+        if worse:
+            at, rows = self.solution, direction.perturbed_program(p).rows
+            with suppress(DifError):
+                other, failure = self._solve_single(direction, p, Found(at.theta, at.lam))
+                if failure is None and other is not None and rows.values(other.theta)[0] < rows.values(end.theta)[0]:
+                    return other, None
+            if self._cache is not None:
+                self._cache.save(direction, [p], [end])
+        return end, None
+
+    def _solve_batched(self, direction: Direction, before: Tensor) -> Iterator[tuple[list[Found], list[bool]]]:
         """Run Newton's method on all problems at once; yield where they are after each stage of the solver.
 
-        Yields nothing where the model cannot be mapped over parameters.
+        With them comes which of them are solved at a worse point than θ̄, where the rows of the problems are `before`,
+        (P, 1 + m). Yields nothing where the model cannot be mapped over parameters.
         """
         at, batched = self.solution, self._batched
         if batched is None or any(table.samples.fallbacks - HARMLESS for table in at.program.rows.tables):
             return
         partly = lambda share: Direction(at.program, share * direction.perturbation).stack_programs()  # noqa: E731
         try:
-            for ends in batched.solve(direction.stack_programs(), self.tol, self.max_iter, partly):
+            stack = direction.stack_programs()
+            for ends in batched.solve(stack, self.tol, self.max_iter, partly):
                 numbers = zip(ends.residual.tolist(), ends.goal.tolist(), ends.steps.tolist(), strict=True)
-                yield [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
+                found = [Found(ends.theta[p].clone(), ends.lam[p].clone(), *n) for p, n in enumerate(numbers)]
+                yield found, batched.find_worse(stack, ends, before).tolist()
         except Exception as error:
             if not is_unsupported(error):
                 raise

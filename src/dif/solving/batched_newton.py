@@ -25,6 +25,8 @@ _SHORTEST = 1 / 64  # smallest fraction of a Newton step that is tried
 _HALVED = 6  # chord steps within which the residual must halve; else each program's own curvature is used
 _SHARES = (0.2, 0.4, 0.6, 0.8)  # fractions of a large perturbation that are solved on the way to it
 _ROUGH = 1e-4  # relative KKT residual to reach at these fractions: they are only starting points
+_COST = 2.0  # λ̄ · violation at θ̄, times this, may be added to the objective by meeting the constraints
+_WORSE = 0.01  # share of the objective that may be added besides
 _LOOSE = 1e-3  # relative residual of solves with the curvature at the solution, where it is not assembled
 
 
@@ -80,6 +82,21 @@ class BatchedNewton:
         if not bool(ends.reached.all()):
             self._iterate_newton(stack, ends, max_iter)
             yield ends
+
+    def find_worse(self, stack: BatchedProgram, ends: Ends, before: Tensor) -> Tensor:
+        """Return which programs are solved, but at a point clearly worse than θ̄, (P,) bool.
+
+        That is another minimum, to which the solution may lead where the problem is not convex. `before`, (P, 1 + m),
+        has the rows of the programs at θ̄. Meeting the constraints from there should cost about λ̄ · violation.
+        """
+        solved, worse = torch.nonzero(ends.reached).reshape(-1), torch.zeros_like(ends.reached)
+        if len(solved):
+            programs = stack.take(solved)
+            f, _ = programs.pullback(ends.theta[solved], self.at.program.weights(ends.lam[solved]))
+            violation = self.at.program.kinds.violation(before[solved, 1:] - programs.tau)
+            allowed = before[solved, 0] + _COST * (violation @ self.at.lam.abs()) + _WORSE * before[solved, 0].abs()
+            worse[solved] = (f[:, 0] > allowed).to(worse.device)
+        return worse
 
     def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""

@@ -6,8 +6,9 @@ import torch
 from problems import class_data, logistic
 
 import dif
-from dif.derivatives import hessian, part_hessians
+from dif.derivatives import hessian
 from dif.derivatives.rows import Rows
+from dif.optimality import part_hessians
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from problems import retrainings
 
 import dif
 from dif.data import mnist
-from dif.derivatives import hessian, part_hessians
+from dif.derivatives import hessian
+from dif.optimality import part_hessians
 from dif.solving.batched_newton import BatchedNewton
 from dif.studies import cnn
 from dif.studies.network import PAPER, AllConvolutional, _convolve_by_matmul, assign_groups

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,8 +40,7 @@ def find_index(data: Any, what: str) -> Any:
     """
     indices = [frame.index for frame in _find_frames(data)]
     for other in indices[1:]:
-        first = indices[0]
-        if not other.equals(first) and set(other) == set(first):
+        if is_reordered(other, indices[0]):
             raise InvalidInputError(
                 f"The data frames in {what} have the same index in different orders.",
                 "Frames with the same labels must have them in the same order.",
@@ -51,6 +50,46 @@ def find_index(data: Any, what: str) -> Any:
     return indices[0] if indices else None
 
 
+def read_labels(column: Any) -> Any:
+    """Return the index of a data frame or a series; None for other objects."""
+    index = getattr(column, "index", None)
+    return index if hasattr(column, "to_numpy") and hasattr(index, "equals") else None
+
+
+def is_reordered(index: Any, labels: Sequence[Any]) -> bool:
+    """Return whether an index has these labels in another order."""
+    return not is_same(index, labels) and set(index) == set(labels)
+
+
+def is_same(index: Any, labels: Sequence[Any]) -> bool:
+    """Return whether an index has these labels in this order; the latter may come from a file, as a tuple."""
+    return index.equals(labels) if hasattr(labels, "equals") else list(index) == list(labels)
+
+
+def is_numbering(index: Any) -> bool:
+    """Return whether an index is the default one of pandas, 0 … n − 1, which names no rows."""
+    return type(index).__name__ == "RangeIndex" and (index.start, index.step) == (0, 1)
+
+
+def check_order(column: Any, labels: Sequence[Any] | None, what: str, owner: str) -> None:
+    """Refuse a data frame or a series that has the labels of the samples in another order.
+
+    Args:
+        column: What the user gave; anything without an index goes by position.
+        labels: Labels of the samples in the index of the user's data; None without one.
+        what: What was given, for the error message: the beginning of a sentence.
+        owner: Whose labels these are, for the error message.
+    """
+    index = None if labels is None else read_labels(column)
+    if index is not None and labels is not None and is_reordered(index, labels):
+        raise InvalidInputError(
+            f"{what} has the labels of {owner} in another order.",
+            "The same labels must be in the same order.",
+            "Rows are taken by position, whatever their labels, so values of different samples would be combined.",
+            "Put it into their order with .loc[X.index], or, if its rows are in order already, pass .to_numpy().",
+        )
+
+
 def _find_frames(data: Any) -> Iterator[Any]:
     """Yield the data frames and series of a structure."""
     if isinstance(data, Mapping):
@@ -58,5 +97,5 @@ def _find_frames(data: Any) -> Iterator[Any]:
     if isinstance(data, tuple | list):
         for part in data:
             yield from _find_frames(part)
-    elif hasattr(data, "to_numpy") and hasattr(getattr(data, "index", None), "equals"):
+    elif read_labels(data) is not None:
         yield data

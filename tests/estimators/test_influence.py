@@ -261,3 +261,31 @@ def test_careless_arguments_are_refused_in_words(scored, tmp_path):
         for action in (scores.save, dif.Influence.load) if path != tmp_path else (scores.save,):
             invalid(lambda action=action, path=path: action(path), "`path` is ", "It must be the path of a file.")
     invalid(lambda: dif.Agreement.of("a", "b"), "given as predicted changes.", "Numbers are needed")
+
+
+def test_a_mask_in_another_order_is_refused(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    index = pandas.Index([f"P{i}" for i in range(40)])
+    _, scores = fit_frame(index)
+    scores.save(tmp_path / "scores.npz")
+    mask = pandas.Series([i % 7 == 3 for i in range(40)], index=index)
+    for known in (scores, dif.Influence.load(tmp_path / "scores.npz")):
+        for right in (mask, mask.reset_index(drop=True), mask.to_numpy()):
+            assert torch.equal(known[right].values, scores.values[3::7])
+        invalid(
+            lambda known=known: known[mask.sort_index()],
+            "The mask has the labels of the scores in another order.",
+            "so values of different samples would be combined.",
+            "or, if its rows are in order already, pass .to_numpy().",
+        )
+
+
+def test_two_selections_are_refused(scored):
+    scores = scored[3]
+    for key in ((3, 1), (slice(None), "weight"), (1, 2, 3)):
+        error = invalid(
+            lambda key=key: scores[key],
+            f"The scores were indexed with {len(key)} selections, separated by commas.",
+            "It could mean one score, or several rows.",
+        )
+        assert "influence.values[3, 1] for one score, influence[[3, 1]] for two rows" in error.cure

@@ -108,3 +108,24 @@ def test_added_rows_keep_their_labels():
     assert list(after.remove_each().index)[-1] == "newcomer"
     (unlabelled,) = problem.after(train.add((X[:1], Y[:1]))).samples
     assert unlabelled.remove_each().index is None
+
+
+def test_masks_and_weights_in_another_order_are_refused():
+    frame, y = frames()
+    train = dif.Samples(squared, (frame, y), name="train")
+    mask, weights = frame["a"] > 0, frame["a"].abs()
+    at = dif.Solution(dif.Problem(train.mean()), {"theta": torch.ones(4, dtype=F64)}).value
+    losses = 0.5 * (X.sum(1) - Y) ** 2
+    expected = losses[mask.to_numpy()].mean()
+    assert at(train.mean(where=mask)) == pytest.approx(expected, rel=1e-12)
+    for plain in (mask.to_numpy(), mask.reset_index(drop=True), mask.rename("patient {}".format)):  # by position
+        assert at(train.mean(where=plain)) == pytest.approx(expected, rel=1e-12)
+    combined = "so values of different samples would be combined."
+    found = "of 'train' has the labels of the samples in another order."
+    for use in (train.mean, train.sum):
+        invalid(lambda use=use: use(where=mask[::-1]), f"The mask `where` {found}", combined, "with .loc[X.index]")
+    invalid(lambda: train.mean(weights=weights.sort_values()), f"The vector `weights` {found}", combined)
+    invalid(lambda: train.weighted(weights.sort_values()), found, combined)
+    some = train.take(torch.arange(10, 20))
+    assert len(some.mean(where=mask[10:20]).sums) == 1
+    invalid(lambda: some.mean(where=mask[10:20][::-1]), found.removeprefix("of 'train' "), combined)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dif.errors import InvalidInputError, few
+from dif.runtime.frames import check_order
 from dif.runtime.inputs import as_index
 
 _BY_LABEL = ("unanswered", "failed", "crossed", "events")  # diagnostics with an entry for some perturbations, by label
@@ -25,6 +26,14 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
         IndexError: Where an integer is out of range.
     """
     P = len(labels)
+    if isinstance(key, tuple):
+        raise InvalidInputError(
+            f"The scores were indexed with {len(key)} selections, separated by commas.",
+            "One selection may be given: a list is written in brackets of its own.",
+            "It could mean one score, or several rows.",
+            "Write influence.values[3, 1] for one score, influence[[3, 1]] for two rows, and influence.to_frame() for "
+            "columns by name.",
+        )
     if isinstance(key, slice):
         rows = _find_slice(key, P)
     elif isinstance(key, str):
@@ -55,6 +64,7 @@ def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -
     if values and all(isinstance(value, bool) for value in values):
         if len(values) != P:
             raise _selection_error(f"The mask has {len(values)} entries for {P} perturbations", P)
+        check_order(key, index, "The mask", "the scores")
         return [row for row, chosen in enumerate(values) if chosen]
     if values and all(isinstance(value, str) for value in values):
         return _find_labels(values, labels, index)

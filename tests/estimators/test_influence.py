@@ -134,6 +134,21 @@ def test_compare_matches_by_label(scored):
     assert scores.compare(swapped).relative_error == pytest.approx(expected.relative_error)
 
 
+def test_some_targets_are_compared_by_name(scored):
+    _, _, _, scores, retrained = scored
+    rows = [scores.perturbations.index(label) for label in retrained.perturbations]
+    for column, name in enumerate(scores.targets):
+        one = dif.Influence(retrained.values[:, [column]], retrained.perturbations, (name,), "retraining")
+        expected = dif.Agreement.of(scores.values[rows][:, [column]], retrained.values[:, [column]])
+        assert scores.compare(one) == expected
+        backwards = dif.Agreement.of(retrained.values[:, [column]], scores.values[rows][:, [column]])
+        assert one.compare(scores) == backwards
+    overlapping = dif.Influence(torch.zeros(3, 2), ("remove train[0]", "remove train[1]", "x"), scores.targets, "other")
+    invalid(
+        lambda: scores.compare(overlapping), "they share 2 perturbations and 2 targets.", "and likewise the targets."
+    )
+
+
 def test_what_cannot_be_matched_is_refused(scored):
     _, _, _, scores, retrained = scored
     meaning = "Agreement is measured score by score."
@@ -204,13 +219,26 @@ def test_the_index_of_a_data_frame_is_kept(tmp_path):
 
 def test_numbers_dates_and_levels_as_index_survive_a_file(tmp_path):
     pandas = pytest.importorskip("pandas")
-    days, pairs = pandas.date_range("2024-01-01", periods=40), [(i % 2, f"p{i}") for i in range(40)]
-    for index in (pandas.RangeIndex(100, 140), days, pandas.MultiIndex.from_tuples(pairs)):
+    days, pairs = (
+        pandas.DatetimeIndex(pandas.date_range("2024-01-01", periods=40).to_numpy()),
+        [(i % 2, f"p{i}") for i in range(40)],
+    )
+    hours, periods = pandas.Index(days.tz_localize("Europe/Paris"), name="hour"), days.to_period("D")
+    levels = pandas.MultiIndex.from_arrays([days, range(40), list("ab") * 20], names=["day", None, "site"])
+    numbers = pandas.RangeIndex(100, 140)
+    for index in (numbers, days, days - days[0], hours, periods, pandas.MultiIndex.from_tuples(pairs), levels):
         _, scores = fit_frame(index)
         assert scores.to_frame().index.equals(index)
         scores.save(tmp_path / "scores.npz")
-        loaded = dif.Influence.load(tmp_path / "scores.npz").to_frame()
-        assert [str(label) for label in loaded.index] == [str(label) for label in index]
+        loaded = dif.Influence.load(tmp_path / "scores.npz")
+        pandas.testing.assert_index_equal(loaded.to_frame().index, index, exact="equiv")
+        pandas.testing.assert_index_equal(loaded[[7, 3]].to_frame().index, index[[7, 3]], exact="equiv")
+        assert loaded.top(3) == scores.top(3)
+        assert len(loaded.to_frame().join(pandas.DataFrame({"x": 1.0}, index=index)).dropna()) == 40
+    best = scores.top(1)[0]
+    expected = f"({days[best.index]}, {best.index}, '{'ab'[best.index % 2]}')"
+    assert expected in scores.summary()
+    assert torch.equal(scores[expected].values, scores[best.index].values)
     json.dumps(scores.diagnostics)
 
 

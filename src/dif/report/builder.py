@@ -22,7 +22,7 @@ from dif.report.column import expect_column, expect_features, list_entries
 from dif.report.report import Report, select_samples, write_html
 from dif.report.subjects import Subjects
 from dif.runtime.file_path import expect_path
-from dif.runtime.frames import check_order, is_numbering, is_same, read_labels
+from dif.runtime.frames import check_order, is_numbering, is_same, read_labels, write_label
 from dif.runtime.inputs import check_instance
 
 _MOST_TARGETS = 20  # targets of one report at most
@@ -87,7 +87,7 @@ def write_report(
     if features is not None:
         shown["features"] = expect_features(features, "`features`", lengths)
     if names is None and influence.index is not None:
-        shown["names"] = [str(label) for label in influence.index]
+        shown["names"] = [write_label(label) for label in influence.index]
     subjects = replace(plain, **shown)
     subjects.check_display()
     explained = _Explanation.of(influence, solution)

@@ -56,6 +56,17 @@ def read_labels(column: Any) -> Any:
     return index if hasattr(column, "to_numpy") and hasattr(index, "equals") else None
 
 
+def write_label(label: Any) -> str:
+    """Return a label of an index as text; that of a MultiIndex without the types of its parts.
+
+    >>> write_label("ann"), write_label(("a", np.int64(11)))
+    ('ann', "('a', 11)")
+    """
+    if not isinstance(label, tuple):
+        return str(label)
+    return f"({', '.join(repr(part) if isinstance(part, str) else str(part) for part in label)})"
+
+
 def is_reordered(index: Any, labels: Sequence[Any]) -> bool:
     """Return whether an index has these labels in another order."""
     return not is_same(index, labels) and set(index) == set(labels)

@@ -72,8 +72,25 @@ def test_text_dates_and_missing_entries_are_refused_by_column():
     assert "age" not in error.found
     invalid(lambda: dif.Samples(squared, frame["city"]), "was given as data of Samples", "Encode text as numbers")
     invalid(lambda: dif.Samples(squared, pandas.DataFrame({"a": [1.0, np.nan]})), "NaN or infinite in 1 sample (1)")
-    children = pandas.DataFrame({"children": pandas.array([1, None], dtype="Int64")})
-    invalid(lambda: dif.Samples(squared, children), "data of Samples 'samples'")
+
+
+def test_nullable_columns_are_numbers_unless_an_entry_is_missing():
+    for dtype in ("Float64", "Float32"):
+        data = dif.Samples(squared, frames()[0].astype(dtype)).storage.data
+        assert data.dtype == getattr(torch, dtype.lower())
+        assert torch.equal(data, torch.from_numpy(X.astype(dtype.lower())))
+    frame = pandas.DataFrame({"children": [1, 2], "member": [True, False], "income": [1.5, 2.5]})
+    mixed = frame.astype({"children": "Int64", "member": "boolean", "income": "Float64"})
+    assert read_frame(mixed, "data").tolist() == [[1.0, 1.0, 1.5], [2.0, 0.0, 2.5]]
+    missing = mixed.mask(pandas.DataFrame({name: [False, name != "income"] for name in mixed}))
+    invalid(
+        lambda: dif.Samples(squared, missing),
+        "data of Samples 'samples' has columns with missing entries: children (Int64, 1), member (boolean, 1).",
+        "A missing entry has no value that a loss could be computed from.",
+        "frame.dropna()",
+    )
+    words = pandas.DataFrame({"city": pandas.array(["Rome", None], dtype="string")})
+    invalid(lambda: dif.Samples(squared, words), "has columns that are not numbers: city")
 
 
 def test_frames_in_different_orders_are_refused():

@@ -19,6 +19,7 @@ def read_frame(frame: Any, what: str) -> np.ndarray:
     """
     if not hasattr(frame, "items") or not len(frame.columns):  # a frame of another library, or an empty one
         return frame.to_numpy()
+    _check_missing(frame, what)
     columns = [(name, column, column.to_numpy()) for name, column in frame.items()]
     wrong = [f"{name} ({column.dtype})" for name, column, values in columns if values.dtype.kind not in _NUMBERS]
     if wrong:
@@ -30,7 +31,24 @@ def read_frame(frame: Any, what: str) -> np.ndarray:
         )
     dtypes = {values.dtype for _, _, values in columns}
     shared = len(dtypes) == 1 and next(iter(dtypes)).kind == "f"
-    return frame.to_numpy() if shared else np.stack([values.astype(np.float64) for _, _, values in columns], axis=1)
+    return frame.to_numpy(dtype=next(iter(dtypes)) if shared else np.float64)
+
+
+def _check_missing(frame: Any, what: str) -> None:
+    """Refuse columns of a nullable dtype, such as Int64, that lack entries; NaN in other columns is found later."""
+    nullable = [
+        (name, column)
+        for name, column in frame.items()
+        if not isinstance(column.dtype, np.dtype) and getattr(column.dtype, "kind", "") in _NUMBERS
+    ]
+    missing = [f"{name} ({column.dtype}, {count})" for name, column in nullable if (count := int(column.isna().sum()))]
+    if missing:
+        raise InvalidInputError(
+            f"The DataFrame that was given as {what} has columns with missing entries: {few(missing)}.",
+            "No entry may be missing.",
+            "A missing entry has no value that a loss could be computed from.",
+            "Leave those rows out, or fill them: frame.dropna(), frame.fillna(0).",
+        )
 
 
 def find_index(data: Any, what: str) -> Any:

@@ -317,3 +317,14 @@ def test_two_selections_are_refused(scored):
             "It could mean one score, or several rows.",
         )
         assert "influence.values[3, 1] for one score, influence[[3, 1]] for two rows" in error.cure
+
+
+def test_the_top_of_a_slice_is_carried_out_again(scored):
+    _, solution, targets, scores, _ = scored
+    for part in (scores[torch.arange(40) % 2 == 1], scores[[30, 2, 17, 5, 9]]):
+        top = part.top(3)
+        again = part.carried_out.pick([one.index for one in top])
+        assert again.labels == [one.label for one in top]
+        assert [part.perturbations[one.index] for one in top] == again.labels
+        predicted = dif.DirectionalInfluence(solution).scores(targets, again).values[:, 0]
+        assert predicted.tolist() == pytest.approx([one.value for one in top], rel=1e-9)

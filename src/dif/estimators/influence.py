@@ -30,7 +30,11 @@ TRUSTED = 0.25  # estimated relative error of all predictions together up to whi
 
 @dataclass(frozen=True)
 class Ranked:
-    """One perturbation of a ranking: its row, its label and its score."""
+    """One perturbation of a ranking: its row, its label and its score.
+
+    The row is that of the scores that were ranked. In a slice it counts the rows of the slice, not the samples:
+    `part.carried_out.pick([one.index for one in part.top(5)])` are the five perturbations.
+    """
 
     index: int
     label: str

@@ -176,22 +176,30 @@ def test_features_are_those_of_the_people_that_were_scored(people, tmp_path):
 def test_features_of_other_people_are_refused(people, tmp_path):
     frame, scores = people
     path = tmp_path / "report.html"
-    reordered = ("has the labels of the scores in another order", "so values of different samples would be combined.")
-    other = ("has other labels than the scores", "What is shown beside each score would belong to another sample.")
-    for part, features, texts in (
+    reordered, other = "has the labels of the scores in another order", "has other labels than the scores"
+    meaning = "What is shown beside each score would belong to another sample."
+    for part, features, found in (
         (scores, frame[::-1], reordered),
         (scores[1:4], frame[1:4][::-1], reordered),
         (scores[::-1], frame[::-1], reordered),  # five rows are those of the data, in the order of the data
         (scores[1:3], frame[3:], other),
         (scores, frame.rename("patient {}".format), other),
     ):
-        invalid(lambda p=part, f=features: p.report(path, features=f), f"`features` {texts[0]}", texts[1])
+        invalid(lambda p=part, f=features: p.report(path, features=f), f"`features` {found}", meaning)
     error = invalid(lambda: scores[1:3].report(path, features=frame[2:4]), "other labels than the scores: 'dee'.")
-    assert "features.loc[scores.index]" in error.cure
+    assert error.cure.startswith("Pass features.loc[scores.index], or")
+    ages = shown_ages(
+        scores[::-1], path, features=frame.rename("patient {}".format).to_dict("list")
+    )  # as the cure says
+    assert ages == frame["age"].to_dict()
+    path.unlink()
+    error = invalid(lambda: scores[::-1].report(path, features=frame[::-1]), reordered)
+    assert error.cure.startswith("Pass features.loc[X.index], or")
+    assert "names.to_list()" in invalid(lambda: scores.report(path, names=frame["age"][::-1]), reordered).cure
     backwards = {"age": frame["age"][::-1]}
-    invalid(lambda: scores.report(path, features=backwards), f"`features['age']` {reordered[0]}")
+    invalid(lambda: scores.report(path, features=backwards), f"`features['age']` {reordered}")
     for name in ("names", "groups"):
-        invalid(lambda n=name: scores.report(path, **{n: frame["age"][::-1]}), f"`{name}` {reordered[0]}")
+        invalid(lambda n=name: scores.report(path, **{n: frame["age"][::-1]}), f"`{name}` {reordered}")
     assert not path.exists()
 
 

@@ -22,7 +22,7 @@ from dif.report.column import expect_column, expect_features, list_entries
 from dif.report.report import Report, select_samples, write_html
 from dif.report.subjects import Subjects
 from dif.runtime.file_path import expect_path
-from dif.runtime.frames import check_order, is_numbering, is_same, read_labels, write_label
+from dif.runtime.frames import is_numbering, is_reordered, is_same, read_labels, write_label
 from dif.runtime.inputs import check_instance
 
 _MOST_TARGETS = 20  # targets of one report at most
@@ -87,7 +87,7 @@ def write_report(
     if features is not None:
         shown["features"] = expect_features(features, "`features`", lengths)
     if names is None and influence.index is not None:
-        shown["names"] = [write_label(label) for label in influence.index]
+        shown["names"] = [write_label(label) for label in _find_labels(influence, plain)]
     subjects = replace(plain, **shown)
     subjects.check_display()
     explained = _Explanation.of(influence, solution)
@@ -116,22 +116,33 @@ def write_report(
 
 def _check_labels(column: Any, name: str, influence: Influence, subjects: Subjects) -> None:
     """Refuse a data frame or a series whose index says that its rows are other samples than those of the scores."""
-    index, labels, everyone = read_labels(column), influence.index, influence.index
-    if subjects.train is not None and labels is not None:
-        everyone = subjects.train.population.storage.labels(torch.arange(len(subjects.train)))
-        labels = everyone if index is not None and len(index) == len(everyone) else labels
-    if index is None or labels is None or is_same(index, labels):
+    index = read_labels(column)
+    if index is None or influence.index is None:
         return
-    check_order(column, labels, f"`{name}`", "the scores")
+    everyone = _find_labels(influence, subjects)
+    whole = subjects.train is not None and len(index) == len(everyone)  # then its rows are in the order of the data
+    labels, source = (everyone, "X") if whole else (influence.index, "scores")
+    if is_same(index, labels):
+        return
+    reordered = is_reordered(index, labels)
     unnamed = is_numbering(index) or (is_numbering(everyone) and set(everyone).isdisjoint(index))
-    if not unnamed:
+    if reordered or not unnamed:
         known = set(labels)
+        other = f"other labels than the scores: {few([x for x in index if x not in known], quoted=True)}"
+        plain = ".to_dict('list')" if hasattr(column, "columns") else ".to_list()"
         raise InvalidInputError(
-            f"`{name}` has other labels than the scores: {few([x for x in index if x not in known], quoted=True)}.",
-            "It must have the index of the data, or of the selected scores, in its order.",
+            f"`{name}` has {'the labels of the scores in another order' if reordered else other}.",
+            "It must have the index of the data X, or of the selected scores, in its order.",
             "What is shown beside each score would belong to another sample.",
-            f"Pass {name}.loc[scores.index], or, if its rows are in order already, {name}.reset_index(drop=True).",
+            f"Pass {name}.loc[{source}.index], or, if its rows are in order already, {name}{plain}.",
         )
+
+
+def _find_labels(influence: Influence, subjects: Subjects) -> Any:
+    """Return the labels of all samples in the index of the user's data; where unknown, those of the scores."""
+    if subjects.train is None:
+        return influence.index
+    return subjects.train.population.storage.labels(torch.arange(len(subjects.train)))
 
 
 def _find_solution(influence: Influence, solution: Solution | None) -> Solution:

@@ -236,12 +236,13 @@ RESULTS = {
     ),
     "other perturbations": (
         lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN, TRAIN.remove_groups([[1, 2], [3]]))),
-        "One influence has 8 × 8 scores, the other has 2 × 8, and their labels differ.",
+        "the other has 2 × 8, and their labels differ: they share 1 perturbation and 8 targets.",
+        "One influence has 8 × 8 scores, the other",
         "Agreement is measured score by score.",
     ),
     "other targets": (
         lambda: influence().compare(estimator(dif.NewtonInfluence).scores(TRAIN.mean(), TRAIN.remove_each())),
-        "One influence has 8 × 8 scores, the other has 8 × 1, and their labels differ.",
+        "the other has 8 × 1, and their labels differ: they share 8 perturbations and 0 targets.",
         "Score the same perturbations and targets",
     ),
     "one value": (

@@ -134,6 +134,21 @@ def test_compare_matches_by_label(scored):
     assert scores.compare(swapped).relative_error == pytest.approx(expected.relative_error)
 
 
+def test_some_targets_are_compared_by_name(scored):
+    _, _, _, scores, retrained = scored
+    rows = [scores.perturbations.index(label) for label in retrained.perturbations]
+    for column, name in enumerate(scores.targets):
+        one = dif.Influence(retrained.values[:, [column]], retrained.perturbations, (name,), "retraining")
+        expected = dif.Agreement.of(scores.values[rows][:, [column]], retrained.values[:, [column]])
+        assert scores.compare(one) == expected
+        backwards = dif.Agreement.of(retrained.values[:, [column]], scores.values[rows][:, [column]])
+        assert one.compare(scores) == backwards
+    overlapping = dif.Influence(torch.zeros(3, 2), ("remove train[0]", "remove train[1]", "x"), scores.targets, "other")
+    invalid(
+        lambda: scores.compare(overlapping), "they share 2 perturbations and 2 targets.", "and likewise the targets."
+    )
+
+
 def test_what_cannot_be_matched_is_refused(scored):
     _, _, _, scores, retrained = scored
     meaning = "Agreement is measured score by score."
@@ -204,13 +219,26 @@ def test_the_index_of_a_data_frame_is_kept(tmp_path):
 
 def test_numbers_dates_and_levels_as_index_survive_a_file(tmp_path):
     pandas = pytest.importorskip("pandas")
-    days, pairs = pandas.date_range("2024-01-01", periods=40), [(i % 2, f"p{i}") for i in range(40)]
-    for index in (pandas.RangeIndex(100, 140), days, pandas.MultiIndex.from_tuples(pairs)):
+    days, pairs = (
+        pandas.DatetimeIndex(pandas.date_range("2024-01-01", periods=40).to_numpy()),
+        [(i % 2, f"p{i}") for i in range(40)],
+    )
+    hours, periods = pandas.Index(days.tz_localize("Europe/Paris"), name="hour"), days.to_period("D")
+    levels = pandas.MultiIndex.from_arrays([days, range(40), list("ab") * 20], names=["day", None, "site"])
+    numbers = pandas.RangeIndex(100, 140)
+    for index in (numbers, days, days - days[0], hours, periods, pandas.MultiIndex.from_tuples(pairs), levels):
         _, scores = fit_frame(index)
         assert scores.to_frame().index.equals(index)
         scores.save(tmp_path / "scores.npz")
-        loaded = dif.Influence.load(tmp_path / "scores.npz").to_frame()
-        assert [str(label) for label in loaded.index] == [str(label) for label in index]
+        loaded = dif.Influence.load(tmp_path / "scores.npz")
+        pandas.testing.assert_index_equal(loaded.to_frame().index, index, exact="equiv")
+        pandas.testing.assert_index_equal(loaded[[7, 3]].to_frame().index, index[[7, 3]], exact="equiv")
+        assert loaded.top(3) == scores.top(3)
+        assert len(loaded.to_frame().join(pandas.DataFrame({"x": 1.0}, index=index)).dropna()) == 40
+    best = scores.top(1)[0]
+    expected = f"({days[best.index]}, {best.index}, '{'ab'[best.index % 2]}')"
+    assert expected in scores.summary()
+    assert torch.equal(scores[expected].values, scores[best.index].values)
     json.dumps(scores.diagnostics)
 
 
@@ -261,3 +289,42 @@ def test_careless_arguments_are_refused_in_words(scored, tmp_path):
         for action in (scores.save, dif.Influence.load) if path != tmp_path else (scores.save,):
             invalid(lambda action=action, path=path: action(path), "`path` is ", "It must be the path of a file.")
     invalid(lambda: dif.Agreement.of("a", "b"), "given as predicted changes.", "Numbers are needed")
+
+
+def test_a_mask_in_another_order_is_refused(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    index = pandas.Index([f"P{i}" for i in range(40)])
+    _, scores = fit_frame(index)
+    scores.save(tmp_path / "scores.npz")
+    mask = pandas.Series([i % 7 == 3 for i in range(40)], index=index)
+    for known in (scores, dif.Influence.load(tmp_path / "scores.npz")):
+        for right in (mask, mask.reset_index(drop=True), mask.to_numpy()):
+            assert torch.equal(known[right].values, scores.values[3::7])
+        invalid(
+            lambda known=known: known[mask.sort_index()],
+            "The mask has the labels of the scores in another order.",
+            "so values of different samples would be combined.",
+            "or, if its rows are in order already, pass .to_numpy().",
+        )
+
+
+def test_two_selections_are_refused(scored):
+    scores = scored[3]
+    for key in ((3, 1), (slice(None), "weight"), (1, 2, 3)):
+        error = invalid(
+            lambda key=key: scores[key],
+            f"The scores were indexed with {len(key)} selections, separated by commas.",
+            "It could mean one score, or several rows.",
+        )
+        assert "influence.values[3, 1] for one score, influence[[3, 1]] for two rows" in error.cure
+
+
+def test_the_top_of_a_slice_is_carried_out_again(scored):
+    _, solution, targets, scores, _ = scored
+    for part in (scores[torch.arange(40) % 2 == 1], scores[[30, 2, 17, 5, 9]]):
+        top = part.top(3)
+        again = part.carried_out.pick([one.index for one in top])
+        assert again.labels == [one.label for one in top]
+        assert [part.perturbations[one.index] for one in top] == again.labels
+        predicted = dif.DirectionalInfluence(solution).scores(targets, again).values[:, 0]
+        assert predicted.tolist() == pytest.approx([one.value for one in top], rel=1e-9)

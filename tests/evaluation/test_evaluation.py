@@ -1,6 +1,7 @@
 """Evaluation against oracles that share nothing with it: numpy's least squares, SciPy, scikit-learn."""
 
 import os
+import warnings
 
 import numpy as np
 import pytest
@@ -310,6 +311,28 @@ def test_trainings_that_fail_are_left_out():
         random=0, show_progress=False,
     )  # fmt: skip
     assert str(curve).splitlines()[-1].split() == ["exact", "–"]
+
+
+def test_a_constant_method_or_truth_has_a_dash():
+    def row(result, name):
+        return next(line for line in str(result).splitlines() if line.startswith(name)).removeprefix(name).split()
+
+    def evaluate(methods, train):
+        truth = evaluation.OwnTraining(lambda kept, seed: train(kept), N)
+        return evaluation.linear_datamodelling_score(methods, truth, None, N, subsets=6, show_progress=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = evaluate({"exact": EXACT, "constant": np.ones(N)}, own_training)
+        assert row(result, "constant") == ["–"] * 4
+        assert "–" not in row(result, "exact")
+        assert np.isnan([result.scores["constant"], result.standard_errors["constant"]]).all()
+        assert row(evaluate({"exact": EXACT}, lambda kept: np.ones(5)), "exact") == ["–"] * 4
+        mixed = evaluate({"exact": EXACT}, lambda kept: np.array([1.0, *own_training(kept)[1:]]))
+    expected = result.correlations["exact"][1:]
+    assert [row(mixed, "exact")[i] for i in (2, 3)] == [f"{float(x):.4f}" for x in (expected.min(), expected.max())]
+    assert mixed.scores["exact"] == pytest.approx(float(expected.mean()))
+    assert "LDS –" in [label.get_text().splitlines()[1] for label in result.plot().get_yticklabels()]
 
 
 @pytest.fixture(scope="module")

@@ -72,8 +72,25 @@ def test_text_dates_and_missing_entries_are_refused_by_column():
     assert "age" not in error.found
     invalid(lambda: dif.Samples(squared, frame["city"]), "was given as data of Samples", "Encode text as numbers")
     invalid(lambda: dif.Samples(squared, pandas.DataFrame({"a": [1.0, np.nan]})), "NaN or infinite in 1 sample (1)")
-    children = pandas.DataFrame({"children": pandas.array([1, None], dtype="Int64")})
-    invalid(lambda: dif.Samples(squared, children), "data of Samples 'samples'")
+
+
+def test_nullable_columns_are_numbers_unless_an_entry_is_missing():
+    for dtype in ("Float64", "Float32"):
+        data = dif.Samples(squared, frames()[0].astype(dtype)).storage.data
+        assert data.dtype == getattr(torch, dtype.lower())
+        assert torch.equal(data, torch.from_numpy(X.astype(dtype.lower())))
+    frame = pandas.DataFrame({"children": [1, 2], "member": [True, False], "income": [1.5, 2.5]})
+    mixed = frame.astype({"children": "Int64", "member": "boolean", "income": "Float64"})
+    assert read_frame(mixed, "data").tolist() == [[1.0, 1.0, 1.5], [2.0, 0.0, 2.5]]
+    missing = mixed.mask(pandas.DataFrame({name: [False, name != "income"] for name in mixed}))
+    invalid(
+        lambda: dif.Samples(squared, missing),
+        "data of Samples 'samples' has columns with missing entries: children (Int64, 1), member (boolean, 1).",
+        "A missing entry has no value that a loss could be computed from.",
+        "frame.dropna()",
+    )
+    words = pandas.DataFrame({"city": pandas.array(["Rome", None], dtype="string")})
+    invalid(lambda: dif.Samples(squared, words), "has columns that are not numbers: city")
 
 
 def test_frames_in_different_orders_are_refused():
@@ -108,3 +125,24 @@ def test_added_rows_keep_their_labels():
     assert list(after.remove_each().index)[-1] == "newcomer"
     (unlabelled,) = problem.after(train.add((X[:1], Y[:1]))).samples
     assert unlabelled.remove_each().index is None
+
+
+def test_masks_and_weights_in_another_order_are_refused():
+    frame, y = frames()
+    train = dif.Samples(squared, (frame, y), name="train")
+    mask, weights = frame["a"] > 0, frame["a"].abs()
+    at = dif.Solution(dif.Problem(train.mean()), {"theta": torch.ones(4, dtype=F64)}).value
+    losses = 0.5 * (X.sum(1) - Y) ** 2
+    expected = losses[mask.to_numpy()].mean()
+    assert at(train.mean(where=mask)) == pytest.approx(expected, rel=1e-12)
+    for plain in (mask.to_numpy(), mask.reset_index(drop=True), mask.rename("patient {}".format)):  # by position
+        assert at(train.mean(where=plain)) == pytest.approx(expected, rel=1e-12)
+    combined = "so values of different samples would be combined."
+    found = "of 'train' has the labels of the samples in another order."
+    for use in (train.mean, train.sum):
+        invalid(lambda use=use: use(where=mask[::-1]), f"The mask `where` {found}", combined, "with .loc[X.index]")
+    invalid(lambda: train.mean(weights=weights.sort_values()), f"The vector `weights` {found}", combined)
+    invalid(lambda: train.weighted(weights.sort_values()), found, combined)
+    some = train.take(torch.arange(10, 20))
+    assert len(some.mean(where=mask[10:20]).sums) == 1
+    invalid(lambda: some.mean(where=mask[10:20][::-1]), found.removeprefix("of 'train' "), combined)

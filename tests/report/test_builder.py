@@ -141,3 +141,74 @@ def test_targets_of_another_number_or_kind_are_refused(scored, tmp_path):
     scores.report(tmp_path / "r.html", retrained=predicted)  # any estimator may stand in for retraining
     shown = [s for s in read(tmp_path / "r.html")[0]["samples"] if s.get("actual") is not None]
     assert sorted(s["index"] for s in shown) == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def people():
+    """Scores of people with names, and a frame of what is known about them."""
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"age": [0.0, 1.0, 5.0, 2.0, 4.0]}, index=["ann", "bob", "cy", "dee", "eve"])
+    return frame, score_people(frame)
+
+
+def score_people(frame):
+    train = dif.Samples(lambda params, z: (z[:, 0] - params["t"]) ** 2, frame, name="train")
+    solution = dif.fit(dif.Problem(train.mean()), {"t": torch.zeros(1).double()}, show_progress=False)
+    return dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each(), assess=0)
+
+
+def shown_ages(scores, path, **given):
+    scores.report(path, **given)
+    (page,) = read(path)
+    return {sample["name"]: float(sample["features"]["age"]) for sample in page["samples"]}
+
+
+def test_features_are_those_of_the_people_that_were_scored(people, tmp_path):
+    frame, scores = people
+    path, ages = tmp_path / "report.html", frame["age"].to_dict()
+    assert shown_ages(scores, path, features=frame) == ages
+    for part, rows in ((scores[1:3], frame[1:3]), (scores[[3, 0]], frame.iloc[[3, 0]])):
+        assert len(part) == 2
+        for features in (frame, rows, rows.reset_index(drop=True), {"age": list(rows["age"])}):
+            assert shown_ages(part, path, features=features) == rows["age"].to_dict()
+
+
+def test_features_of_other_people_are_refused(people, tmp_path):
+    frame, scores = people
+    path = tmp_path / "report.html"
+    reordered, other = "has the labels of the scores in another order", "has other labels than the scores"
+    meaning = "What is shown beside each score would belong to another sample."
+    for part, features, found in (
+        (scores, frame[::-1], reordered),
+        (scores[1:4], frame[1:4][::-1], reordered),
+        (scores[::-1], frame[::-1], reordered),  # five rows are those of the data, in the order of the data
+        (scores[1:3], frame[3:], other),
+        (scores, frame.rename("patient {}".format), other),
+    ):
+        invalid(lambda p=part, f=features: p.report(path, features=f), f"`features` {found}", meaning)
+    error = invalid(lambda: scores[1:3].report(path, features=frame[2:4]), "other labels than the scores: 'dee'.")
+    assert error.cure.startswith("Pass features.loc[scores.index], or")
+    ages = shown_ages(
+        scores[::-1], path, features=frame.rename("patient {}".format).to_dict("list")
+    )  # as the cure says
+    assert ages == frame["age"].to_dict()
+    path.unlink()
+    error = invalid(lambda: scores[::-1].report(path, features=frame[::-1]), reordered)
+    assert error.cure.startswith("Pass features.loc[X.index], or")
+    assert "names.to_list()" in invalid(lambda: scores.report(path, names=frame["age"][::-1]), reordered).cure
+    backwards = {"age": frame["age"][::-1]}
+    invalid(lambda: scores.report(path, features=backwards), f"`features['age']` {reordered}")
+    for name in ("names", "groups"):
+        invalid(lambda n=name: scores.report(path, **{n: frame["age"][::-1]}), f"`{name}` {reordered}")
+    assert not path.exists()
+
+
+def test_a_default_index_names_nobody(people, tmp_path):
+    frame, _ = people
+    path, plain = tmp_path / "report.html", frame.reset_index(drop=True)
+    scores = score_people(plain)
+    expected = {str(i): age for i, age in enumerate(frame["age"])}
+    for features in (frame, plain):
+        assert shown_ages(scores, path, features=features) == expected
+    invalid(lambda: scores.report(path, features=plain.sort_values("age")), "`features` has the labels of the scores")
+    invalid(lambda: scores[1:3].report(path, features=plain[3:]), "`features` has other labels than the scores: 3, 4.")

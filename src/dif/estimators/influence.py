@@ -14,10 +14,11 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError, count_words
 from dif.estimators.agreement import Agreement
+from dif.estimators.index_file import pick_labels
 from dif.estimators.influence_file import describe_scores, read_scores, write_description, write_scores
 from dif.estimators.influence_names import distinguish_targets
 from dif.estimators.influence_text import MOST_TARGETS, format_html, format_summary
-from dif.estimators.selection import find_column, find_rows, match_rows, pick_diagnostics
+from dif.estimators.selection import find_column, find_rows, match_labels, pick_diagnostics
 from dif.optimality.solution import Solution
 from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
@@ -29,7 +30,11 @@ TRUSTED = 0.25  # estimated relative error of all predictions together up to whi
 
 @dataclass(frozen=True)
 class Ranked:
-    """One perturbation of a ranking: its row, its label and its score."""
+    """One perturbation of a ranking: its row, its label and its score.
+
+    The row is that of the scores that were ranked. In a slice it counts the rows of the slice, not the samples:
+    `part.carried_out.pick([one.index for one in part.top(5)])` are the five perturbations.
+    """
 
     index: int
     label: str
@@ -60,7 +65,7 @@ class Influence:
     targets: tuple[str, ...]
     estimator: str
     diagnostics: dict[str, Any] = field(default_factory=dict)
-    saved_index: tuple[Any, ...] | None = None  # the index where read from a file
+    saved_index: Any = None  # the index where read from a file
     origin: Origin | None = None  # None where read from a file, and for scores that belong to no solution
 
     def __post_init__(self) -> None:
@@ -93,7 +98,7 @@ class Influence:
             stored=self.stored[rows] if isinstance(self.stored, Tensor) else self.stored.pick(rows),
             carried_out=labels if kept is None else kept,
             diagnostics=pick_diagnostics(self.diagnostics, rows, labels),
-            saved_index=None if self.saved_index is None else tuple(self.saved_index[row] for row in rows),
+            saved_index=pick_labels(self.saved_index, rows),
         )
 
     @property
@@ -170,7 +175,7 @@ class Influence:
         """Measure the agreement with the scores of another estimator (for example `Retraining`).
 
         Perturbations and targets are matched by label. One of the two may have scored fewer perturbations, such as the
-        top of the ranking, which is then compared.
+        top of the ranking, or fewer targets; these are then compared.
         """
         matched = self._match(other) if isinstance(other, Influence) else None
         if matched is None:
@@ -178,11 +183,20 @@ class Influence:
             if isinstance(other, Influence):
                 shapes = [f"{len(influence)} × {len(influence.targets)}" for influence in (self, other)]
                 alike = any(len(set(influence.targets)) < len(influence.targets) for influence in (self, other))
-                reason = "two targets have the same name" if alike else "their labels differ"
+                common = [
+                    count_words(len(set(mine) & set(others)), noun)
+                    for mine, others, noun in (
+                        (self.perturbations, other.perturbations, "perturbation"),
+                        (self.targets, other.targets, "target"),
+                    )
+                ]
+                reason = f"their labels differ: they share {' and '.join(common)}"
+                reason = "two targets have the same name" if alike else reason
                 found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and {reason}."
             raise InvalidInputError(
                 found,
-                "Both must be an Influence of the same targets, and the perturbations of one among those of the other.",
+                "Both must be an Influence. The perturbations of one must be among those of the other, and likewise "
+                "the targets.",
                 "Agreement is measured score by score.",
                 "Score the same perturbations and targets with both estimators.",
             )
@@ -190,17 +204,13 @@ class Influence:
 
     def _match(self, other: Influence) -> tuple[Tensor, Tensor] | None:
         """Return the scores that both have, in the same order; None where they cannot be matched by label."""
-        columns = match_rows(other.targets, self.targets)
-        if columns is None or len(self.targets) < len(other.targets):
-            return None
-        mine, others = self.values, other.values[:, columns]
+        columns = match_labels(self.targets, other.targets)
+        rows = match_labels(self.perturbations, other.perturbations)
         if self.perturbations == other.perturbations:
-            return mine, others
-        if len(self) >= len(other):
-            rows = match_rows(self.perturbations, other.perturbations)
-            return None if rows is None else (mine[rows], others)
-        rows = match_rows(other.perturbations, self.perturbations)
-        return None if rows is None else (mine, others[rows])
+            rows = list(range(len(self))), list(range(len(other)))  # even where two of them have one label
+        if rows is None or columns is None:
+            return None
+        return self.values[rows[0]][:, columns[0]], other.values[rows[1]][:, columns[1]]
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per perturbation and one column per target.

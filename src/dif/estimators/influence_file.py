@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from dif.errors import InvalidInputError
+from dif.estimators.index_file import describe_index, restore_index
 from dif.problem.perturbation import Perturbation
 from dif.runtime.atomic_file import open_atomically
 from dif.runtime.file_path import expect_path
@@ -30,7 +31,7 @@ class StoredScores:
     targets: tuple[str, ...]
     estimator: str
     diagnostics: dict[str, Any]
-    index: tuple[Any, ...] | None  # labels of the samples in the index of the user's data frame
+    index: Any  # that of the user's data frame, or its labels; None without a data frame
 
 
 def write_scores(path: str | os.PathLike[str], values: np.ndarray, about: Iterator[str]) -> None:
@@ -52,8 +53,7 @@ def describe_scores(
     """Yield everything but the values as JSON, chunk by chunk, so that a million labels need little memory."""
     about = {"format": _FORMAT, "estimator": estimator, "diagnostics": diagnostics, **more, "targets": list(targets)}
     if index is not None:
-        labels = index.tolist() if hasattr(index, "tolist") else list(index)
-        about["index"] = json.loads(json.dumps(labels, default=str))  # dates become text
+        about |= describe_index(index)
     yield json.dumps(about)[:-1] + ', "perturbations": ['
     P = len(carried_out)
     for begin in range(0, P, _LABELS):
@@ -78,6 +78,7 @@ def read_scores(path: str | os.PathLike[str]) -> StoredScores:
         labels, targets, estimator, diagnostics = (
             about[key] for key in ("perturbations", "targets", "estimator", "diagnostics")
         )
+        index = restore_index(about)
     except ImportError:
         raise
     except Exception as error:
@@ -91,9 +92,6 @@ def read_scores(path: str | os.PathLike[str]) -> StoredScores:
         if len(good) < len(pieces):
             raise _unreadable_error(path, f"values from row {rows} on differ from those that were written")
         diagnostics = {**diagnostics, "rows": rows}
-    index = about.get("index")
-    if index is not None:
-        index = tuple(tuple(label) if isinstance(label, list) else label for label in index)  # of a MultiIndex
     return StoredScores(values, tuple(labels), tuple(targets), estimator, diagnostics, index)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from dif.runtime.frames import write_label
 from dif.runtime.text_table import TextTable
 
 MOST_TARGETS = 6  # targets that are shown
@@ -80,6 +81,6 @@ def _headings(top: Sequence[Entry], columns: Sequence[str]) -> tuple[str, ...]:
 def _rows(top: Sequence[Entry], values: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the cells of a ranking."""
     return tuple(
-        (*(str(entry.name), entry.label)[2 - _words(top) :], *(f"{float(v):+.4g}" for v in values[entry.index]))
+        (*(write_label(entry.name), entry.label)[2 - _words(top) :], *(f"{float(v):+.4g}" for v in values[entry.index]))
         for entry in top
     )

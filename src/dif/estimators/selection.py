@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from dif.errors import InvalidInputError, few
+from dif.runtime.frames import check_order, write_label
 from dif.runtime.inputs import as_index
 
 _BY_LABEL = ("unanswered", "failed", "crossed", "events")  # diagnostics with an entry for some perturbations, by label
@@ -25,6 +26,14 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
         IndexError: Where an integer is out of range.
     """
     P = len(labels)
+    if isinstance(key, tuple):
+        raise InvalidInputError(
+            f"The scores were indexed with {len(key)} selections, separated by commas.",
+            "One selection may be given: a list is written in brackets of its own.",
+            "It could mean one score, or several rows.",
+            "Write influence.values[3, 1] for one score, influence[[3, 1]] for two rows, and influence.to_frame() for "
+            "columns by name.",
+        )
     if isinstance(key, slice):
         rows = _find_slice(key, P)
     elif isinstance(key, str):
@@ -55,6 +64,7 @@ def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -
     if values and all(isinstance(value, bool) for value in values):
         if len(values) != P:
             raise _selection_error(f"The mask has {len(values)} entries for {P} perturbations", P)
+        check_order(key, index, "The mask", "the scores")
         return [row for row, chosen in enumerate(values) if chosen]
     if values and all(isinstance(value, str) for value in values):
         return _find_labels(values, labels, index)
@@ -69,7 +79,7 @@ def _find_labels(keys: list[str], labels: Sequence[str], index: Sequence[Any] | 
     """Return the rows with these labels, in the order of the keys."""
     by_label: dict[str, list[int]] = {}
     for row, label in enumerate(labels):
-        texts = {label, label.partition(" ")[2]} | ({str(index[row])} if index is not None else set())
+        texts = {label, label.partition(" ")[2]} | ({write_label(index[row])} if index is not None else set())
         for text in texts - {""}:
             by_label.setdefault(text, []).append(row)
     unknown = [key for key in keys if key not in by_label]
@@ -132,9 +142,14 @@ def find_column(target: Any, names: Sequence[str]) -> int | None:
     return place % len(names) if place is not None and -len(names) <= place < len(names) else None
 
 
-def match_rows(labels: Sequence[str], others: Sequence[str]) -> list[int] | None:
-    """Return the row of each of `others` among `labels`; None where one is missing or a label is not unique."""
-    row = {label: place for place, label in enumerate(labels)}
-    if len(row) < len(labels) or len(set(others)) < len(others) or not set(others) <= row.keys():
+def match_labels(labels: Sequence[str], others: Sequence[str]) -> tuple[list[int], list[int]] | None:
+    """Return the places of the common labels in both lists, in the same order.
+
+    None where neither list is among the other, or a label is not unique.
+    """
+    places, other_places = ({label: place for place, label in enumerate(given)} for given in (labels, others))
+    common = [label for label in min(others, labels, key=len) if label in places and label in other_places]
+    unique = len(places) == len(labels) and len(other_places) == len(others)
+    if not unique or len(common) < min(len(labels), len(others)):
         return None
-    return [row[other] for other in others]
+    return [places[label] for label in common], [other_places[label] for label in common]

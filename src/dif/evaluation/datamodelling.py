@@ -50,7 +50,10 @@ class DatamodellingScore(Result):
 
     @property
     def scores(self) -> dict[str, float]:
-        """The linear datamodelling score of each method: the mean of its correlations over the targets."""
+        """The linear datamodelling score of each method: the mean of its correlations over the targets.
+
+        Targets on which the method or the truth is constant are left out; NaN where that is so on all.
+        """
         return {name: float(values.nanmean()) for name, values in self.correlations.items()}
 
     @cached_property
@@ -65,7 +68,7 @@ class DatamodellingScore(Result):
             for name, values in self.predicted.items():
                 correlations = _correlate_ranks(values.numpy()[pick], self.actual.numpy()[pick])
                 draws[name].append(float(torch.from_numpy(correlations).nanmean()))
-        return {name: float(np.nanstd(values, ddof=1)) for name, values in draws.items()}
+        return {name: _spread(np.array(values)) for name, values in draws.items()}
 
     @property
     def _answered(self) -> Tensor:
@@ -80,8 +83,9 @@ class DatamodellingScore(Result):
         title += f" ({count_words(failed, 'training')} failed)" if failed else ""
         rows = []
         for name, values in self.correlations.items():
-            low, high = values.nan_to_num(nan=2.0).min(), values.nan_to_num(nan=-2.0).max()
-            rows.append((name, self.scores[name], self.standard_errors[name], float(low), float(high)))
+            known = values[torch.isfinite(values)]
+            extremes = (float(known.min()), float(known.max())) if len(known) else (float("nan"),) * 2
+            rows.append((name, self.scores[name], self.standard_errors[name], *extremes))
         return Table(title, ("method", "LDS", "standard error", "lowest target", "highest target"), tuple(rows))
 
     def plot(self, ax: Any = None) -> Any:
@@ -100,7 +104,7 @@ class DatamodellingScore(Result):
                 self.scores[name], place, xerr=self.standard_errors[name], color=colour, marker="D", markersize=6,
                 capsize=4,
             )  # fmt: skip
-        ax.set_yticks(range(len(names)), [f"{name}\nLDS {self.scores[name]:.3f}" for name in names])
+        ax.set_yticks(range(len(names)), [f"{name}\nLDS {_write(self.scores[name])}" for name in names])
         ax.axvline(0.0, color=GREY, linewidth=1)
         ax.set_xlabel("rank correlation with retraining, per target")
         return ax
@@ -205,6 +209,17 @@ def _draw_subsets(n: int, subsets: int, share: float, seed: int) -> list[list[in
         )
     generator = expect_seed(seed)
     return [torch.randperm(n, generator=generator)[:size].tolist() for _ in range(subsets)]
+
+
+def _write(score: float) -> str:
+    """Return a score as text; a dash for NaN."""
+    return f"{score:.3f}" if np.isfinite(score) else "–"
+
+
+def _spread(values: np.ndarray) -> float:
+    """Return the standard deviation of the values that are known; NaN where these are fewer than two."""
+    known = values[np.isfinite(values)]
+    return float(np.std(known, ddof=1)) if len(known) > 1 else float("nan")
 
 
 def _correlate_ranks(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ from dif.problem.perturbation import Addition, Entries, Perturbation, Removal, R
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.structure import describe
 from dif.problem.term import SampleSum, Term
+from dif.runtime.frames import check_order
 from dif.runtime.inputs import as_numbers, as_tensor, check_instance, check_list
 
 
@@ -204,6 +205,7 @@ class Samples(SampleLosses):
         """Return a mask as a boolean tensor, (n,); None means all samples."""
         if where is None:
             return torch.ones(len(self), dtype=torch.bool)
+        self._check_order(where, f"The mask `where` of {self.name!r}")
         mask = as_tensor(where, f"the mask `where` of {self.name!r}").cpu()
         if mask.dtype != torch.bool or mask.shape != (len(self),) or not bool(mask.any()):
             raise InvalidInputError(
@@ -215,8 +217,13 @@ class Samples(SampleLosses):
             )
         return mask
 
+    def _check_order(self, column: Any, what: str) -> None:
+        """Refuse a mask or a vector that has the labels of these samples in another order."""
+        check_order(column, self.storage.labels(torch.arange(len(self))), what, "the samples")
+
     def _vector(self, values: Any, what: str) -> Tensor:
         """Return one finite number per sample as a float64 tensor, (n,)."""
+        self._check_order(values, f"The vector `{what}` of {self.name!r}")
         vector = as_numbers(values, f"`{what}` of {self.name!r}")
         if vector.shape != (len(self),) or not bool(torch.isfinite(vector).all()) or not bool((vector != 0).any()):
             raise InvalidInputError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dif.errors import DifError, InvalidInputError, count_words
+from dif.errors import DifError, InvalidInputError, count_words, few
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.influence import Influence
 from dif.optimality.active_set import Margin
@@ -22,6 +22,7 @@ from dif.report.column import expect_column, expect_features, list_entries
 from dif.report.report import Report, select_samples, write_html
 from dif.report.subjects import Subjects
 from dif.runtime.file_path import expect_path
+from dif.runtime.frames import is_numbering, is_reordered, is_same, read_labels, write_label
 from dif.runtime.inputs import check_instance
 
 _MOST_TARGETS = 20  # targets of one report at most
@@ -52,7 +53,8 @@ def write_report(
         retrained: Scores of `Retraining` for some of the perturbations; they are matched by label.
         names: One name per sample, or per perturbation.
         groups: One group per sample, or per perturbation.
-        features: Columns with one entry per sample, or per perturbation: a dict or a data frame.
+        features: Columns with one entry per sample, or per perturbation: a dict or a data frame. Rows are taken by
+            position; a frame with other labels than the data, or with these in another order, is refused.
         images: Pixels per sample, (n, height, width) or with three channels, or per perturbation.
         title: Heading of the page.
 
@@ -77,10 +79,15 @@ def write_report(
     shown: dict[str, Any] = {
         name: expect_column(column, f"`{name}`", lengths) for name, column in columns.items() if column is not None
     }
+    given = {"names": names, "groups": groups, "features": features}
+    if isinstance(features, Mapping):
+        given |= {f"features[{key!r}]": column for key, column in features.items()}
+    for name, column in given.items():
+        _check_labels(column, name, influence, plain)
     if features is not None:
         shown["features"] = expect_features(features, "`features`", lengths)
     if names is None and influence.index is not None:
-        shown["names"] = [str(label) for label in influence.index]
+        shown["names"] = [write_label(label) for label in _find_labels(influence, plain)]
     subjects = replace(plain, **shown)
     subjects.check_display()
     explained = _Explanation.of(influence, solution)
@@ -105,6 +112,37 @@ def write_report(
         ]
     write_html(file, reports[::-1])  # the first target is shown first
     return file
+
+
+def _check_labels(column: Any, name: str, influence: Influence, subjects: Subjects) -> None:
+    """Refuse a data frame or a series whose index says that its rows are other samples than those of the scores."""
+    index = read_labels(column)
+    if index is None or influence.index is None:
+        return
+    everyone = _find_labels(influence, subjects)
+    whole = subjects.train is not None and len(index) == len(everyone)  # then its rows are in the order of the data
+    labels, source = (everyone, "X") if whole else (influence.index, "scores")
+    if is_same(index, labels):
+        return
+    reordered = is_reordered(index, labels)
+    unnamed = is_numbering(index) or (is_numbering(everyone) and set(everyone).isdisjoint(index))
+    if reordered or not unnamed:
+        known = set(labels)
+        other = f"other labels than the scores: {few([x for x in index if x not in known], quoted=True)}"
+        plain = ".to_dict('list')" if hasattr(column, "columns") else ".to_list()"
+        raise InvalidInputError(
+            f"`{name}` has {'the labels of the scores in another order' if reordered else other}.",
+            "It must have the index of the data X, or of the selected scores, in its order.",
+            "What is shown beside each score would belong to another sample.",
+            f"Pass {name}.loc[{source}.index], or, if its rows are in order already, {name}{plain}.",
+        )
+
+
+def _find_labels(influence: Influence, subjects: Subjects) -> Any:
+    """Return the labels of all samples in the index of the user's data; where unknown, those of the scores."""
+    if subjects.train is None:
+        return influence.index
+    return subjects.train.population.storage.labels(torch.arange(len(subjects.train)))
 
 
 def _find_solution(influence: Influence, solution: Solution | None) -> Solution:

@@ -15,6 +15,7 @@ from dif.estimators.selection import find_column
 from dif.optimality.solution import expect_solution
 from dif.report.column import expect_column
 from dif.runtime.axes import draw_on, draw_on_panels
+from dif.runtime.frames import write_label
 from dif.runtime.inputs import as_numbers, check_count, check_instance
 from dif.solving.continuation import Path
 
@@ -101,7 +102,7 @@ def ranking(
     influence = _expect_influence(influence)
     top = influence.top(k, target)[::-1]
     values = [entry.value for entry in top]
-    labels = [entry.label if entry.name is None else str(entry.name) for entry in top]
+    labels = [entry.label if entry.name is None else write_label(entry.name) for entry in top]
     if names is not None:
         given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
         labels = [str(given[entry.index]) for entry in top]

@@ -154,6 +154,18 @@ def test_another_model_file_is_refused(file):
     ask("score", other, out=file.parent / "out")
 
 
+def test_a_missing_file_is_named_before_other_results(file):
+    ask("score", file)
+    out = file.parent / "out"
+    for wrong, said in ((file.with_name("none.py"), "There is no file "), (file.parent, "is a folder.")):
+        for folder in (out, file.parent / "new"):
+            result = RUN.invoke(app, ["score", str(wrong), "--out", str(folder)])
+            assert result.exit_code == 2
+            assert said in result.stderr
+            assert "another model file" not in result.stderr
+    assert not (file.parent / "new").exists()
+
+
 def test_a_report_of_another_version_is_refused_before_any_work(file, fits):
     out = file.parent / "out"
     out.mkdir()

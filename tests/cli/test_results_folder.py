@@ -1,6 +1,7 @@
 """The folder of results: kept fits, several targets and runs in one report, and what an interrupted run says."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -137,6 +138,10 @@ def test_an_answer_about_an_earlier_version_is_kept_and_named(file):
     ask("score", file, "--target", "gap")
     page = (file.parent / "out" / "report.html").read_text()
     assert page.count("This answer is about an earlier version of the model file or of the data.") == 1
+    current, old = re.findall("<button type=button data-choice=.*?</button>", page)
+    assert "✓</span> gap <small>DIF</small>" in current
+    assert "!</span> risk <small>DIF, earlier version</small>" in old
+    assert "<code>dif retrain</code> verifies the strongest." in page
     ask("score", file, "--target", "risk")
     assert "earlier version" not in (file.parent / "out" / "report.html").read_text()
 

@@ -42,6 +42,14 @@ def test_the_evaluation_page_shows_its_example():
     assert f"```python\n{(ROOT / 'docs' / 'examples' / 'evaluation.py').read_text()}```" in page
 
 
+def test_clones_are_installed_in_one_way():
+    """Into .venv with the pinned versions; users without a clone install the distribution by its name."""
+    pages = "".join(path.read_text() for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+    commands = re.findall(r'^.*pip install.*[ "]\.(?:\[|\s|`).*$', pages, flags=re.M)
+    assert len(commands) >= 4
+    assert all(".venv/bin/pip install -c constraints.txt -e " in command for command in commands), commands
+
+
 def test_the_quickstart_is_the_readme():
     readme = (ROOT / "README.md").read_text()
     code = (ROOT / "docs" / "examples" / "quickstart.py").read_text()

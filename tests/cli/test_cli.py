@@ -313,6 +313,43 @@ def test_what_cannot_be_shown_is_refused_before_any_work(model, tmp_path):
     assert caught.value.meaning == "The report shows it for each sample."
 
 
+def test_images_of_another_shape_are_refused(model, tmp_path):
+    for shape in ("(600, 3)", "(600, 4, 4, 2)", "(600, 2, 8, 8)", "(600, 0, 5)"):
+        odd = change_template(model, "# images = pixels", f"images = torch.zeros{shape}  #", "odd.py")
+        refused(
+            "score", odd, "--quiet", "--out", tmp_path / "none",
+            words=[
+                f"`images` in {odd} has entries of shape {eval(shape)[1:]}.",
+                "Each must be an image of shape (height, width), (height, width, 3) or (3, height, width).",
+                "The report shows the image of each sample.",
+                "Reshape each entry to its height and width, show numbers as `features`, or leave it out.",
+            ],
+        )  # fmt: skip
+    for shape in ("(600, 5, 6)", "(600, 5, 6, 3)", "(600, 3, 5, 6)", "(600, 1, 5, 6)"):
+        fine = change_template(model, "# images = pixels", f"images = torch.zeros{shape}  #", "odd.py")
+        assert Description.read(fine).subjects.image(0) is not None
+
+
+def test_a_file_name_with_spaces_is_quoted(tmp_path):
+    path = tmp_path / "my model.py"
+    assert RUN.invoke(app, ["init", str(path)]).output == f"Wrote {path}. Next: dif check '{path}'\n"
+    refused("check", tmp_path / "no model.py", words=["Create one with `dif init 'no model.py'`."])
+    refused("report", tmp_path / "no results", words=[f"Run `dif score FILE --out '{tmp_path / 'no results'}'` first."])
+
+
+def test_ctrl_c_before_and_after_the_work_is_no_traceback():
+    early = "import dif.cli\ndef app(**_): raise KeyboardInterrupt\ndif.cli.app = app\ndif.cli.main()"
+    late = (
+        "import atexit, os, signal\nfrom dif.cli import main\n"
+        "atexit.register(lambda: os.kill(os.getpid(), signal.SIGINT))\nmain()"
+    )
+    for program, code, said in ((early, 130, "dif: Interrupted.\n"), (late, 0, "")):
+        result = subprocess.run(
+            [sys.executable, "-c", program, "--version"], capture_output=True, text=True, check=False
+        )
+        assert (result.returncode, result.stderr) == (code, said)
+
+
 def test_terminals_without_our_letters(model, tmp_path):
     poor = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
     for words in (("check", model), ("score", model, "--top", "3")):

@@ -1,6 +1,7 @@
 """The folder of results: kept fits, several targets and runs in one report, and what an interrupted run says."""
 
 import json
+import re
 import threading
 
 import pytest
@@ -137,6 +138,10 @@ def test_an_answer_about_an_earlier_version_is_kept_and_named(file):
     ask("score", file, "--target", "gap")
     page = (file.parent / "out" / "report.html").read_text()
     assert page.count("This answer is about an earlier version of the model file or of the data.") == 1
+    current, old = re.findall("<button type=button data-choice=.*?</button>", page)
+    assert "✓</span> gap <small>DIF</small>" in current
+    assert "!</span> risk <small>DIF, earlier version</small>" in old
+    assert "<code>dif retrain</code> verifies the strongest." in page
     ask("score", file, "--target", "risk")
     assert "earlier version" not in (file.parent / "out" / "report.html").read_text()
 
@@ -152,6 +157,18 @@ def test_another_model_file_is_refused(file):
     assert len(load_reports(file.parent / "out" / "report.json")) == 1
     other.write_text(file.read_text())  # the same model
     ask("score", other, out=file.parent / "out")
+
+
+def test_a_missing_file_is_named_before_other_results(file):
+    ask("score", file)
+    out = file.parent / "out"
+    for wrong, said in ((file.with_name("none.py"), "There is no file "), (file.parent, "is a folder.")):
+        for folder in (out, file.parent / "new"):
+            result = RUN.invoke(app, ["score", str(wrong), "--out", str(folder)])
+            assert result.exit_code == 2
+            assert said in result.stderr
+            assert "another model file" not in result.stderr
+    assert not (file.parent / "new").exists()
 
 
 def test_a_report_of_another_version_is_refused_before_any_work(file, fits):

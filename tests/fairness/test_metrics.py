@@ -110,10 +110,15 @@ def test_wrong_inputs_are_refused():
         return dif.fairness.compare_metrics(known, {"mine": values}, labels=LABELS, sensitive_features=GROUP)
 
     for action, measured, meaning in (
-        (lambda: smooth(metrics.count), "'count'", unknown),
-        (lambda: smooth({"auc": scores.roc_auc_score}), "'roc_auc_score'", unknown),
-        (lambda: smooth({"mine": lambda y_true, y_pred: 0.0}), "'mine'", unknown),
-        (lambda: smooth(scores.mean_squared_error), "'mean_squared_error'", unknown),
+        (lambda: smooth(metrics.count), "`metrics` is the function count.", unknown),
+        (lambda: smooth("selection_rate"), "`metrics` is of type str.", unknown),
+        (lambda: smooth({"auc": scores.roc_auc_score}), "`metrics['auc']` is the function roc_auc_score.", unknown),
+        (
+            lambda: smooth({"mine": lambda y_true, y_pred: 0.0}),
+            "`metrics['mine']` is your own function <lambda>.",
+            unknown,
+        ),
+        (lambda: smooth(scores.mean_squared_error), "`metrics` is the function mean_squared_error.", unknown),
         (lambda: smooth(known, labels=2 * LABELS), "2", "Metrics of decisions are about two labels."),
         (
             lambda: smooth(known, sensitive_features=np.where(LABELS, "ratio", "a")),
@@ -123,6 +128,9 @@ def test_wrong_inputs_are_refused():
         (lambda: compare(np.ones(3)), "(3,)", "There is one value for each sample."),
     ):
         assert invalid(action, measured).meaning == meaning
+    allowed = invalid(lambda: smooth(metrics.count), "count").allowed
+    assert allowed.startswith("It must be one of the functions selection_rate, mean_prediction, true_positive_rate, ")
+    assert allowed.endswith(" of fairlearn.metrics or sklearn.metrics.")
 
 
 def test_without_fairlearn_the_constraints_work_and_the_table_says_what_to_install():

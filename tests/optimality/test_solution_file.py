@@ -69,8 +69,28 @@ def test_a_file_of_another_problem_is_refused(solved, tmp_path):
     total, order, far = problem.constraints
     bound = dif.Problem(problem.objective, [total, (order.term <= 0.1).named("order"), far])
     invalid(lambda: load(path, bound, zeros()), "but other data, weights, bounds or code", meaning)
-    flat = dif.Samples(lambda p, z: (z[:, 0] - p["other"].sum()) ** 2, X)
-    invalid(lambda: load(path, dif.Problem(flat.mean()), {"other": torch.zeros(2).double()}), "it has params", meaning)
+
+
+def test_other_parameters_are_refused_before_any_loss_is_called(tmp_path):
+    def loss(params, z):
+        return ((z * params["w"]).sum(-1) - params["b"]) ** 2
+
+    start = {"w": torch.zeros(3).double(), "b": torch.zeros(()).double()}
+    train = dif.Samples(loss, torch.randn(9, 3, generator=torch.Generator().manual_seed(0)).double())
+    problem = dif.Problem(train.mean() + dif.ridge(0.1))
+    path = tmp_path / "solution.npz"
+    dif.fit(problem, start, show_progress=False).save(path)
+
+    def refuse(params, found):
+        cause = "The file is about another model, or `params` are."
+        invalid(lambda: dif.Solution.load(path, problem, params), found, cause)
+
+    bias = start["b"]
+    refuse({"w": torch.zeros(4).double(), "b": bias}, "have w of shape (4,), and the file has w of shape (3,).")
+    many = {name: torch.zeros(3).double() for name in "pqrst"}
+    refuse(start | many, "have p of shape (3,), q of shape (3,), r of shape (3,) and 2 more, and the file has nothing")
+    refuse({"b": bias, "w": start["w"]}, "they have the same entries in another order.")
+    refuse({k: v.float() for k, v in start.items()}, "they have dtype float32, and the file has float64.")
 
 
 def test_a_file_that_is_none_is_refused(solved, tmp_path):

@@ -3,6 +3,7 @@
 import os
 import shutil
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -233,6 +234,32 @@ def test_targets_are_chosen_by_a_button_and_no_column_is_clipped(browser, page, 
           getComputedStyle(e).display !== 'inline'; }).map((e) => e.textContent)"""
     )
     assert clipped == []
+
+
+@pytest.mark.parametrize("width", [390, 1400])
+def test_labels_of_axes_do_not_collide(browser, page, tmp_path, width):
+    """Ranges of all magnitudes, at which the labels are longest."""
+    reports = []
+    ranges = (-2.3e-4, 3.1e-4), (-3.9e-4, 1.2e-4), (-4.9e-5, 4.9e-5), (-2.1e-4, 3.5e-5), (-1.05e-3, 1.9e-4)
+    for k, (low, high) in enumerate(ranges):
+        edges = [low + (high - low) * j / 30 for j in range(31)]
+        ends = [s | {"actual": x, "score": x} for s, x in zip(page[1].samples, (low, high), strict=False)]
+        histogram = {"counts": [1] * 30, "edges": edges}
+        reports.append(replace(page[1], target=f"target {k}", samples=ends, histogram=histogram))
+    write_html(tmp_path / "axes.html", reports)
+    open_page(browser, tmp_path / "axes.html", width)
+    for k in range(len(reports)):
+        browser.execute_script(f"document.querySelector('[data-choice=\"{k}\"]').click()")
+        for plot in ("histogram", "scatter"):
+            boxes = browser.execute_script(
+                f"return [...document.querySelectorAll('#{plot} > text')]"
+                ".map((e) => [e.textContent, e.getBoundingClientRect()])"
+            )
+            numbers = [(text, box) for text, box in boxes if text[-1].isdigit()]
+            assert len(numbers) >= (2 if plot == "histogram" else 4)
+            for (one, a), (two, b) in combinations(numbers, 2):
+                beside = a["right"] + 3 < b["left"] or b["right"] + 3 < a["left"]
+                assert beside or a["bottom"] < b["top"] + 1 or b["bottom"] < a["top"] + 1, (k, plot, one, two)
 
 
 @pytest.mark.parametrize("width", [390, 1400])

@@ -226,6 +226,10 @@ def test_sets_of_samples_have_names():
     called = SampleSets.of(train, [f"Group {int(g)}" for g in group], {"region": region})
     assert called.describe(train, list(range(0, 40, 2))) == "region = north (20 samples)"
     assert called.describe(train, [0]) == "1 sample (0)"
+    for nothing in (None, float("nan"), torch.tensor(float("nan"))):  # a missing value names no set
+        partial = SampleSets.of(train, None, {"text": ["a", nothing] * 20})
+        assert partial.describe(train, list(range(0, 40, 2))) == "text = a (20 samples)"
+        assert partial.describe(train, list(range(1, 40, 2))) == "20 samples (1, 3, 5, …)"
     other = dif.Samples(train.loss, (torch.zeros(40, 2), torch.zeros(40)), name="other")
     assert called.describe(other, [0, 2, 4, 6]) == "4 samples (0, 2, 4, …)"  # the columns are about other samples
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -70,7 +71,8 @@ def main() -> None:
         show_tracebacks()
     try:
         code = app(args=arguments, prog_name="dif", standalone_mode=False)
-    except typer.Abort:
+    except (typer.Abort, KeyboardInterrupt):
+        print_error("Interrupted.")
         code = 130
     except Exception as error:
         format_usage_error = getattr(error, "format_message", None)  # only click's usage errors have it
@@ -82,4 +84,5 @@ def main() -> None:
         else:
             print_error(f"{format_usage_error()} See: {context.command_path if context else 'dif'} --help")
         code = 2
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the work is done: Ctrl-C while Python ends changes nothing
     sys.exit(code or 0)

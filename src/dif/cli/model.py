@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -59,7 +60,7 @@ def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path
             file.write_text(TEMPLATE, encoding="utf-8")
         except OSError as error:
             fail(f"Cannot write {str(file)!r} ({error.strerror}). Choose a file in an existing folder.", cause=error)
-    typer.echo(f"Wrote {file}. Next: dif check {file}")
+    typer.echo(f"Wrote {file}. Next: dif check {shlex.quote(str(file))}")
 
 
 def check(file: File, out: OutDir = Path("results"), as_json: AsJson = False, quiet: Quiet = False) -> None:
@@ -166,7 +167,8 @@ def report(
         from dif.runtime.folder_lock import lock_folder
 
         if not (folder / "report.json").is_file():
-            fail(f"There is no report.json in {str(folder)!r}. Run `dif score FILE --out {folder}` first.")
+            command = f"dif score FILE --out {shlex.quote(str(folder))}"
+            fail(f"There is no report.json in {str(folder)!r}. Run `{command}` first.")
         with lock_folder(folder):
             write_html(folder / "report.html", load_reports(folder / "report.json"))
     if not quiet:
@@ -190,7 +192,9 @@ def _analyse(file: Path, out: Path, quiet: bool, as_json: bool) -> Iterator[tupl
     analysis = Analysis(file, silent=quiet or as_json)
     with report_errors(analysis.describe_interruption, warnings=not quiet):
         from dif.cli.results_folder import ResultsFolder
+        from dif.report.description import expect_file
 
+        expect_file(file)
         with ResultsFolder.open(out, file) as folder:
             if folder.shared and not quiet:
                 print_note(f"Another run of dif is using {str(out)!r}. The answers of both are kept.")

@@ -36,6 +36,7 @@ _OF_NUMBERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "mean_squared_error": lambda predicted, true, w: w @ (predicted - true) ** 2,
 }
 
+_HOMES = ("fairlearn.", "sklearn.")  # packages whose metrics have these names
 _SUMMARIES = ("overall", "difference", "ratio")  # of a metric over all groups
 
 
@@ -275,12 +276,21 @@ def _read_metrics(metrics: Any, link: Link) -> dict[str, str]:
     given = metrics if isinstance(metrics, Mapping) else {getattr(metrics, "__name__", "metric"): metrics}
     found = {name: str(getattr(metric, "__name__", type(metric).__name__)) for name, metric in given.items()}
     homes = {name: str(getattr(metric, "__module__", "")) for name, metric in given.items()}
-    wrong = [n for n in given if found[n] not in table or not homes[n].startswith(("fairlearn.", "sklearn."))]
+    wrong = [n for n in given if found[n] not in table or not homes[n].startswith(_HOMES)]
     check(
         bool(given) and not wrong,
-        f"The metric {wrong[0]!r} is {found[wrong[0]]!r}." if wrong else "`metrics` is an empty dict.",
-        f"It must be one of {', '.join(table)} of fairlearn.metrics or sklearn.metrics.",
+        _describe_metric(metrics, wrong[0]) if wrong else "`metrics` is an empty dict.",
+        f"It must be one of the functions {', '.join(table)} of fairlearn.metrics or sklearn.metrics.",
         "A smooth counterpart is known only for these.",
         "Use one of them, or state the target yourself, as a mean of dif.Samples or a dif.Function.",
     )
     return found
+
+
+def _describe_metric(metrics: Any, name: str) -> str:
+    """Return a sentence about a metric without a smooth counterpart: where it was given, and what it is."""
+    place, metric = (f"`metrics[{name!r}]`", metrics[name]) if isinstance(metrics, Mapping) else ("`metrics`", metrics)
+    if not hasattr(metric, "__name__"):
+        return f"{place} is of type {type(metric).__name__}."
+    owner = "the" if str(metric.__module__).startswith(_HOMES) else "your own"
+    return f"{place} is {owner} function {metric.__name__}."

@@ -165,10 +165,9 @@ class Solution:
             params: Parameters of the same names, shapes and dtype; their values do not matter.
 
         Raises:
-            InvalidInputError: Where the file belongs to another problem.
+            InvalidInputError: Where the file belongs to another problem, or to other parameters.
         """
-        program = Program.of(problem, *Parameters.of(params))
-        return cls.of_program(program, *read_solution(path, program))
+        return cls.of_program(*read_solution(path, problem, *Parameters.of(params)))
 
     def assemble(self, keep: str | os.PathLike[str] | None = None, *, show_progress: bool = True) -> Solution:
         """Return this solution with its Hessian assembled, however long that takes; every solve is then quick.

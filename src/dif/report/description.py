@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -132,6 +133,13 @@ class Description:
             features = expect_features(features, f"`features` in {path}", lengths)
         description = cls(path, solution, targets, train, names, groups, features, images, train_is_known)
         description.subjects.check_display(f" in {path}")
+        if images is not None and description.subjects.image(0) is None:
+            raise InvalidInputError(
+                f"`images` in {path} has entries of shape {tuple(torch.as_tensor(images[0]).shape)}.",
+                "Each must be an image of shape (height, width), (height, width, 3) or (3, height, width).",
+                "The report shows the image of each sample.",
+                "Reshape each entry to its height and width, show numbers as `features`, or leave it out.",
+            )
         return description
 
     @cached_property
@@ -154,14 +162,18 @@ class Description:
         return name, self.targets[name]
 
 
-def _run(path: Path, fit: Callable[..., Solution]) -> dict[str, Any]:
-    """Run the user's file and return its global variables."""
+def expect_file(path: Path) -> None:
+    """Refuse a folder, and a file that does not exist."""
     if path.is_dir():
         raise IsADirectoryError(f"{str(path)!r} is a folder. Give the Python file that describes the model.")
     if not path.is_file():
         raise FileNotFoundError(
-            f"There is no file {str(path)!r}. Create one with `dif init {path.name or 'model.py'}`."
+            f"There is no file {str(path)!r}. Create one with `dif init {shlex.quote(path.name or 'model.py')}`."
         )
+
+
+def _run(path: Path, fit: Callable[..., Solution]) -> dict[str, Any]:
+    """Run the user's file and return its global variables."""
     folder = str(path.resolve().parent)
     sys.path.insert(0, folder)  # the file may import modules beside it, as when Python runs it
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [folder, os.environ.get("PYTHONPATH")]))  # for workers

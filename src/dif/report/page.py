@@ -114,14 +114,15 @@ def _format_made(answer: Mapping[str, Any]) -> str:
 
 
 def _format_choices(answers: Sequence[Mapping[str, Any]]) -> str:
-    """Return a button for each report; none if there is only one."""
+    """Return a button for each report, newest first; none if there is only one."""
     if len(answers) == 1:
         return ""
     buttons = "".join(
         f'<button type=button data-choice="{k}" aria-pressed={"true" if k == 0 else "false"}>'
-        f"<span class=sign aria-hidden=true>{_SIGN.get(answer['verdict']['sign'], '!')}</span> "
-        f"{html.escape(answer['target'])} <small>{html.escape(answer['estimator'])}</small></button>"
-        for k, answer in enumerate(answers)
+        f"<span class=sign aria-hidden=true>{'!' if old else _SIGN.get(answer['verdict']['sign'], '!')}</span> "
+        f"{html.escape(answer['target'])} <small>{html.escape(answer['estimator'])}{', earlier version' if old else ''}"
+        "</small></button>"
+        for k, (answer, old) in enumerate((answer, not _is_same_model(answer, answers[0])) for answer in answers)
     )
     return f'<nav class=choices aria-label="Targets"><span>What would change?</span>{buttons}</nav>'
 
@@ -143,7 +144,7 @@ def _format_answer(k: int, answer: Mapping[str, Any], outdated: bool, listed: in
     content = (
         f"<h2>Can the predictions for {html.escape(answer['target'])} be trusted?</h2>"
         f"{old if outdated else ''}{_format_verdict(answer['verdict'])}<p>{_format_summary(answer)}</p>"
-        + "".join(f"<p>{html.escape(remark)}</p>" for remark in remarks)
+        + "".join(f"<p>{_format_text(remark)}</p>" for remark in remarks)
         + f"<h2>Constraints</h2>{_format_constraints(answer['certificate'])}"
         f"<details{'' if holds else ' open'}><summary>Checks of the solution, for experts</summary>"
         f"<ul class=findings>{_format_findings(answer['certificate'])}</ul>"
@@ -154,11 +155,16 @@ def _format_answer(k: int, answer: Mapping[str, Any], outdated: bool, listed: in
 
 def _format_verdict(verdict: Mapping[str, str]) -> str:
     sign, cure = verdict["sign"], verdict["cure"]
-    more = f" <span class=cure>{html.escape(cure)}</span>" if cure else ""
+    more = f" <span class=cure>{_format_text(cure)}</span>" if cure else ""
     return (
         f'<p class="verdict {html.escape(sign)}"><span class=sign aria-hidden=true>{_SIGN.get(sign, "!")}</span> '
-        f"<strong>{html.escape(verdict['words']).replace(' %', '&nbsp;%')}</strong>{more}</p>"
+        f"<strong>{_format_text(verdict['words']).replace(' %', '&nbsp;%')}</strong>{more}</p>"
     )
+
+
+def _format_text(text: str) -> str:
+    """Return sentences as HTML, with what stands in backquotes as code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
 
 
 def _format_summary(answer: Mapping[str, Any]) -> str:
@@ -218,11 +224,11 @@ def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> 
 def _format_findings(certificate: Mapping[str, Any]) -> str:
     items = []
     for finding in certificate["findings"]:
-        cure = f" <span class=cure>{html.escape(finding['cure'])}</span>" if finding["cure"] else ""
+        cure = f" <span class=cure>{_format_text(finding['cure'])}</span>" if finding["cure"] else ""
         items.append(
             f'<li class="{html.escape(finding["verdict"])}"><span class=sign aria-hidden=true>'
             f"{_SIGN.get(finding['verdict'], '!')}</span><div><b>{html.escape(finding['what'])}</b> "
-            f"{html.escape(finding['meaning'])}{cure}"
+            f"{_format_text(finding['meaning'])}{cure}"
             f"<div class=measured>{html.escape(_unify(finding['measured']))}</div></div></li>"
         )
     return "".join(items)

@@ -16,6 +16,7 @@ from dif.report.column import write_entry
 _MOST_VALUES = 12  # different values of a column up to which it can name a set
 _MOST_COLUMNS = 3  # columns that the name of a set combines
 _MOST_MEMBERS = 3  # samples that are listed where a set has no name
+_MISSING = ""  # words of an entry without a value, which names no set
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,7 +47,7 @@ class SampleSets:
         """
         index, size = list(members), count_words(len(members), "sample")
         known = self.columns if samples.population is self.population else ()
-        shared = [column for column in known if (column[index] == column[index[0]]).all()]
+        shared = [c for c in known if c[index[0]] != _MISSING and (c[index] == c[index[0]]).all()]
         for number in range(1, _MOST_COLUMNS + 1):
             for chosen in combinations(shared, number):
                 inside = np.logical_and.reduce([column == column[index[0]] for column in chosen])
@@ -60,7 +61,9 @@ def _read(words: str, column: Sequence[Any]) -> np.ndarray | None:
     """Return the words of each entry; None for a column with many values, or with one."""
     texts, values = [], set()
     for entry in column:
-        texts.append(words + write_entry(entry))
+        text = write_entry(entry)
+        absent = entry is None or (text == "nan" and not isinstance(entry, str))
+        texts.append(_MISSING if absent else words + text)
         values.add(texts[-1])
         if len(values) > _MOST_VALUES:
             return None

@@ -35,7 +35,11 @@ def write_csv(report: Mapping[str, Any]) -> str:
 
 
 def _defuse(text: str) -> str:
-    """Return a cell as it is; with an apostrophe before it if a spreadsheet would run it as a formula."""
+    """Return a cell as it is; with an apostrophe before it if a spreadsheet would run it as a formula.
+
+    >>> [_defuse(text) for text in ("=1+1", "+a", "-a", "@a", "-0.5", "a=1")]
+    ["'=1+1", "'+a", "'-a", "'@a", '-0.5', 'a=1']
+    """
     if not text.startswith(_FORMULA):
         return text
     try:

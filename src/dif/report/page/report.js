@@ -235,6 +235,17 @@
 
   // Plots
 
+  // Labels of a horizontal axis, from left to right; one that would touch the one before it is left out
+  const label = (svg, y, labels) => {
+    let end = -Infinity;
+    for (const [x, anchor, text] of labels) {
+      const element = drawn("text", { x, y, "text-anchor": anchor }, text);
+      svg.append(element);
+      const box = element.getBBox();
+      if (box.x < end + 8) element.remove();
+      else end = box.x + box.width;
+    }
+  };
   const scatter = () => {
     const svg = byId("scatter");
     const [W, H, left, bottom] = [460, 330, 82, 40];
@@ -254,7 +265,7 @@
     const px = (v) => left + ((v - xs[0]) / (xs[1] - xs[0])) * (W - left - 12);
     const py = (v) => H - bottom - ((v - ys[0]) / (ys[1] - ys[0])) * (H - bottom - 12);
     svg.append(drawn("line", { x1: left, x2: W - 12, y1: H - bottom, y2: H - bottom, class: "axis" }), drawn("line", { x1: left, x2: left, y1: 12, y2: H - bottom, class: "axis" }));
-    for (const [u, text] of ticks(...xs)) svg.append(drawn("text", { x: px(u), y: H - bottom + 15, "text-anchor": px(u) > W - 30 ? "end" : "middle" }, text));
+    label(svg, H - bottom + 15, ticks(...xs).map(([u, text]) => [px(u), px(u) > W - 30 ? "end" : "middle", text]));
     for (const [v, text] of ticks(...ys)) svg.append(drawn("text", { x: left - 6, y: py(v) + 4, "text-anchor": "end" }, text));
     svg.append(drawn("text", { x: (W + left) / 2, y: H - 6, "text-anchor": "middle" }, retrained ? "retrained change" : "loss of the sample"));
     svg.append(drawn("text", { x: 14, y: H / 2, "text-anchor": "middle", transform: `rotate(-90 14 ${H / 2})` }, "predicted change"));
@@ -309,8 +320,8 @@
       svg.append(bar);
     });
     const at = (v) => 12 + ((v - edges[0]) / (edges[counts.length] - edges[0])) * (W - 24);
-    for (const [v, text] of ticks(edges[0], edges[counts.length]))
-      svg.append(drawn("text", { x: at(v), y: H - bottom + 15, "text-anchor": at(v) < 40 ? "start" : at(v) > W - 40 ? "end" : "middle" }, text));
+    const marks = ticks(edges[0], edges[counts.length]);
+    label(svg, H - bottom + 15, marks.map(([v, text]) => [at(v), at(v) < 40 ? "start" : at(v) > W - 40 ? "end" : "middle", text]));
     svg.append(drawn("text", { x: W / 2, y: H - 6, "text-anchor": "middle" }, `scores of all ${report.total} samples (bar height: log of the count)`));
   };
   const groups = () => {

@@ -162,6 +162,7 @@ def test_history_of_a_run():
 def test_results_draw_themselves_on_new_axes(scored):
     pyplot = pytest.importorskip("matplotlib.pyplot")
     train, solution, estimator, scores = scored
+    pyplot.close("all")  # those of other tests
     ax = scores.plot(k=5)
     np.testing.assert_allclose(widths(ax), [sample.value for sample in scores.top(5)[::-1]])
     change = estimator.change(train.remove([3]))

@@ -81,6 +81,7 @@ def test_what_cannot_be_carried_out_is_refused(study, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_transformer_is_fine_tuned(tmp_path):
     setting = replace(
         finetune.STUDIES["transformer"], n=100, side=14, channels=8, pretraining=1, epochs=1, removals=3, groups=2

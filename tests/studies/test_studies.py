@@ -180,3 +180,11 @@ def test_evaluation_of_digits(tmp_path, monkeypatch):
     assert shown.exit_code == 0
     assert "Linear datamodelling score: 10 subsets, 8 targets" in shown.output
     assert "evaluation-single.png" in shown.output
+
+
+def test_a_finished_regression_is_read(tmp_path, monkeypatch):
+    result = regression.reproduce(tmp_path, seed=3, removals=2, show_progress=False)
+    monkeypatch.setattr(regression, "run", None)
+    assert regression.reproduce(tmp_path, seed=3, removals=2, show_progress=False) == result
+    with pytest.raises(TypeError):  # another setting is computed
+        regression.reproduce(tmp_path, seed=3, removals=3, show_progress=False)

@@ -12,10 +12,10 @@ demo: $(DEMO_READY)  ## both studies of the paper on embedded data; prints a tab
 	$(BIN)/dif demo --out $(OUT)
 
 test: $(READY)  ## everything but slow and gpu
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 coverage: $(READY)  ## the same, and which lines of src/dif it runs; fails under 95 %
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --cov --cov-report=term:skip-covered
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal --cov --cov-report=term:skip-covered
 
 audit: $(READY)  ## known vulnerabilities of the pinned versions; needs the advisory database of the package index
 	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt

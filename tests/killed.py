@@ -18,7 +18,7 @@ from problems import F64, retrainings
 import dif
 
 KILLS, ROWS, PIECE, REMOVALS = 20, 960, 20, 320
-LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3, "training": 0.4}  # seconds after which an attempt is killed
+LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3, "training": 0.2}  # seconds after which an attempt is killed
 
 
 def make_loss(log):
@@ -71,7 +71,7 @@ def log_calls(owner, name, log):
     def call(*args, **options):
         with log.open("a") as file:
             file.write(f"{name}\n")
-        time.sleep(0.03)
+        time.sleep(0.01)
         return usual(*args, **options)
 
     setattr(owner, name, call)

@@ -104,11 +104,18 @@ def test_every_moment_has_a_certified_solution_in_which_it_binds(moment):
 @pytest.mark.parametrize(
     "estimator",
     [
-        DividedClassifier(DemographicParity(difference_bound=0.1)),
-        DividedClassifier(BoundedGroupLoss(SquareLoss(0, 1), upper_bound=0.6)),
-        DividedRegressor(DemographicParity(difference_bound=0.5), alpha=1.0),
+        pytest.param(DividedClassifier(DemographicParity(difference_bound=0.1)), id="parity"),
+        pytest.param(
+            DividedClassifier(BoundedGroupLoss(SquareLoss(0, 1), upper_bound=0.6)),
+            id="bounded loss",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            DividedRegressor(DemographicParity(difference_bound=0.5), alpha=1.0),
+            id="regression",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["parity", "bounded loss", "regression"],
 )
 def test_scikit_learns_own_checks_under_a_constraint(estimator):
     check(estimator)

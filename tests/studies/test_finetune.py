@@ -95,8 +95,14 @@ COMMAND = ["reproduce", "finetune", "--quick", "--n", "300", "--channels", "2", 
            "--removals", "20", "--groups", "2", "--no-peers", "--out"]  # fmt: skip
 
 
-def test_command(tmp_path):
-    shown = RUN.invoke(app, [*COMMAND, str(tmp_path)])
+@pytest.fixture(scope="module")
+def commanded(tmp_path_factory):
+    out = tmp_path_factory.mktemp("commanded")
+    return out, RUN.invoke(app, [*COMMAND, str(out)])
+
+
+def test_command(commanded):
+    _, shown = commanded
     assert shown.exit_code == 0, shown.output
     for words in ("20 single samples", "2 groups of 5 %", "group 2", "seconds: training", "finetune-history.png"):
         assert words in shown.output
@@ -124,9 +130,8 @@ def _start(out):
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
-def test_a_killed_study_resumes(tmp_path):
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert _start(whole).wait(timeout=300) == 0
+def test_a_killed_study_resumes(commanded, tmp_path):
+    (whole, _), killed = commanded, tmp_path / "killed"
     process, kept = _start(killed), killed / "retrained"
     limit = time.time() + 240
     while not list(kept.glob("*.npz")) and process.poll() is None and time.time() < limit:

@@ -36,6 +36,7 @@ class Ends:
 
     theta: Tensor  # (P, d)
     lam: Tensor  # (P, m)
+    objective: Tensor  # (P,)
     residual: Tensor  # (P,)
     goal: Tensor  # (P,) the tolerance, or what rounding allows
     steps: Tensor  # (P,) Newton steps tried
@@ -89,14 +90,9 @@ class BatchedNewton:
         That is another minimum, to which the solution may lead where the problem is not convex. `before`, (P, 1 + m),
         has the rows of the programs at θ̄. Meeting the constraints from there should cost about λ̄ · violation.
         """
-        solved, worse = torch.nonzero(ends.reached).reshape(-1), torch.zeros_like(ends.reached)
-        if len(solved):
-            programs = stack.take(solved)
-            f, _ = programs.pullback(ends.theta[solved], self.at.program.weights(ends.lam[solved]))
-            violation = self.at.program.kinds.violation(before[solved, 1:] - programs.tau)
-            allowed = before[solved, 0] + _COST * (violation @ self.at.lam.abs()) + _WORSE * before[solved, 0].abs()
-            worse[solved] = (f[:, 0] > allowed).to(worse.device)
-        return worse
+        violation = self.at.program.kinds.violation(before[:, 1:] - stack.tau)
+        allowed = before[:, 0] + _COST * (violation @ self.at.lam.abs()) + _WORSE * before[:, 0].abs()
+        return ends.reached & (ends.objective > allowed).cpu()
 
     def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""
@@ -114,7 +110,8 @@ class BatchedNewton:
     def _start(self, P: int, tol: float) -> Ends:
         theta, lam = self.at.theta.expand(P, -1).clone(), self.at.lam.expand(P, -1).clone()
         goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)
-        return Ends(theta, lam, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
+        objective = theta.new_full((P,), float("nan"))  # not measured yet
+        return Ends(theta, lam, objective, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
 
     def _approach(
         self, stack: BatchedProgram, scaled: Callable[[float], BatchedProgram], ends: Ends, tol: float, max_iter: int
@@ -132,7 +129,7 @@ class BatchedNewton:
         better = now.residual < ends.residual[which]
         moved = which[better]
         ends.theta[moved], ends.lam[moved] = now.theta[better], now.lam[better]
-        ends.residual[moved] = now.residual[better]
+        ends.objective[moved], ends.residual[moved] = now.objective[better], now.residual[better]
 
     def _judge(self, c: Tensor, g: Tensor, lam: Tensor) -> Tensor:
         """Measure the KKT residuals, (P,), in the units of the solution; inf where they are not finite."""
@@ -166,7 +163,8 @@ class BatchedNewton:
             halved = residual < 0.5 * mark[live]
             mark[live] = torch.where(halved, residual, mark[live])
             since[live] = torch.where(halved, 0, since[live] + 1)
-            ends.theta[moved], ends.lam[moved], ends.residual[moved] = theta[moved], lam[moved], residual[better]
+            ends.theta[moved], ends.lam[moved] = theta[moved], lam[moved]
+            ends.objective[moved], ends.residual[moved] = f[better, 0], residual[better]
             going = (since[live] < _HALVED) & (residual > aim[live]) & torch.isfinite(residual)
             live, c, g = live[going], c[going], g[going]
             if len(live) == 0:
@@ -239,7 +237,7 @@ class BatchedNewton:
             there = every[which[moved]]
             f[there], J[there] = trial["f"][moved], trial["J"][moved]
             ends.theta[there], ends.lam[there] = z[which[moved], :d], z[which[moved], d:]
-            ends.residual[there] = residual[which[moved]]
+            ends.objective[there], ends.residual[there] = f[there, 0], residual[which[moved]]
             return ~ends.reached[every[which]] & (length >= _SHORTEST)
 
         damped_newton(z, residual, step, judge, proceed, min(_TRIALS, max_iter))

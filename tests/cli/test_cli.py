@@ -291,13 +291,14 @@ def test_a_wrong_command_is_answered_in_one_line(words, message, monkeypatch, ca
     assert message in stderr
 
 
+@pytest.mark.filterwarnings("ignore", "default::dif.errors.NotConvergedWarning")
 def test_an_unconverged_model_is_answered_after_the_warning_of_its_fit(model, tmp_path):
     early = change_template(
         model, '{"w": torch.zeros(3).double()})', '{"w": torch.zeros(3).double()}, max_iter=1)', "early.py"
     )
     for command in ("check", "score", "retrain"):
-        result = run_program(command, early, "--out", tmp_path)
-        assert result.returncode == 2
+        result = RUN.invoke(app, [command, str(early), "--out", str(tmp_path)])
+        assert result.exit_code == 2
         warning, answer = result.stderr.splitlines()
         assert warning.startswith("dif: Note: `fit` stopped after 1 iterations (max_iter), before reaching its")
         assert answer.startswith("dif: ")

@@ -115,6 +115,7 @@ WRONG = {
     ],
     "images": [
         (3, "`images` is of type int", ENTRY),
+        (torch.zeros(60, 3), "`images` has entries of shape (3,).", "Each must be an image of shape (height, width)"),
         ([None] * 60, "`images` cannot be displayed", "It must hold numeric pixels", "The report shows it for each"),
     ],
 }

@@ -285,7 +285,7 @@ def test_a_sketch_of_the_curvature_preconditions(monkeypatch):
     train = dif.Samples(loss, (X, y), name="train")
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(1e-3)), {"w": torch.zeros(30, dtype=F64)})
     dense = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each())
-    monkeypatch.setattr("dif.derivatives.hessian._AFFORDABLE", {"cpu": 0.2 * solution.curvature.price})
+    monkeypatch.setattr("dif.derivatives.hessian._AFFORDABLE", {"cpu": 0.2 * solution.curvature.multiplications})
     monkeypatch.setattr("dif.derivatives.hessian._ANYWAY", 0)
     other = dif.Solution(solution.problem, solution.params)
     assert not other.curvature.assembled

@@ -112,6 +112,30 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     assert torch.equal(training.run(keep=tmp_path / "run", show_progress=False).theta, whole.theta)
 
 
+def test_damaged_files_of_a_run_are_named(tmp_path):
+    X, y, group, params = classify(n=20)
+    train, problem = state_problem(X, y, group)
+    training = dif.Training(problem, params, dif.SGD(0.1), dif.Ascent(0.5), 10, 3)
+    scores = lambda run: dif.UnrolledInfluence(run).scores(  # noqa: E731
+        train.mean(), train.remove_each([0, 1]), show_progress=False, probe=0
+    )
+    run = training.run(keep=tmp_path / "run", show_progress=False)
+    whole = scores(training.run(show_progress=False)).values
+    damaged = tmp_path / "run" / "state_000003.npz"
+    damaged.write_bytes(damaged.read_bytes()[:40])
+    invalid(lambda: scores(run), f"'{damaged}' cannot be read (BadZipFile", "The file is missing or damaged.")
+    for t in range(3, 7):
+        (tmp_path / "run" / f"state_{t:06d}.npz").unlink()
+    invalid(lambda: scores(run), "cannot be read (FileNotFoundError", "The file is missing or damaged.")
+    assert torch.equal(scores(training.run(keep=tmp_path / "run", show_progress=False)).values, whole)
+    (tmp_path / "run" / "run.json").write_text("{}")
+    invalid(
+        lambda: training.run(keep=tmp_path / "run", show_progress=False),
+        f"'{tmp_path / 'run' / 'run.json'}' cannot be read (KeyError",
+        "The file is damaged, so it is not known to which run the states belong.",
+    )
+
+
 def test_wrong_input_is_refused():
     X, y, group, params = classify(n=12)
     train, problem = state_problem(X, y, group)

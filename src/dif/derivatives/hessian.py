@@ -61,8 +61,8 @@ class Curvature:
         return self.theta
 
     @property
-    def price(self) -> float:
-        """Cost of assembling the matrix, in multiplications (memory traffic is converted to multiplications)."""
+    def multiplications(self) -> float:
+        """Multiplications that assembling the matrix takes; memory traffic is converted to multiplications."""
         costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
         return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs))
 
@@ -74,7 +74,7 @@ class Curvature:
     @property
     def cheap(self) -> bool:
         """Whether the matrix takes seconds, so that it can be assembled at every step."""
-        return self.d <= DENSE_LIMIT and self.price <= self._affordable
+        return self.d <= DENSE_LIMIT and self.multiplications <= self._affordable
 
     @property
     def _affordable(self) -> float:
@@ -87,7 +87,7 @@ class Curvature:
         if self._known:
             return True
         once = _ONCE.get(self.theta.device.type, 1) * self._affordable
-        return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.price <= once)
+        return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.multiplications <= once)
 
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
@@ -97,7 +97,7 @@ class Curvature:
         if self._known:
             return self
         sizes = [len(t.samples) for t in self.rows.tables]
-        share = self._affordable / max(self.price, 1.0)
+        share = self._affordable / max(self.multiplications, 1.0)
         counts = [int(min(share, 1.0) * n) for n in sizes]
         if evaluations is not None:
             larger_share = min(evaluations / (_PER_PRODUCT * self.d), 1.0)

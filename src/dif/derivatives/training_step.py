@@ -159,14 +159,14 @@ class TrainingStep:
         (change, (slopes, d_rows, d_sums)), (losses, _, sums) = vmap(along, out_dims=(0, None))(u, nu)  # type: ignore[arg-type]
         before = {"theta": d_theta + change, "lam": d_lam + d_rows, "memory": d_memory}
         weight = torch.cat([lam.new_ones(1), lam * present])  # (1 + m,)
-        force = torch.cat([nu.new_zeros((len(nu), 1)), nu], 1)  # (T, 1 + m)
-        mean = (weight[:, None] * d_sums + force[..., None] * sums) * self.program.rows.means  # (T, 1 + m, K)
+        nu_rows = torch.cat([nu.new_zeros((len(nu), 1)), nu], 1)  # (T, 1 + m), 0 for the objective
+        mean = (weight[:, None] * d_sums + nu_rows[..., None] * sums) * self.program.rows.means  # (T, 1 + m, K)
         divisor = self._divisors(batch)
         by_a, by_b = [], []
         for part, ell, slope in zip(batch, losses, slopes, strict=True):
             columns = self.program.rows.columns(part.table)
             share = (self.program.rows.C[:, columns] / divisor[columns])[..., None] * part.U  # (1 + m, k, B)
-            moved = weight[:, None] * slope[:, None] + force[..., None] * ell  # (T, 1 + m, B)
+            moved = weight[:, None] * slope[:, None] + nu_rows[..., None] * ell  # (T, 1 + m, B)
             by_a.append(share * moved[:, :, None])
             by_b.append(-share * mean[:, :, columns, None])
         return before, WeightGradients(tuple(by_a), tuple(by_b), -nu)

@@ -15,7 +15,7 @@ from dif.derivatives.program import Program
 from dif.derivatives.rows import Rows, Table
 from dif.derivatives.sweeps import sample_losses, sample_slopes, weighted_gradients
 from dif.errors import InvalidInputError
-from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, check_shift
+from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, check_shift, empty_term_error
 from dif.problem.sample_losses import SampleLosses
 from dif.runtime.inputs import check_instance
 
@@ -271,12 +271,7 @@ def _resolve_entries(piece: Removal | Addition, table: Table, used: Tensor, refi
     empty = ((U != 0).sum(1) == counts) & used
     if isinstance(piece, Removal) and (piece.renormalise or not refilled) and bool(empty.any()):
         p, k = (int(i) for i in torch.nonzero(empty)[0])
-        raise InvalidInputError(
-            f"Perturbation {p} ({piece.labels()[p]}) leaves no samples in {table.sums[k].words!r}.",
-            "At least one sample must remain.",
-            "A term without samples is not defined, so there is nothing to retrain.",
-            "Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
-        )
+        raise empty_term_error(f"Perturbation {p} ({piece.labels()[p]})", table.sums[k].words)
     renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
     moved = U.new_zeros(counts.shape).index_add(0, owner, weights)  # their weights
     left = U.sum(1) + sign * moved

@@ -25,9 +25,9 @@ class Change:
     diagnostics: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, program: Program, moved: Tensor, priced: Tensor, diagnostics: dict[str, Any]) -> Change:
+    def of(cls, program: Program, dtheta: Tensor, dlam: Tensor, diagnostics: dict[str, Any]) -> Change:
         """Build from Δθ, (d,), and Δλ, (m,)."""
-        return cls(program.parameters.tensors(moved), PerConstraint.of(program, priced), moved, diagnostics)
+        return cls(program.parameters.tensors(dtheta), PerConstraint.of(program, dlam), dtheta, diagnostics)
 
     def largest(self, k: int) -> list[tuple[str, float]]:
         """Return the name and the change of the k parameters that change most, such as ("w[0, 2]", 0.1)."""

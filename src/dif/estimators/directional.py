@@ -174,10 +174,10 @@ class DirectionalInfluence(FirstOrderEstimator):
         nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
         rows = rows[torch.argsort(nearness[rows])[:_MARGIN_ROWS]]
         if len(rows):
-            moved, priced = (x.abs().double().cpu() for x in lin.margins(rows, perturbations))
-            answered = torch.isfinite(moved).all(1)
+            dc, dlam = (x.abs().double().cpu() for x in lin.margins(rows, perturbations))
+            answered = torch.isfinite(dc).all(1)
             for k, j in enumerate(rows.tolist()):
-                deciding = (priced if j in at.active.binding else moved)[answered, k]
+                deciding = (dlam if j in at.active.binding else dc)[answered, k]
                 if len(deciding):
                     margins[j] = Margin(float(deciding.max()), float(deciding.median()))
         return margins

@@ -127,7 +127,7 @@ class FirstOrderEstimator:
         lin = self.linearise(perturbations) if lin is None else lin
         omega, response = lin.steps(Direction(lin.at.program, perturbations))
         lam = lin.at.lam.expand(len(omega), -1)
-        return omega, lam + lin.multiplier_change(response.nu) if lin.priced else lam
+        return omega, lam + lin.multiplier_change(response.nu) if lin.has_multipliers else lam
 
     def _describe(self, lin: Linearisation) -> dict[str, Any]:
         """Return what results say about the point and the settings."""

@@ -27,13 +27,13 @@ class Response:
     b: Tensor  # (P, columns) the change of ∇L along the columns asked for
     r: Tensor  # (P, m) the change of f − τ at θ̄
     nu: Tensor  # (P, k) multipliers of the linearised rows
-    force: Tensor  # (P, k) ω = −H_ρ⁻¹(b + Gᵀ·force); NaN where there is no answer
+    w: Tensor  # (P, k) the weights of the rows in ω = −H_ρ⁻¹(b + Gᵀw); NaN where there is no answer
     unanswered: dict[str, str]  # reasons, by the label of the perturbation
 
     @property
     def answered(self) -> Tensor:
         """Perturbations that have an answer, (P,) bool."""
-        return torch.isfinite(self.force).all(1)
+        return torch.isfinite(self.w).all(1)
 
 
 class Linearisation:
@@ -67,7 +67,7 @@ class Linearisation:
         lenient: bool = False,
     ) -> None:
         self.at, self.weights, self.system, self.rows = at, weights, system, rows
-        self.priced = equal is not None
+        self.has_multipliers = equal is not None
         self.equal = torch.zeros_like(rows).bool() if equal is None else equal
         self.c0, self.lam0 = (x[rows] if from_point else torch.zeros_like(x[rows]) for x in (at.c, at.lam))
         self.strict = strict
@@ -83,8 +83,8 @@ class Linearisation:
 
     def _response(self, b: Tensor, bV: Tensor, r: Tensor, direction: Direction) -> Response:
         """Solve for the multipliers; with strict, raise where there are none."""
-        equal = self.equal if self.priced else None
-        nu, force, failed = self.system.forces(bV, self.c0 + r[:, self.rows], self.lam0, equal)
+        equal = self.equal if self.has_multipliers else None
+        nu, w, failed = self.system.solve_rows(bV, self.c0 + r[:, self.rows], self.lam0, equal)
         unanswered = {direction.perturbation[p].labels[0]: reason for p, reason in failed.items()}
         if unanswered and self.strict:
             raise no_step_error(*next(iter(unanswered.items())))
@@ -92,9 +92,9 @@ class Linearisation:
             error = self._released_error(nu[p])
             if self.strict:
                 raise error
-            force[p] = float("nan")
+            w[p] = float("nan")
             unanswered[direction.perturbation[p].labels[0]] = str(error)
-        return Response(b, r, nu, force, unanswered)
+        return Response(b, r, nu, w, unanswered)
 
     def _released_error(self, nu: Tensor) -> DegenerateError:
         j = int(torch.where(self.sign_checked, nu, float("inf")).argmin())
@@ -129,16 +129,16 @@ class Linearisation:
         b, r = self.first_order(direction)
         response = self._response(b, b @ self.system.V, r, direction)
         omega, answered = torch.full_like(b, float("nan")), response.answered
-        omega[answered] = -self.system.solver.solve((b + response.force @ self.system.G)[answered].T).T
+        omega[answered] = -self.system.solver.solve((b + response.w @ self.system.G)[answered].T).T
         return omega, response
 
     def scores(self, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
         """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
         response, k = self.respond(direction, columns), len(self.rows)
-        return -response.b[:, k:] - response.force @ (self.system.G @ columns[:, k:]), response
+        return -response.b[:, k:] - response.w @ (self.system.G @ columns[:, k:]), response
 
     def margins(self, rows: Tensor, perturbations: Perturbation) -> tuple[Tensor, Tensor]:
-        """Return how each perturbation moves f − τ and λ of some rows, (P, rows) each, NaN where unanswered."""
+        """Return the changes of f − τ and of λ of some rows, (P, rows) each, NaN where unanswered."""
         columns = torch.cat([self.system.V, self.system.solver.solve(self.at.G[rows].T)], 1)
 
         def move(direction: Direction) -> tuple[Tensor, Response]:
@@ -146,8 +146,8 @@ class Linearisation:
             change = self.multiplier_change(response.nu)[:, rows]
             return torch.stack([response.r[:, rows] + values, change], 1), response
 
-        moved, priced = self._by_chunk(move, perturbations).unbind(1)
-        return moved, priced
+        dc, dlam = self._by_chunk(move, perturbations).unbind(1)
+        return dc, dlam
 
     def multiplier_changes(self, perturbations: Perturbation) -> Tensor:
         """Return Δλ on all m rows, (P, m), NaN where unanswered."""

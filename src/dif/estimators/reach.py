@@ -33,26 +33,26 @@ def rows_within_reach(lin: Linearisation, perturbations: Perturbation) -> Tensor
     near = torch.zeros_like(fixed)
     if P <= _PERTURBATIONS and P * at.theta.numel() <= _STEPS:
         omega, response = lin.steps(Direction(at.program, perturbations))
-        moved, priced = response.r + omega @ at.G.T, lin.multiplier_change(response.nu)
-        near[rows] = _switches(lin, rows, moved[:, rows], priced[:, rows])
+        dc, dlam = response.r + omega @ at.G.T, lin.multiplier_change(response.nu)
+        near[rows] = _switches(lin, rows, dc[:, rows], dlam[:, rows])
         return near
     if bool((~lin.equal).any()) and len(rows) <= _ROWS:
         near[rows] = _switches(lin, rows, *lin.margins(rows, perturbations))
         return near
-    moved, priced = _typical_moves(lin, perturbations)
+    dc, dlam = _typical_moves(lin, perturbations)
     binding = at.active.mask(at.active.binding)
-    near = torch.where(binding, at.lam <= _MARGIN * priced, -at.c <= _MARGIN * moved)
+    near = torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
     return near & fixed & ~at.active.mask(at.active.weak)
 
 
-def _switches(lin: Linearisation, rows: Tensor, moved: Tensor, priced: Tensor) -> Tensor:
+def _switches(lin: Linearisation, rows: Tensor, dc: Tensor, dlam: Tensor) -> Tensor:
     """Return which rows are violated, or have a negative multiplier, after any of the steps, (rows,) bool.
 
-    `moved` and `priced`, (P, rows), are the changes of f − τ and of the multipliers.
+    `dc` and `dlam`, (P, rows), are the changes of f − τ and of the multipliers.
     """
     c, lam = lin.at.c[rows], lin.at.lam[rows]
-    violated = torch.nan_to_num(c + moved, nan=-1.0) > _ROUNDING * (c.abs() + moved.abs())
-    released = torch.nan_to_num(lam + priced, nan=1.0) < -_ROUNDING * (lam + priced.abs())
+    violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
+    released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
     return (violated | released).any(0)
 
 
@@ -71,7 +71,7 @@ def _typical_moves(lin: Linearisation, perturbations: Perturbation) -> tuple[Ten
     S, V, G = system.S[equal][:, equal], system.V[:, equal], system.G[equal]
     nu = torch.linalg.lstsq(S, (r[:, lin.rows][:, equal] - b @ V - stiffness @ S).T).solution.T
     omega = -system.solver.solve((b + (nu + stiffness) @ G).T).T
-    priced = torch.zeros_like(r)
-    priced[:, lin.rows[equal]] = nu
-    moved = r + omega @ at.G.T
-    return torch.linalg.vector_norm(moved, dim=0) / Z**0.5, torch.linalg.vector_norm(priced, dim=0) / Z**0.5
+    dlam = torch.zeros_like(r)
+    dlam[:, lin.rows[equal]] = nu
+    dc = r + omega @ at.G.T
+    return torch.linalg.vector_norm(dc, dim=0) / Z**0.5, torch.linalg.vector_norm(dlam, dim=0) / Z**0.5

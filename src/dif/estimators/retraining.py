@@ -91,15 +91,15 @@ class Retraining:
         Direction.resolve_single(at.program, perturbation)  # refuses more than one
         ((end, failure),) = self._retrain(perturbation)
         nan = float("nan")
-        moved = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
-        priced = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
+        dtheta = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
+        dlam = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
         diagnostics = {
             **self._diagnostics,
             "residual": nan if end is None else end.residual,
             "iterations": None if end is None else end.iterations,
             "failed": None if failure is None else str(failure),
         }
-        return Change.of(at.program, moved, priced, diagnostics)
+        return Change.of(at.program, dtheta, dlam, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int | None = None,

@@ -76,8 +76,8 @@ class UnrolledInfluence:
                 weights.dtau[0],
             )
             tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, dweights)
-        moved, priced = loop.step.read_point(tangent)
-        return Change.of(loop.program, _check_finite(moved, self.strict), priced, {"since": self.since})
+        dtheta, dlam = loop.step.read_point(tangent)
+        return Change.of(loop.program, _check_finite(dtheta, self.strict), dlam, {"since": self.since})
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True,

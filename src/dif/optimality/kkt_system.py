@@ -73,7 +73,9 @@ class KKTSystem:
         """G H_ρ⁻¹ Gᵀ, (m, m)."""
         return self.G @ self.V
 
-    def forces(self, gV: Tensor, c: Tensor, lam: Tensor, equal: Tensor | None) -> tuple[Tensor, Tensor, dict[int, str]]:
+    def solve_rows(
+        self, gV: Tensor, c: Tensor, lam: Tensor, equal: Tensor | None
+    ) -> tuple[Tensor, Tensor, dict[int, str]]:
         """Solve for the multipliers without forming the step.
 
         Args:
@@ -83,8 +85,8 @@ class KKTSystem:
             equal: (m,) bool, rows solved as equalities; None for rows without multipliers (penalties).
 
         Returns:
-            ν, (P, m); the forces, (P, m), that give ω = −H_ρ⁻¹(g + Gᵀ·force); and why there is no solution, by number
-            p of those that have none.
+            ν, (P, m); the weights w, (P, m), of the rows in ω = −H_ρ⁻¹(g + Gᵀw); and why there is no solution, by
+            number p of those that have none.
         """
         stiffness = self.R * c
         moved = c - gV - stiffness @ self.S
@@ -102,7 +104,7 @@ class KKTSystem:
             g: (P, d) gradients of the Lagrangians.
             c: (P, m) values of the rows.
             lam: (P, m) multipliers that g contains.
-            rows: Numbers of the rows that may have a force.
+            rows: Numbers of the rows whose multipliers may change.
             equal: (m,) bool, rows solved as equalities.
             solve: Applies an inverse of H_ρ; the exact one if left out.
 
@@ -117,17 +119,17 @@ class KKTSystem:
         return omega, nu, failed
 
     def hold(self, g: Tensor, c: Tensor, held: Tensor) -> tuple[Tensor, Tensor]:
-        """Solve for ω, (d,), and forces, (m,), with the rows in `held` as equalities; NaN if these are dependent."""
+        """Solve for ω, (d,), and ν − λ, (m,), with the rows in `held` as equalities; NaN if these are dependent."""
         rows = torch.nonzero(held).reshape(-1)
         free, V = self._eliminate(g[None], c[None], rows)
-        force = torch.zeros_like(c)
+        dlam = torch.zeros_like(c)
         if len(rows):
             found, failed = torch.linalg.solve_ex(self.G[rows] @ V, c[rows] + self.G[rows] @ free[0])
-            force[rows] = found if int(failed) == 0 else torch.full_like(found, float("nan"))
-        return free[0] - V @ force[rows], force
+            dlam[rows] = found if int(failed) == 0 else torch.full_like(found, float("nan"))
+        return free[0] - V @ dlam[rows], dlam
 
     def _eliminate(self, g: Tensor, c: Tensor, rows: Tensor, solve: Solve | None = None) -> tuple[Tensor, Tensor]:
-        """Return the step with all forces zero, (P, d), and V = H_ρ⁻¹Gᵀ of some rows, (d, k), from one joint solve."""
+        """Return the step with ν = λ, (P, d), and V = H_ρ⁻¹Gᵀ of some rows, (d, k), from one joint solve."""
         exact, solve = solve is None, solve or self.solver.solve
         b = (g + (self.R * c) @ self.G).T
         known = self._columns.get(exact)
@@ -141,10 +143,10 @@ class KKTSystem:
 def complete_step(
     free: Tensor, V: Tensor, G: Tensor, c: Tensor, lam: Tensor, equal: Tensor
 ) -> tuple[Tensor, Tensor, dict[int, str]]:
-    """Find the forces that make a step satisfy the rows, and add their effect: ω = free − V(ν − λ).
+    """Find the multipliers with which a step satisfies the rows, and add their effect: ω = free − V(ν − λ).
 
     Args:
-        free: (P, d) the step with all forces zero.
+        free: (P, d) the step with ν = λ.
         V: (d, k), or (P, d, k) if each p has a system of its own.
         G: (k, d) or (P, k, d).
         c: (P, k) values of the rows.
@@ -161,7 +163,7 @@ def complete_step(
 def solve_multipliers(S: Tensor, moved: Tensor, lam: Tensor, equal: Tensor) -> tuple[Tensor, dict[int, str]]:
     """Find the multipliers ν, (P, k), for which the values of the rows, moved − S(ν − λ), satisfy the constraints.
 
-    `moved`, (P, k), are the values of the rows after the step with all forces zero. S is (k, k), or (P, k, k). Where
+    `moved`, (P, k), are the values of the rows after the step with ν = λ. S is (k, k), or (P, k, k). Where
     no ν exists it is NaN, and the reason is returned by number p.
     """
     S = 0.5 * (S + S.mT)

@@ -163,6 +163,16 @@ def unused_error(samples: SampleLosses) -> InvalidInputError:
     )
 
 
+def empty_term_error(perturbation: str, term: str) -> InvalidInputError:
+    """Build the error for a perturbation after which a term has no samples; both are given in words."""
+    return InvalidInputError(
+        f"{perturbation} leaves no samples in {term!r}.",
+        "At least one sample must remain.",
+        "A term without samples is not defined, so there is nothing to retrain.",
+        "Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
+    )
+
+
 Action = Removal | Addition | Reweighting | Shift  # what one summand of a Perturbation does
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import InvalidInputError
-from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift
+from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, empty_term_error
 from dif.problem.sample_losses import SampleLosses
 from dif.problem.term import Constraint, SampleSum, Term
 
@@ -103,16 +102,9 @@ def _reweight(
         if not isinstance(action, Reweighting):
             refilled = not action.renormalise and any(isinstance(a, Addition) for _, a in relevant)
             if not refilled and not bool((after != 0).any()):
-                raise InvalidInputError(
-                    f"The perturbation leaves 0 samples in {part.words!r}.",
-                    "At least 1 sample must be left.",
-                    "A term without samples is not defined.",
-                    "Remove fewer samples, or state the problem without that term.",
-                )
-            if (
-                part.normalised and action.renormalise and float(after.sum())
-            ):  # a mean is taken over the samples that it has now
-                after *= float(before.sum() / after.sum())
+                raise empty_term_error("The perturbation", part.words)
+            if part.normalised and action.renormalise and float(after.sum()):
+                after *= float(before.sum() / after.sum())  # a mean is taken over the samples that it has now
         weights = weights + scale * (after - old)
     return part if not relevant and samples is part.samples else replace(part, samples=samples, weights=weights)
 

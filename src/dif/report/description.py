@@ -133,13 +133,6 @@ class Description:
             features = expect_features(features, f"`features` in {path}", lengths)
         description = cls(path, solution, targets, train, names, groups, features, images, train_is_known)
         description.subjects.check_display(f" in {path}")
-        if images is not None and description.subjects.image(0) is None:
-            raise InvalidInputError(
-                f"`images` in {path} has entries of shape {tuple(torch.as_tensor(images[0]).shape)}.",
-                "Each must be an image of shape (height, width), (height, width, 3) or (3, height, width).",
-                "The report shows the image of each sample.",
-                "Reshape each entry to its height and width, show numbers as `features`, or leave it out.",
-            )
         return description
 
     @cached_property

@@ -144,6 +144,13 @@ class Subjects:
                     "The report shows it for each sample.",
                     "Give one number or word per sample and feature, and one array per image; or leave it out.",
                 ) from error
+        if self.images is not None and self.image(0) is None:
+            raise InvalidInputError(
+                f"`images`{where} has entries of shape {tuple(torch.as_tensor(self._pick(self.images, 0)).shape)}.",
+                "Each must be an image of shape (height, width), (height, width, 3) or (3, height, width).",
+                "The report shows the image of each sample.",
+                "Reshape each entry to its height and width, show numbers as `features`, or leave it out.",
+            )
 
     def _leaves(self, i: int) -> list[Tensor]:
         """Return the tensors of the sample that perturbation i removes; none if it does something else."""

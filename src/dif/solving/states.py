@@ -81,9 +81,18 @@ class States:
 
     def _read(self, t: int) -> Any:
         assert self.folder is not None
-        with np.load(self.folder / f"state_{t:06d}.npz", allow_pickle=False) as file:
-            arrays = iter([file[f"arr_{k}"] for k in range(len(file.files))])
-        return map_tensors(self._like, lambda like: torch.from_numpy(next(arrays)).to(like))
+        path = self.folder / f"state_{t:06d}.npz"
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                arrays = iter([file[f"arr_{k}"] for k in range(len(file.files))])
+            return map_tensors(self._like, lambda like: torch.from_numpy(next(arrays)).to(like).reshape(like.shape))
+        except Exception as error:
+            raise InvalidInputError(
+                f"{str(path)!r} cannot be read ({type(error).__name__}: {error}).",
+                "It must be the file that this run wrote.",
+                "The file is missing or damaged.",
+                "Delete it and the states after it; the same call then continues from the state before it.",
+            ) from error
 
 
 def open_folder(folder: Path, identity: dict[str, str]) -> None:
@@ -99,7 +108,15 @@ def open_folder(folder: Path, identity: dict[str, str]) -> None:
     if not path.exists():
         with open_atomically(path) as file:
             file.write(json.dumps({"format": _FORMAT, "identity": identity}).encode())
-    known = json.loads(path.read_text()).get("identity", {})
+    try:
+        known = json.loads(path.read_text())["identity"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidInputError(
+            f"{str(path)!r} cannot be read ({type(error).__name__}: {error}).",
+            "It must be the file that a run wrote.",
+            "The file is damaged, so it is not known to which run the states belong.",
+            "Choose another folder, or delete this one to start again.",
+        ) from error
     different = [name for name, digest in identity.items() if known.get(name) != digest]
     if different:
         raise InvalidInputError(

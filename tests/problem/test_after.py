@@ -118,7 +118,7 @@ def test_what_cannot_be_carried_out_is_refused():
         (stranger.remove([0]), "Samples are told apart by identity."),
         ((dif.linear(torch.ones(3)) <= 1.0).shift(0.1),
          "Constraints are told apart by identity, and .named(...) makes a new one."),
-        (train.remove(list(range(24))), "A term without samples is not defined."),
+        (train.remove(list(range(24))), "A term without samples is not defined, so there is nothing to retrain."),
         (train.add((torch.randn(1, 3, dtype=F64), torch.randn(1, dtype=F64))),
          "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum."),
     ):  # fmt: skip

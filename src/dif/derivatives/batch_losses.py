@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vjp
+from torch.func import grad, vjp
 
 from dif.errors import warn
 from dif.problem.parameters import Parameters
@@ -103,7 +103,7 @@ def _evaluate_gradient(losses: BatchLosses, theta: Tensor, w: Tensor) -> tuple[T
 
 
 def _evaluate_product(losses: BatchLosses, theta: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    return jvp(grad(lambda t: losses(t) @ w), (theta,), (v,))[1]
+    return vjp(grad(lambda t: losses(t) @ w), theta)[1](v)[0]
 
 
 def _agree(first: Any, second: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import grad, jvp, vmap
+from torch.func import grad, vjp, vmap
 from torch.nn.functional import linear
 
 from dif.problem.parameters import Parameters
@@ -244,7 +244,8 @@ def _second_derivative(
         return _run(samples, parameters, theta, batch, _Tape(given, tape.dependences))[0] @ w
 
     directions = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
-    product = vmap(lambda e: jvp(grad(phi), (Z,), (e,))[1], chunk_size=chunk_size, randomness="same")
+    pull = vjp(grad(phi), Z)[1]
+    product = vmap(lambda e: pull(e)[0], chunk_size=chunk_size, randomness="same")
     return product(directions).detach().transpose(1, 2).contiguous()
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from dif.derivatives.batch_losses import BatchLosses
 from dif.derivatives.sweeps import (
     NO_FORWARD,
-    NO_FORWARD_OVER_REVERSE,
     NO_MAP,
+    NO_SECOND_BACKWARD,
     NO_VMAP,
     batch_gradients,
     hessian_products,
@@ -145,7 +145,7 @@ class _Check:
         """Replace the methods that are wrong, and refuse a loss whose second derivative no method gives."""
         vmapped = self.replace_if_wrong(NO_VMAP, self.vmap_gap)
         self.replace_if_wrong(NO_FORWARD, self.slope_gap)
-        curved = self.replace_if_wrong(NO_FORWARD_OVER_REVERSE, self.curvature_gap)
+        curved = self.replace_if_wrong(NO_SECOND_BACKWARD, self.curvature_gap)
         if curved and self.replace_if_wrong(NO_VMAP, self.curvature_gap):
             vmapped = True
         for gap in (self.vmap_gap,) * vmapped + (self.curvature_gap,) * curved:

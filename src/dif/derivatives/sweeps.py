@@ -34,7 +34,7 @@ _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the C
 
 # Fallbacks, listed in diagnostics["fallbacks"]: what is done instead, and why.
 NO_FORWARD = "slopes from gradients: an operator of the loss has no forward mode"
-NO_FORWARD_OVER_REVERSE = "Hessian-vector products by two backward passes: an operator has no forward mode"
+NO_SECOND_BACKWARD = "Hessian-vector products by forward over reverse mode: an operator has no second backward pass"
 NO_MAP = "gradients from whole batches: the loss cannot be mapped over samples"
 NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 
@@ -220,19 +220,38 @@ def hessian_products(
 ) -> Tensor:
     """Return ∇²·v for every column v of V (d, c), `chunk_size` columns at once.
 
-    Uses forward over reverse mode. If an operator has no forward mode, adds that to `fallbacks` and uses reverse over
-    reverse.
+    Uses two backward passes, which are faster than forward over reverse mode on small batches, and as fast on others.
+    If an operator has no second backward pass, adds that to `fallbacks` and uses forward over reverse mode.
     """
-    if NO_FORWARD_OVER_REVERSE not in fallbacks:
+    forward = lambda v: jvp(grad(scalar), (theta,), (v,))[1]  # noqa: E731
+    if NO_SECOND_BACKWARD in fallbacks:
+        return map_columns(forward, V, chunk_size, fallbacks)
+    try:
+        backward = evaluate_with_pullback(grad(scalar), theta)[1]
+        if V.shape[1] == 1:  # vmap over a single column costs more than the pass itself
+            return backward(V[:, 0]).detach()[:, None]
+        return map_columns(backward, V, chunk_size, fallbacks)
+    except Exception as error:
+        if not is_unsupported(error):
+            raise
+        fallbacks.add(NO_SECOND_BACKWARD)
         try:
-            if V.shape[1] == 1:
-                return jvp(grad(scalar), (theta,), (V[:, 0],))[1].detach()[:, None]
-            return map_columns(lambda v: jvp(grad(scalar), (theta,), (v,))[1], V, chunk_size, fallbacks)
-        except Exception as error:
-            if not is_unsupported(error):
+            return map_columns(forward, V, chunk_size, fallbacks)
+        except Exception as other:
+            if not is_unsupported(other):
                 raise
-            fallbacks.add(NO_FORWARD_OVER_REVERSE)
-    return _reverse_over_reverse(scalar, theta, V, chunk_size, fallbacks)
+            if isinstance(error, UserCodeError):
+                raise error from None
+            raise _no_curvature_error(error) from error
+
+
+def _no_curvature_error(error: Exception) -> InvalidInputError:
+    return InvalidInputError(
+        f"Torch cannot differentiate a loss or function twice: {str(error).splitlines()[0].rstrip('.')}.",
+        "Every operator of a loss or function must have a second derivative.",
+        "Influence rests on the curvature, and torch has none for this operator.",
+        find_cure(error, "Write that step with elementary operations, such as a sum of squares instead of cdist."),
+    )
 
 
 def map_columns(
@@ -263,28 +282,15 @@ def structured_hessian(
     batches = samples.batches(indices, fits, theta.device, span(len(w)))
     try:
         H = assemble_hessian(samples, parameters, theta, batches, w, chunk_size)
-    except (NotLinearError, RuntimeError, NotImplementedError) as error:  # a batch differs, or no forward mode
+    except (
+        NotLinearError,
+        RuntimeError,
+        NotImplementedError,
+    ) as error:  # a batch differs, or torch has no second derivative
         if is_out_of_memory(error):
             raise
         H = None
     return sum_over_processes(H) if holds_in_all_processes(H is not None, theta) and H is not None else None
-
-
-def _reverse_over_reverse(
-    scalar: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor, chunk_size: int | None, fallbacks: Container[str]
-) -> Tensor:
-    """Return ∇²·v for every column v of V by two backward passes."""
-    try:
-        return map_columns(evaluate_with_pullback(grad(scalar), theta)[1], V, chunk_size, fallbacks)
-    except Exception as error:
-        if isinstance(error, UserCodeError) or not is_unsupported(error):
-            raise
-        raise InvalidInputError(
-            f"Torch cannot differentiate a loss or function twice: {str(error).splitlines()[0].rstrip('.')}.",
-            "Every operator of a loss or function must have a second derivative.",
-            "Influence rests on the curvature, and torch has none for this operator.",
-            find_cure(error, "Write that step with elementary operations, such as a sum of squares instead of cdist."),
-        ) from error
 
 
 @retry_with_smaller_batches
@@ -330,8 +336,7 @@ def stacked_products(
     """Return ∇²·v at several θ (P, d), each with its own columns V (P, d, c) and further arguments `more`."""
 
     def at(theta: Tensor, V: Tensor, *more: Tensor) -> Tensor:
-        gradient = grad(lambda t: scalar(t, *more))
-        product = lambda v: jvp(gradient, (theta,), (v,))[1]  # noqa: E731
+        product = evaluate_with_pullback(grad(lambda t: scalar(t, *more)), theta)[1]
         if chunk_size == 1:
             return torch.stack([product(v) for v in V.T], 1)
         return vmap(product, 1, randomness="same")(V).T

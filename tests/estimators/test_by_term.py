@@ -50,7 +50,7 @@ def test_a_bound_acts_through_its_constraint():
     estimator = dif.DirectionalInfluence(fit_problem(problem))
     shift = problem.constraints[0].shift(0.01)
     parts = estimator.by_term(TARGET, shift).values
-    assert torch.count_nonzero(parts) == 1
+    assert int((parts.abs() > 1e-12 * parts.abs().max()).sum()) == 1  # the slack of another row is a rounding error
     assert float(parts[0, 1]) == pytest.approx(float(estimator.scores(TARGET, shift).values[0, 0]), rel=1e-12)
 
 

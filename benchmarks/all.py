@@ -20,9 +20,8 @@ ASKED = "import json; from importlib.metadata import version; print(json.dumps({
 def main() -> None:
     """Run all benchmarks, print the report and write it to RESULTS.md after each part."""
     peers = ", ".join(f"{name} {number}" for name, number in run_alone(PEERS, "-c", ASKED % (SHOWN,)).items())
-    ours = ", ".join(
-        f"{name} {version(name)}" for name in ("dif", "torch", "numpy", "daqp", "osqp", "clarabel", "cvxpy")
-    )
+    packages = ("directional-influence", "torch", "numpy", "daqp", "osqp", "clarabel", "cvxpy")
+    ours = ", ".join(f"{name} {version(name)}" for name in packages)
     text = f"""# Benchmarks
 
 Written by `make bench`. {machine()}. {ours}. Other libraries, in a separate environment: {peers}.

@@ -9,7 +9,7 @@ import dif
 from dif.derivatives.hessian import Curvature
 from dif.linalg.cholesky import DenseCholesky
 from dif.linalg.conjugate_gradients import ConjugateGradients
-from dif.linalg.lanczos import tangent_curvature
+from dif.linalg.lanczos import lanczos, tangent_curvature
 from dif.linalg.operator import Matrix
 from dif.linalg.preconditioner import Nystrom, ScaledOperator
 from dif.linalg.refinement import Refinement
@@ -135,15 +135,28 @@ def _lagrangian(solution):
     return value
 
 
-def test_tangent_curvature_by_lanczos(monkeypatch):
-    H = positive_definite(d=80, condition=30)
-    H = H - 0.02 * torch.eye(80, dtype=F64)
-    G = torch.randn(3, 80, dtype=F64, generator=torch.Generator().manual_seed(3))
-    ones = torch.ones(80, dtype=F64)
-    exact = tangent_curvature(Matrix(H), G, ones)
-    monkeypatch.setattr("dif.derivatives.hessian.DENSE_LIMIT", 10)
-    assert tangent_curvature(Matrix(H), G, ones)[0] == pytest.approx(exact[0], rel=1e-3)
-    assert tangent_curvature(Matrix(H), G[:0], ones)[0] == pytest.approx(float(torch.linalg.eigvalsh(H)[0]), rel=1e-3)
+def clustered(d=400, n=50):
+    """Eigenvalues in two narrow clusters, as of least squares with few samples and a ridge."""
+    Q = torch.linalg.qr(torch.randn(d, n, dtype=F64, generator=torch.Generator().manual_seed(4)))[0]
+    return 0.1 * torch.eye(d, dtype=F64) + Q @ torch.diag(torch.linspace(0.0199, 0.0201, n, dtype=F64)) @ Q.T
+
+
+@pytest.mark.parametrize(
+    "H",
+    [positive_definite(d=80, condition=30) - 0.02 * torch.eye(80, dtype=F64), clustered()],
+    ids=["spread", "clustered"],
+)
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_tangent_curvature_by_lanczos(H, rows):
+    G = torch.randn(rows, len(H), dtype=F64, generator=torch.Generator().manual_seed(3))
+    root = torch.linspace(1.0, 2.0, len(H), dtype=F64)
+    for scale in (torch.ones_like(root), root):
+        tangent = torch.linalg.svd(G / scale, full_matrices=True)[2][rows:]  # rows: an orthonormal basis
+        exact = float(torch.linalg.eigvalsh(tangent @ (H / scale / scale[:, None]) @ tangent.T)[0])
+        assert tangent_curvature(Matrix(H), G, scale)[1] == pytest.approx(exact, rel=0.05)
+        smallest, direction = lanczos(Matrix(H), G, scale)
+        assert smallest == pytest.approx(exact, rel=0.01)
+        assert float((G / scale @ direction).abs().max() if rows else 0.0) <= 1e-10
 
 
 def test_refinement_reaches_double_precision_with_single_precision_work():

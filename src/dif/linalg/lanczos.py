@@ -78,12 +78,9 @@ def lanczos(
     if normal.shape[1] >= H.d:
         return float("inf"), torch.zeros_like(root)
 
-    def project(v: Tensor) -> Tensor:
-        return v - normal @ (normal.T @ v)
-
     generator = torch.Generator().manual_seed(0)
-    start = project(torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal))
-    krylov = Krylov(lambda v: project(H.product((v / root)[:, None])[:, 0] / root), start)
+    start = torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal)
+    krylov = Krylov(lambda v: H.product((v / root)[:, None])[:, 0] / root, start, normal)
     for step in range(1, 1 + min(_MAX_STEPS, H.d - normal.shape[1])):
         if not krylov.extend():
             break
@@ -101,10 +98,13 @@ class Krylov:
     Args:
         product: v → Hv for the symmetric matrix H.
         start: The vector v.
+        normal: (d, k) orthonormal columns. H and v are projected to the space orthogonal to them.
     """
 
-    def __init__(self, product: Callable[[Tensor], Tensor], start: Tensor) -> None:
+    def __init__(self, product: Callable[[Tensor], Tensor], start: Tensor, normal: Tensor | None = None) -> None:
         self._product = product
+        self._normal = start.new_zeros((len(start), 0)) if normal is None else normal
+        start = start - self._normal @ (self._normal.T @ start)
         self._vectors = [start / start.norm()]  # one more than there are steps, unless the space is exhausted
         self._diagonal: list[float] = []
         self._off_diagonal: list[float] = []
@@ -126,8 +126,8 @@ class Krylov:
         if not bool(torch.isfinite(w).all()):
             return False
         self._diagonal.append(float(w @ q))
-        Q = torch.stack(self._vectors, 1)
-        for _ in range(2):  # full reorthogonalisation; twice is enough
+        Q = torch.cat([self._normal, torch.stack(self._vectors, 1)], 1)
+        for _ in range(2):  # full reorthogonalisation; twice is enough, and keeps rounding errors out of the normals
             w = w - Q @ (Q.T @ w)
         self._off_diagonal.append(float(w.norm()))
         if not self._off_diagonal[-1] > _EXHAUSTED * max(abs(x) for x in self._diagonal):

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from common import HERE, OURS, run_alone, table
@@ -91,8 +92,8 @@ def point(kind: str, size: int) -> dict[str, float]:
     runs = [run()]
     high = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
     if sum(runs[0]) < SECONDS:
-        runs = sorted(run() for _ in range(3))
-    prepared, scored = runs[len(runs) // 2]
+        runs = [run() for _ in range(3)]
+    prepared, scored = (median(times) for times in zip(*runs, strict=True))  # Python's garbage collection may hit one
     return {"prepare": prepared, "scores": scored, "peak": high - before}
 
 

@@ -12,7 +12,7 @@ from torch.func import grad, vjp
 
 from dif.errors import warn
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import NOT_COMPILED, SampleLosses
+from dif.problem.sample_losses import NO_SECOND_BACKWARD, NOT_COMPILED, SampleLosses
 from dif.problem.structure import holds_only_tensors, leaves, map_tensors
 from dif.runtime.user_code import is_out_of_memory
 
@@ -37,7 +37,8 @@ class BatchLosses:
     @property
     def compiled(self) -> bool:
         """Whether the methods below run compiled code."""
-        return self.samples.compile and self.count >= _SMALLEST and NOT_COMPILED not in self.samples.fallbacks
+        allowed = not self.samples.fallbacks & {NOT_COMPILED, NO_SECOND_BACKWARD}
+        return self.samples.compile and self.count >= _SMALLEST and allowed
 
     def values(self, theta: Tensor) -> Tensor:
         """Return the losses, (count,), without a graph."""

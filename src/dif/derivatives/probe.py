@@ -74,7 +74,8 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
         )
     for at in (theta, _nearby(theta)):
         _check_same(f"function {f.name!r}", *(evaluate_function(f, parameters, at) for _ in range(2)))
-    check_function(f.name, lambda t: evaluate_function(f, parameters, t).reshape(-1), parameters, theta)
+    values = lambda t: evaluate_function(f, parameters, t).reshape(-1)  # noqa: E731
+    check_function(f.name, values, parameters, theta, f.fallbacks)
 
 
 def _check_same(what: str, first: Tensor, second: Tensor) -> None:

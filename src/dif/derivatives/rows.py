@@ -100,6 +100,12 @@ class Rows:
         flags = [s.normalised for table in self.tables for s in table.sums]
         return torch.tensor(flags, dtype=torch.bool, device=self.C.device)
 
+    @property
+    def fallbacks(self) -> set[str]:
+        """What torch could not do with the losses and functions, and what is done instead."""
+        losses = [table.samples.fallbacks for table in self.tables]
+        return set().union(*losses, *(f.function.fallbacks for f in self.functions))
+
     def columns(self, table: int) -> slice:
         """Return the positions in p of the sums of a table."""
         start = sum(len(t.U) for t in self.tables[:table])
@@ -274,17 +280,17 @@ class Rows:
         With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
         total = torch.zeros_like(V)
-        nonlinear, ridge = [], weights.new_zeros(())
+        nonlinear, alone, ridge = [], [], weights.new_zeros(())
         for f, columns in self._function_columns():
             w = weights[columns]
             if f.function.ridge is not None:
                 ridge = ridge + w[0] * f.function.ridge
             elif f.matrix is None and bool((w != 0).any()):
-                nonlinear.append((w, f.value))
+                (alone if f.function.fallbacks else nonlinear).append((w, f))
 
         def function_sum(t: Tensor) -> Tensor:
             # the cast: in float32, zero-dimensional tensors become float64 under nested transforms
-            return torch.stack([(w * value(t)).sum().to(w.dtype) for w, value in nonlinear]).sum()
+            return torch.stack([(w * f.value(t)).sum().to(w.dtype) for w, f in nonlinear]).sum()
 
         remaining = function_sum if nonlinear else None
         pending = remaining if is_single_process() else None  # joins the first batch, unless every process would add it
@@ -303,13 +309,19 @@ class Rows:
                     total += torch.stack([loss.product(theta, w[place], v) for v in V.T], 1)
                     continue
 
-                def scalar(t: Tensor, f=loss, w=w[place], more=pending) -> Tensor:
+                joins = None if table.samples.fallbacks else pending
+
+                def scalar(t: Tensor, f=loss, w=w[place], more=joins) -> Tensor:
                     return f(t) @ w if more is None else f(t) @ w + more(t)
 
                 chunk_size = columns_per_chunk(table.samples, self.parameters, theta, place.stop - place.start)
                 total += hessian_products(scalar, theta, V, chunk_size, table.samples.fallbacks)
-                pending, remaining = None, None if is_single_process() else remaining
+                if joins is not None:
+                    pending, remaining = None, None
         total = sum_over_processes(total) + ridge * V
+        for w, f in alone:  # their method may differ from that of the losses
+            value = lambda t, w=w, f=f: (w * f.value(t)).sum()  # noqa: E731
+            total += hessian_products(value, theta, V, _FUNCTION_COLUMNS, f.function.fallbacks)
         return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
 
 

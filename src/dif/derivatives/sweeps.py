@@ -18,7 +18,7 @@ from dif.derivatives.cost import cost
 from dif.derivatives.linear_structure import NotLinearError, assemble_hessian
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.sample_losses import NO_SECOND_BACKWARD, SampleLosses
 from dif.problem.structure import leaves, map_tensors
 from dif.runtime.distributed import gather_rows, holds_in_all_processes, span, sum_over_processes
 from dif.runtime.memory import numbers_at_once, retry_with_smaller_batches
@@ -34,7 +34,6 @@ _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the C
 
 # Fallbacks, listed in diagnostics["fallbacks"]: what is done instead, and why.
 NO_FORWARD = "slopes from gradients: an operator of the loss has no forward mode"
-NO_SECOND_BACKWARD = "Hessian-vector products by forward over reverse mode: an operator has no second backward pass"
 NO_MAP = "gradients from whole batches: the loss cannot be mapped over samples"
 NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 
@@ -234,15 +233,16 @@ def hessian_products(
     except Exception as error:
         if not is_unsupported(error):
             raise
-        fallbacks.add(NO_SECOND_BACKWARD)
         try:
-            return map_columns(forward, V, chunk_size, fallbacks)
+            products = map_columns(forward, V, chunk_size, fallbacks)
         except Exception as other:
             if not is_unsupported(other):
                 raise
             if isinstance(error, UserCodeError):
                 raise error from None
             raise _no_curvature_error(error) from error
+        fallbacks.add(NO_SECOND_BACKWARD)
+        return products
 
 
 def _no_curvature_error(error: Exception) -> InvalidInputError:

@@ -210,5 +210,5 @@ class Linearisation:
             "solver": type(solver).__name__,
             "solver_residual": solver.residual,
             "solver_steps": solver.steps,
-            "fallbacks": sorted({f for table in self.at.program.rows.tables for f in table.samples.fallbacks}),
+            "fallbacks": sorted(self.at.program.rows.fallbacks),
         }

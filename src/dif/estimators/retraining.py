@@ -223,7 +223,7 @@ class Retraining:
         (P, 1 + m). Yields nothing where the model cannot be mapped over parameters.
         """
         at, batched = self.solution, self._batched
-        if batched is None or any(table.samples.fallbacks - HARMLESS for table in at.program.rows.tables):
+        if batched is None or at.program.rows.fallbacks - HARMLESS:
             return
         partly = lambda share: Direction(at.program, share * direction.perturbation).stack_programs()  # noqa: E731
         try:

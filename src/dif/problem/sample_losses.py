@@ -22,6 +22,9 @@ from dif.runtime.user_code import convert_errors
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
 NOT_COMPILED = "evaluated without compilation: torch could not compile the loss"
 HARMLESS = frozenset({PLAIN_ATTENTION, NOT_COMPILED})
+NO_SECOND_BACKWARD = (
+    "Hessian-vector products by forward over reverse mode: an operator has no correct second backward pass"
+)
 
 
 class SampleLosses:

@@ -143,6 +143,7 @@ class Function(Expression):
     ridge: float | None = None  # c of ½c‖θ‖², or None; a ridge does not count as a use of a parameter
     matrix: Tensor | None = None  # the constant derivative of a linear function
     of: str | None = None  # name of the tensor that the matrix multiplies; None means flat θ
+    fallbacks: set[str] = field(default_factory=set, init=False)  # what torch could not do with it; see `Samples`
 
     def __post_init__(self) -> None:
         if not callable(self.fn):

@@ -1,4 +1,7 @@
-"""MNIST for the studies: a part is included in the package, the rest is read from a folder or downloaded."""
+"""MNIST for the studies: a part is included in the package, the rest is read from a folder or downloaded.
+
+Only data belong here; what is computed from them belongs to a study.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Values and derivatives at θ and of one training step, and checks of both: the only room that calls autograd."""
+"""Values and derivatives at θ and of one training step, and checks of both. Only adapters call autograd besides."""

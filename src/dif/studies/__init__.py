@@ -1,1 +1,1 @@
-"""Studies that compare estimators with retraining: the paper's experiments and some more."""
+"""Studies that compare estimators with retraining: the paper's experiments and some more. No method begins here."""

@@ -13,38 +13,6 @@ QUIET = {"show_progress": False}
 SOFTPLUS = torch.nn.functional.softplus
 
 
-class Lost(torch.autograd.Function):
-    """softplus, whose backward pass cannot be differentiated; torch.func takes it for a constant."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x):
-        return torch.nn.functional.softplus(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0].sigmoid()
-
-
-class Forward(Lost):
-    """The same with forward mode."""
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(inputs[0])
-        ctx.save_for_forward(inputs[0])
-
-    @staticmethod
-    def jvp(ctx, t):
-        return t * ctx.saved_tensors[0].sigmoid()
-
-
 class Backward(torch.autograd.Function):
     """softplus with two backward passes and no forward mode."""
 
@@ -61,6 +29,25 @@ class Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         return g * ctx.saved_tensors[0].sigmoid()
+
+
+class Lost(Backward):
+    """The same, but its backward pass cannot be differentiated; torch.func takes it for a constant."""
+
+    backward = staticmethod(once_differentiable(Backward.backward))
+
+
+class Forward(Lost):
+    """Lost, but with forward mode."""
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(inputs[0])
+        ctx.save_for_forward(inputs[0])
+
+    @staticmethod
+    def jvp(ctx, t):
+        return t * ctx.saved_tensors[0].sigmoid()
 
 
 def state_problem(softplus=SOFTPLUS, of_function=SOFTPLUS, dtype=F64, **options):

@@ -293,7 +293,6 @@ class Rows:
             return torch.stack([(w * f.value(t)).sum().to(w.dtype) for w, f in nonlinear]).sum()
 
         remaining = function_sum if nonlinear else None
-        pending = remaining if is_single_process() else None  # joins the first batch, unless every process would add it
         for number, table in enumerate(self.tables):
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
@@ -309,15 +308,15 @@ class Rows:
                     total += torch.stack([loss.product(theta, w[place], v) for v in V.T], 1)
                     continue
 
-                joins = None if table.samples.fallbacks else pending
+                # functions join the first batch, unless it needs another method or every process would add them
+                joins = remaining if is_single_process() and not table.samples.fallbacks else None
 
                 def scalar(t: Tensor, f=loss, w=w[place], more=joins) -> Tensor:
                     return f(t) @ w if more is None else f(t) @ w + more(t)
 
                 chunk_size = columns_per_chunk(table.samples, self.parameters, theta, place.stop - place.start)
                 total += hessian_products(scalar, theta, V, chunk_size, table.samples.fallbacks)
-                if joins is not None:
-                    pending, remaining = None, None
+                remaining = remaining if joins is None else None
         total = sum_over_processes(total) + ridge * V
         for w, f in alone:  # their method may differ from that of the losses
             value = lambda t, w=w, f=f: (w * f.value(t)).sum()  # noqa: E731

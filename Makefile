@@ -8,8 +8,10 @@ OUT ?= demo
 
 .PHONY: demo test coverage lint audit bench docs clean
 
-demo: $(DEMO_READY)  ## both studies of the paper on embedded data; prints a table and where the figures are
+demo: $(DEMO_READY)  ## a model with its report, then the studies that take minutes; prints tables and where the files are
 	$(BIN)/dif demo --out $(OUT)
+	$(BIN)/python -m studies demo --out $(OUT)/studies
+	@echo "Report: $(abspath $(OUT))/report.html"
 
 test: $(READY)  ## everything but slow and gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal

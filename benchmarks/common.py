@@ -7,6 +7,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,8 @@ LAYERS = HERE / ".layers" / "bin" / "python"
 ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "VECLIB", "NUMEXPR")}
 
 A = TypeVar("A")
+
+sys.path.append(str(HERE.parent))  # of the package `studies`
 
 
 def clock(function: Callable[[], A], repeat: int) -> tuple[float, A]:

@@ -29,7 +29,7 @@ def overhead() -> dict[str, Any]:
     from dif_ import loss
 
     import dif
-    from dif.derivatives.loss_checks import check_derivatives
+    from dif.derivatives.checks import check_derivatives
     from dif.problem.parameters import Parameters
 
     torch.set_num_threads(1)
@@ -77,7 +77,7 @@ def overhead() -> dict[str, Any]:
         return clock(fresh.derivatives, 1)[0]
 
     prepared = dif.DirectionalInfluence(solved[1], switching=False)
-    solve, _ = clock(lambda: prepared.linearisation.system.solver.solve(torch.ones_like(free.theta)[:, None]), 50)
+    solve, _ = clock(lambda: prepared.system.solver.solve(torch.ones_like(free.theta)[:, None]), 50)
     return {
         "seconds": {m: median(m, False, 0) for m in solved},
         "auto": {m: median(m, "auto", 0) for m in solved},
@@ -101,7 +101,7 @@ def programs() -> dict[str, Any]:
     from scipy import sparse
 
     import dif
-    from dif.studies import regression
+    from studies import regression
 
     torch.set_num_threads(1)
     seed = 3  # one inequality binds

@@ -11,10 +11,11 @@ import json
 import time
 from pathlib import Path
 
+import common  # noqa: F401 (puts `studies` on the path)
 import torch
 
 import dif
-from dif.data import mnist
+from studies.data import mnist
 
 
 def outputs(model, z):
@@ -62,9 +63,11 @@ def main() -> None:
     problem = dif.Problem(risk + dif.ridge(options.l2), constraints)
 
     begun = time.perf_counter()
-    steps = options.epochs * -(-n // 512)
-    start = dif.fit(problem, model, epochs=options.epochs, batch_size=512, max_iter=steps)
-    phase("fit, mini-batches", begun)
+    training = dif.Training(
+        problem, model, dif.Adam(1e-3), dif.Ascent(0.01), batch_size=512, epochs=options.epochs, schedule="cosine"
+    )
+    start = training.run()
+    phase("mini-batches", begun)
     begun = time.perf_counter()
     solution = dif.fit(problem, start.params, multipliers=start.multipliers, max_seconds=options.seconds, tol=1e-3)
     phase("fit, whole data", begun)

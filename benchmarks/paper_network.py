@@ -1,6 +1,6 @@
 """The paper's network with and without the fast engine: seconds for fit, curvature and retrainings, in one run.
 
-"before" has an ordinary loss. "after" has a compiled loss and names the outputs of the model, so that `fit` works in
+"before" has an ordinary loss. "after" names the outputs of the model, so that `fit` works in
 Gauss–Newton coordinates. Both start at the same parameters and are solved to the same tolerance.
 """
 
@@ -10,10 +10,11 @@ import tempfile
 import time
 from pathlib import Path
 
+import common  # noqa: F401 (puts `studies` on the path)
 import torch
 
 import dif
-from dif.studies.cnn import SMALL_STUDY, Setting, build_task, find_target, fit
+from studies.cnn import SMALL_STUDY, Setting, build_task, find_target, fit
 
 
 def main() -> None:
@@ -59,7 +60,7 @@ def measure(setting: Setting, fast: bool, options: argparse.Namespace) -> dict[s
     strongest = task.train.remove_each([entry.index for entry in scores.top(options.removals)])
     note("scores, s")
     with tempfile.TemporaryDirectory() as folder:
-        retraining = dif.Retraining(solution, keep=folder, strict=False, show_progress=False)
+        retraining = dif.Retraining(solution, keep=folder, strict=False)
         actual = retraining.scores(test, strongest)
     note("retraining, s")
     return {

@@ -15,14 +15,15 @@ import json
 import time
 from pathlib import Path
 
+import common  # noqa: F401 (puts `studies` on the path)
 import numpy as np
 import torch
 from torch import Tensor
 
 import dif
-from dif.data import mnist
-from dif.derivatives import batched_program as stack
 from dif.derivatives import rows
+from dif.derivatives import stacked as stack
+from studies.data import mnist
 
 
 def features(images: np.ndarray, count: int, device: str, dtype: torch.dtype) -> Tensor:

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import dif
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
-from dif.estimators.linearisation import Linearisation
-from dif.estimators.scoring import ScoredChunk, Scoring
+from dif.estimators.first_order import FirstOrderEstimator
+from dif.estimators.protocol import ScoredChunk, Scoring
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
-from dif.optimality.targets import Targets
 
 
 def cross_entropy(model, z):
@@ -131,18 +131,18 @@ def memory(device, n):
     train, solution = solution_of(model, data, batch_size=4096)
     test = dif.Samples(cross_entropy, Made(10, (784,), torch.float32), name="test")
     none = torch.zeros(0, dtype=torch.long, device=device)
-    weights = solution.program.weights(solution.lam)
     system = KKTSystem(solution.objective_curvature, solution.G[:0], none.bool(), none.float(), Unprepared())
-    linearised, targets = Linearisation(solution, weights, system, none, none.bool()), Targets(test, solution)
-    columns = targets.gradients(solution.theta)
+    system, estimator = system.start(none, none.bool()), FirstOrderEstimator(solution, 0.0, False)
+    estimator.weights, targets = solution.program.weights(solution.lam), Targets(test, solution)
+    columns, direction = targets.gradients(solution.theta), Direction(solution.program, train.remove_each())
 
     def score(chunk):
-        values, _ = linearised.scores(columns, Direction(solution.program, chunk))
+        values, _ = estimator.first_order_scores(system, columns, chunk)
         return ScoredChunk(values.double().cpu(), {})
 
     with tempfile.TemporaryDirectory() as folder:
-        scoring = Scoring("sweep", solution, targets, train.remove_each(), {}, f"{folder}/scores.npy", False)
-        done = scoring.run_chunks(score, 2**14, 1, lambda *_: None)
+        scoring = Scoring(estimator, "sweep", solution, targets, direction, {}, f"{folder}/scores.npy")
+        done = scoring.fill(score, 2**14, 1, False)
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else host_peak()
     print(json.dumps({"peak": peak, "scored": len(done)}))
 

@@ -19,7 +19,7 @@ import torch
 from common import table
 
 import dif
-from dif.studies.finetune import Setting, Task, build_task, build_training
+from studies.finetune import Setting, Task, build_task, build_training
 
 CPU = Setting(n=600, channels=3, side=14, pretraining=2, epochs=4, batch_size=60)
 GPU = Setting(pretraining=3)

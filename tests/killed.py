@@ -1,6 +1,6 @@
 """Run as a script: work that is killed again and again, at random moments, and goes on; prints what came of it as JSON.
 
-python killed.py scores|zarr|farm|training FOLDER. Each attempt is a process forked after everything is loaded.
+python killed.py scores|farm|training FOLDER. Each attempt is a process forked after everything is loaded.
 """
 
 import json
@@ -16,9 +16,11 @@ import torch
 from problems import F64, retrainings
 
 import dif
+from dif.runtime.archive import read_archive
+from dif.runtime.score_array import journal_of
 
 KILLS, ROWS, PIECE, REMOVALS = 20, 960, 20, 320
-LATEST = {"scores": 0.1, "zarr": 0.15, "farm": 0.3, "training": 0.2}  # seconds after which an attempt is killed
+LATEST = {"scores": 0.1, "farm": 0.3, "training": 0.2}  # seconds after which an attempt is killed
 
 
 def make_loss(log):
@@ -61,7 +63,7 @@ def retrain(train, solution, folder):
         return usual(self, direction)
 
     dif.Retraining.solve_together = slower
-    return dif.Retraining(solution, keep=folder, show_progress=False).scores(train, train.remove_each(range(REMOVALS)))
+    return dif.Retraining(solution, keep=folder).scores(train, train.remove_each(range(REMOVALS)))
 
 
 def log_calls(owner, name, log):
@@ -79,10 +81,11 @@ def log_calls(owner, name, log):
 
 def train_and_sweep(train, problem, folder):
     """Train, sweep back, and train again without some samples; everything is kept in the folder."""
-    from dif.derivatives.training_step import TrainingStep
-    from dif.estimators import backward_sweep, retraining
+    from dif.estimators import retraining
+    from dif.training import adjoint
+    from dif.training.descent import TrainingStep
 
-    backward_sweep._SECONDS = -1.0  # a checkpoint after every step
+    adjoint._SECONDS = -1.0  # a checkpoint after every step
     for owner, name in ((TrainingStep, "observe"), (TrainingStep, "pull_back"), (retraining, "rerun")):
         log_calls(owner, name, folder / "log")
     start = {"theta": torch.zeros(4, dtype=F64)}
@@ -90,7 +93,7 @@ def train_and_sweep(train, problem, folder):
     run = training.run(keep=folder / "run", show_progress=False)
     removals = train.remove_each(range(REMOVALS))
     swept = dif.UnrolledInfluence(run).scores(train.mean(), removals, show_progress=False, probe=0)
-    again = dif.Retraining(run, keep=folder / "kept", show_progress=False).scores(train.mean(), removals)
+    again = dif.Retraining(run, keep=folder / "kept").scores(train.mean(), removals)
     return torch.cat([swept.values, again.values], 1)
 
 
@@ -102,26 +105,24 @@ def work(kind, train, solution, folder):
         values = retrain(train, solution, folder / "kept").values
         np.save(folder / "values.npy", values.numpy())
     else:
-        score(train, solution, folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}")
+        score(train, solution, folder / "scores.npy")
 
 
 def count_finished(kind, folder):
     """How much is done."""
     if kind == "training":
         kept = retrainings(folder / "kept") if (folder / "kept").exists() else []
-        swept = sum(48 - int(np.load(file)["t"]) for file in (folder / "run").glob("sweep_*.npz"))
+        swept = sum(48 - read_archive(file, "sweep")[1]["t"] for file in (folder / "run").glob("sweep_*.npz"))
         return len(list((folder / "run").glob("state_*.npz"))) + swept + len(kept)
     if kind == "farm":
         return len(retrainings(folder / "kept"))
-    journal = folder / f"scores.{'npy' if kind == 'scores' else 'zarr'}.part"
-    lines = journal.read_text().split("\n")[1:-1] if journal.exists() else []
-    return json.loads(lines[-1])["end"] if lines else 0
+    journal = journal_of(folder / "scores.npy")
+    entries = journal.read()[0] if journal.path.exists() else []
+    return entries[-1].get("end", 0) if entries else 0
 
 
 def main(kind, folder):
     torch.set_num_threads(1)
-    if kind == "zarr":
-        import zarr  # noqa: F401  loaded before, like everything else
     rng, log, latest = random.Random(kind), folder / "log", LATEST[kind]
     train, solution = problem(log)
     done, killed, attempts = [], 0, 0

@@ -136,7 +136,7 @@ def refused(error_class, action, *texts, keep=()):
         action()
     error = caught.value
     assert type(error) is error_class, error
-    parts = [error.found, error.allowed, error.meaning, error.cure]
+    parts = [part for part in (error.found, error.allowed, error.meaning, error.cure) if part]
     assert str(error) == " ".join(parts)
     assert all(part.endswith(".") for part in parts), parts
     assert not any(part[0].islower() for part in parts[1:] if not part.startswith("dif")), parts

@@ -99,12 +99,12 @@ def test_out_of_memory_halves_the_batch(monkeypatch):
     _, at = network(200_000)
     V = torch.ones(2040, 16, dtype=torch.float64, device="cuda")
     expected = at.curvature.product(V)
-    monkeypatch.setattr("dif.runtime.memory._short", [0])
+    monkeypatch.setattr("dif.runtime.guard._short", [0])
     monkeypatch.setattr(
-        "dif.runtime.memory.numbers_at_once.__defaults__", (2**40,)
+        "dif.runtime.guard.numbers_at_once.__defaults__", (2**40,)
     )  # as if there were room for everything
-    monkeypatch.setattr("dif.runtime.memory._ACCELERATED", 2**40)
-    monkeypatch.setattr("dif.derivatives.sweeps._PASS", 2**40)
+    monkeypatch.setattr("dif.runtime.guard._ACCELERATED", 2**40)
+    monkeypatch.setattr("dif.derivatives.losses._PASS", 2**40)
     torch.cuda.empty_cache()
     room = torch.cuda.memory_allocated() + 2**29
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)

@@ -47,9 +47,8 @@ def test_weights_from_disk(tmp_path, wrap):
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
     if wrap == "lightning":
         restored(model, tmp_path / "last.ckpt", prefix="net.inner.")
-        with pytest.raises(dif.InvalidInputError, match=r"there are metric.total \(1,\), net.inner") as caught:
+        with pytest.raises(dif.InvalidInputError, match=r"there are metric.total \(1,\), net.inner"):
             restored(model, tmp_path / "last.ckpt", prefix="model.")
-        assert caught.value.meaning == ("The file holds another model, several models, or names with another prefix.")
 
 
 def test_code_in_a_checkpoint_is_not_run(tmp_path):
@@ -60,11 +59,8 @@ def test_code_in_a_checkpoint_is_not_run(tmp_path):
     torch.save({"state_dict": Evil()}, tmp_path / "evil.ckpt")
     (tmp_path / "empty.ckpt").touch()
     for name in ("evil", "empty"):
-        with pytest.raises(dif.InvalidInputError) as caught:
+        with pytest.raises(dif.InvalidInputError, match=r"cannot be read .* save only the weights"):
             restored(network(), tmp_path / f"{name}.ckpt")
-        assert caught.value.meaning == (
-            "It is damaged, or contains other objects, and reading those would execute code."
-        )
     assert not (tmp_path / "broken").exists()
 
 

@@ -70,6 +70,8 @@ def test_nothing_is_unpickled():
 def test_a_pickle_in_disguise_is_refused(name, tmp_path):
     import numpy as np
 
+    from dif.runtime.score_array import journal_of
+
     ran = tmp_path / "ran"
 
     class Bomb:
@@ -81,10 +83,9 @@ def test_a_pickle_in_disguise_is_refused(name, tmp_path):
         np.savez(path, values=np.array([Bomb()], dtype=object), about=np.array([Bomb()], dtype=object))
     else:
         np.save(path, np.array([[Bomb()]], dtype=object), allow_pickle=True)
-        path.with_name(f"{name}.json").write_text(
-            '{"format": "dif influence 1", "perturbations": ["a"], "targets": ["b"], "estimator": "",'
-            ' "diagnostics": {}}'
-        )
-    with pytest.raises(dif.InvalidInputError, match="influence file"):
+        head = {"fingerprint": "", "shape": [1, 1], "finished": False}
+        about = {"estimator": "", "diagnostics": {}, "targets": ["b"]}
+        journal_of(path).write([head, {"about": about}, {"about": {"perturbations": ["a"]}}])
+    with pytest.raises(dif.InvalidInputError, match="is damaged, or was not written by dif"):
         dif.Influence.load(path)
     assert not ran.exists()

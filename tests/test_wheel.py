@@ -23,6 +23,7 @@ def test_an_installed_wheel_scores_a_file_outside_the_repository(tmp_path):
     (wheel,) = tmp_path.glob("directional_influence-*.whl")
     (archive,) = tmp_path.glob("directional_influence-*.tar.gz")
     assert archive.stat().st_size < 10_000_000
+    assert wheel.stat().st_size < 1_000_000
     with zipfile.ZipFile(wheel) as inside:
         assert "dif/py.typed" in inside.namelist()
         assert not [name for name in inside.namelist() if not name.startswith(("dif/", "directional_influence-"))]
@@ -37,4 +38,5 @@ def test_an_installed_wheel_scores_a_file_outside_the_repository(tmp_path):
     said = json.loads(run(program, "score", "mine.py", "--target", "gap", "--top", "3", "--json", **there))
     assert len(said["samples"]) == 3
     assert (tmp_path / "results" / "report.html").stat().st_size > 10_000
-    run(program, "reproduce", "toy", "--out", "toy", **there)
+    said = run(program, "demo", "--out", "demo", **there)
+    assert str(tmp_path / "demo" / "report.html") in said.splitlines()[-2]

@@ -42,11 +42,11 @@ print(scores.summary(k=3))
 
 # %% The ten strongest, by training again without each
 strongest = [one.index for one in scores.top(10)]
-retrained = dif.Retraining(solution, show_progress=False).scores({"gap": gap}, train.remove_each(strongest))
+retrained = dif.Retraining(solution).scores({"gap": gap}, train.remove_each(strongest))
 print(scores.compare(retrained))
 
 # %% Verified removal: the model without all ten, with its certificate
-removal = dif.PathInfluence(solution, show_progress=False).follow(train.remove(strongest))
+removal = dif.PathInfluence(solution).follow(train.remove(strongest))
 print(removal.end.kkt, "gap before and after:", solution.value(gap), removal.end.value(gap))
 
 # %% One file for those who asked

@@ -11,7 +11,7 @@ import torch
 from statsmodels.datasets import engel
 
 import dif
-from dif import plots
+from dif.report import plots
 
 households = engel.load_pandas().data
 income, food = households["income"].to_numpy() / 1000, households["foodexp"].to_numpy() / 1000

@@ -1,11 +1,11 @@
 import torch
 
 import dif
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
-from dif.estimators.scoring import ScoredChunk, Scoring, differences
-from dif.linalg.cholesky import prepare
+from dif.estimators.protocol import ScoredChunk, Scoring, differences
+from dif.linalg.solvers import prepare
 from dif.optimality.solution import expect_solution
-from dif.optimality.targets import Targets
 
 
 class Unconstrained:
@@ -32,10 +32,10 @@ class Unconstrained:
         at, targets = self.solution, Targets(target, self.solution)
 
         def work(some):
-            return ScoredChunk(differences(at, targets, map(self._move, some)), {})
+            return ScoredChunk(differences(at, targets, map(self._move, some.perturbation)), {})
 
-        scoring = Scoring(self.name, at, targets, perturbations, {}, out, show_progress)
-        return scoring.run_chunks(work, 16, jobs)
+        scoring = Scoring(self, self.name, at, targets, Direction(at.program, perturbations), {}, out)
+        return scoring.close(scoring.fill(work, 16, jobs, show_progress))
 
 
 X, y = torch.randn(50, 2).double(), torch.randn(50).double()

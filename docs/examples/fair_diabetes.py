@@ -11,7 +11,7 @@ import torch
 from sklearn.datasets import load_diabetes
 
 import dif
-from dif import plots
+from dif.report import plots
 
 data = load_diabetes()
 X = torch.tensor(data.data / data.data.std(0))

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import dif
-from dif import plots
 from dif.data.credit import german_credit
+from dif.report import plots
 
 credit = german_credit()
 young = credit.age <= 25

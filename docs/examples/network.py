@@ -29,8 +29,9 @@ problem = dif.Problem(
     risk + dif.ridge(0.02), [(train.mean(where=group == g) <= risk + 0.01).named(f"group {g}") for g in (0, 1)]
 )
 
-# %% Fit: mini-batches first, then full-batch steps to a certified solution
-solution = dif.fit(problem, model, epochs=20, batch_size=64, rate=1e-2)
+# %% Train on mini-batches, then solve from there, with full-batch steps to a certified solution
+run = dif.Training(problem, model, dif.Adam(1e-2), batch_size=64, epochs=20, schedule="cosine").run()
+solution = dif.fit(problem, run.params, multipliers=run.multipliers)
 print(solution.kkt)
 print(solution.active)
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import dif
-from dif import plots
+from dif.report import plots
 
 years = np.arange(1790, 2000, 10)
 millions = np.array(

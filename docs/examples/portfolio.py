@@ -10,7 +10,7 @@ import torch
 from skfolio.datasets import load_sp500_dataset, load_sp500_index
 
 import dif
-from dif import plots
+from dif.report import plots
 
 prices = load_sp500_dataset().join(load_sp500_index()).loc["2019":"2022"]
 weekly = 100 * prices.resample("W").last().pct_change().dropna()  # percent

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import dif
-from dif import plots
+from dif.report import plots
 
 AFTER = """2 3|1 6|1 4 12|3 5 11|4 6 9|2 5 8|8 18|6 7 9 16|5 8 10|9 11 15 16 17|4 10 12 14|3 11 13|12 24|11 15 23|
 10 14 19 22|8 10 17 18|10 16 19|7 16 20|15 17 20|18 19 21 22|20 22 24|15 20 21 23|14 22 24|13 21 23"""

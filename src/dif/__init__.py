@@ -7,7 +7,6 @@ import dif.evaluation as evaluation
 from dif.analyses.bound_curve import BoundCurve, bound_curve
 from dif.analyses.removal_sets import Choice, choose, smallest_set
 from dif.analyses.self_influence import self_influence
-from dif.derivatives.optimizers import SGD, Adam, AdamW, Ascent
 from dif.errors import (
     DegenerateError,
     DifError,
@@ -22,40 +21,36 @@ from dif.errors import (
     UnboundedError,
 )
 from dif.estimators.adaptive import AdaptiveInfluence
-from dif.estimators.agreement import Agreement
-from dif.estimators.change import Change
 from dif.estimators.classical import ClassicalInfluence
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.influence import Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
 from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.protocol import Estimator
 from dif.estimators.retraining import Retraining
 from dif.estimators.unrolled import UnrolledInfluence
-from dif.linalg.cholesky import LinearSolver
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.operator import Operator
-from dif.linalg.refinement import Refinement
-from dif.optimality.active_set import ActiveSet
+from dif.linalg.solvers import LinearSolver
 from dif.optimality.certificate import Certificate
-from dif.optimality.residuals import KKT
+from dif.optimality.judgement import KKT, ActiveSet
 from dif.optimality.solution import Solution
 from dif.problem.parameters import variable
 from dif.problem.perturbation import Perturbation
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, Function, Term, linear, ridge
-from dif.runtime.distributed import sharded
+from dif.results.change import Agreement, Change
+from dif.results.influence import Influence
+from dif.runtime.guard import sharded
 from dif.solving.continuation import Path
 from dif.solving.fit import fit
-from dif.solving.run import Run
-from dif.solving.training import Training
-from dif.solving.unroll import unroll
+from dif.training.descent import SGD, Adam, AdamW, Ascent
+from dif.training.own_step import unroll
+from dif.training.run import Run
+from dif.training.training import Training
 
 __version__ = "0.1.0"  # the package version; pyproject.toml reads it from here
-
-GroupInfluence = AdaptiveInfluence  # former name, kept for existing code
 
 __all__ = [
     "KKT",
@@ -79,7 +74,6 @@ __all__ = [
     "Estimator",
     "FirstOrderWarning",
     "Function",
-    "GroupInfluence",
     "InfeasibleError",
     "Influence",
     "InvalidInputError",
@@ -95,7 +89,6 @@ __all__ = [
     "PenaltyInfluence",
     "Perturbation",
     "Problem",
-    "Refinement",
     "Retraining",
     "Run",
     "SameDataWarning",

@@ -1,4 +1,4 @@
-"""Errors and warnings. Each error says what was found, what is allowed, what that means and what to do."""
+"""Errors and warnings."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from pathlib import Path
 
 
 class DifError(ValueError):
-    """Base class of all errors of dif. Its message has four parts, each of them one or more sentences.
+    """Base class of all errors of dif.
+
+    Where an argument is wrong, the message is one sentence. Where a number is judged, it has four parts.
 
     Args:
-        found: What was found, for example "`tol` is -1."
-        allowed: What would have been accepted, for example "It must be a positive number."
-        meaning: What that means.
+        found: The sentence, such as "`tol` must be a positive number, not -1."; or what was measured.
+        allowed: The threshold.
+        meaning: What it means that the number is beyond it.
         cure: What to do about it.
     """
 
-    def __init__(self, found: str, allowed: str, meaning: str, cure: str) -> None:
+    def __init__(self, found: str, allowed: str = "", meaning: str = "", cure: str = "") -> None:
         self.found, self.allowed, self.meaning, self.cure = found, allowed, meaning, cure
-        super().__init__(f"{found} {allowed} {meaning} {cure}")
+        super().__init__(" ".join(part for part in (found, allowed, meaning, cure) if part))
 
     def __reduce__(self):
         """Pickle all four parts, so that the error can be raised again in another process."""

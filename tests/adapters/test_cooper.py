@@ -109,19 +109,16 @@ def test_multipliers_by_name_and_sign():
 
     with pytest.raises(dif.InvalidInputError) as caught:
         solution_of(problem, solution.params, Mine(), signs={"lime": -1.0})
-    assert caught.value.meaning == "No constraint of the problem has such a name."
+    assert str(caught.value) == "`signs` must name constraints (line, side), not 'lime'."
     wide = dif.Problem(points.mean(), [(dif.linear(torch.eye(2)) <= 9.0).named("side"), (line == 1.0).named("line")])
-    with pytest.raises(dif.InvalidInputError, match="1 values") as caught:
+    with pytest.raises(dif.InvalidInputError, match="must have 2 values, not 1"):
         solution_of(wide, solution.params, Mine())
-    assert caught.value.meaning == "Each row of the constraint has one multiplier."
-    with pytest.raises(dif.InvalidInputError) as caught:
+    with pytest.raises(dif.InvalidInputError, match="must be at least 1, not 100 and 0"):
         train(problem, solution.params, batch_size=0)
-    assert caught.value.meaning == "Otherwise no training step is made."
 
     other = dif.Problem(points.mean(), [(line == 1.0).named("budget")])
-    with pytest.raises(dif.InvalidInputError, match="no multipliers for budget, only for line, side") as caught:
+    with pytest.raises(dif.InvalidInputError, match="no multipliers for budget, only for line, side"):
         solution_of(other, solution.params, Mine())
-    assert caught.value.meaning == "Multipliers are matched to constraints by name."
 
     class Implied(cooper.multipliers.ImplicitMultiplier):
         expects_constraint_features = False
@@ -134,9 +131,8 @@ def test_multipliers_by_name_and_sign():
 
     mine = Mine()
     mine.line.multiplier = Implied()
-    with pytest.raises(dif.InvalidInputError) as caught:
+    with pytest.raises(dif.InvalidInputError, match="'line', a Implied, stores no value for each row"):
         solution_of(problem, solution.params, mine)
-    assert caught.value.meaning == "An implicit multiplier does not store a value for each row."
 
 
 @pytest.mark.parametrize("augmented", [False, True])
@@ -169,5 +165,5 @@ def test_cooper_converges_to_the_solution_of_dif(augmented):
 def test_mixed_dtypes_are_refused_before_training():
     X = torch.randn(20, 3, dtype=torch.float64)
     samples = dif.Samples(lambda m, z: m(z)[:, 0] ** 2, X, name="train")
-    with pytest.raises(dif.InvalidInputError, match="Mixed types lose digits silently"):
+    with pytest.raises(dif.InvalidInputError, match="like the parameters, not"):
         train(dif.Problem(samples.mean()), nn.Linear(3, 1), epochs=1)

@@ -11,8 +11,7 @@ import dif
 cooper = pytest.importorskip("cooper")
 from test_cooper import GROUP, N, X, Y, fair_problem, loss, network  # noqa: E402
 
-from dif.adapters.cooper import Constrained  # noqa: E402
-from dif.adapters.cooper_loop import unroll  # noqa: E402
+from dif.adapters.cooper import Constrained, unroll  # noqa: E402
 
 QUIET = {"show_progress": False}
 SCHEMES = [
@@ -127,7 +126,7 @@ def test_removals_of_the_problems_samples_and_views_of_them():
     invalid(
         lambda: dif.UnrolledInfluence(run).change(train.replace([7], (X[:1], Y[:1]))),
         "(float64[2], float64[])",
-        "The step gets the samples of a batch as one object",
+        "so that the step gets data",
     )
 
 
@@ -138,16 +137,20 @@ def test_what_cannot_be_rebuilt_is_refused():
     dual = lambda: torch.optim.SGD(cmp.dual_parameters(), lr=0.1, maximize=True)  # noqa: E731
     make = lambda primal, scheme=SCHEMES[0]: scheme(cmp=cmp, primal_optimizers=primal, dual_optimizers=dual())  # noqa: E731
     rprop = make(torch.optim.Rprop(model.parameters()))
-    text = "Every step of it is built anew with derivatives."
-    invalid(lambda: unroll(rprop, draw(1)), "The optimiser of the params is a Rprop.", text)
+    text = "must be a new SGD, Adam or AdamW of torch"
+    invalid(lambda: unroll(rprop, draw(1)), "The optimiser of the params", "not a Rprop.", text)
     used = make(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     used.roll(compute_cmp_state_kwargs={"indices": torch.arange(4)})
-    invalid(lambda: unroll(used, draw(1)), "is a SGD that has made steps.", text)
+    invalid(lambda: unroll(used, draw(1)), "not a SGD that has made steps.", text)
     one = cooper.optim.UnconstrainedOptimizer(cmp=cmp, primal_optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
-    invalid(lambda: unroll(one, draw(1)), "is of type UnconstrainedOptimizer.", "Only these schemes can be built anew")
+    invalid(
+        lambda: unroll(one, draw(1)),
+        "The optimiser must be one of SimultaneousOptimizer",
+        "not a UnconstrainedOptimizer;",
+    )
     own = Rates(network(), cooper.formulations.Lagrangian)
     alone = optimise(own, own.model.parameters(), SCHEMES[0])
-    invalid(lambda: unroll(alone, draw(1)), "`model` is missing", "Its parameters are part of the state of each step.")
+    invalid(lambda: unroll(alone, draw(1)), "`model` must be the nn.Module that the Rates evaluates")
 
     invalid(
         lambda: unroll(optimise(own, own.model.parameters(), SCHEMES[0], "sgd"), draw(1), model=network(), **QUIET),
@@ -156,8 +159,7 @@ def test_what_cannot_be_rebuilt_is_refused():
     own.model.unused = nn.Parameter(torch.zeros(2, dtype=torch.float64))
     invalid(
         lambda: unroll(optimise(own, own.model.parameters(), SCHEMES[0], "sgd"), draw(1), model=own.model, **QUIET),
-        "The problem does not depend on unused.",
-        "The model may not be the one that the problem evaluates, or a part of it is not used.",
+        "The problem does not depend on unused;",
     )
 
     class Implicit(nn.Module):
@@ -170,6 +172,5 @@ def test_what_cannot_be_rebuilt_is_refused():
     own.group.multiplier = Implicit()
     invalid(
         lambda: unroll(alone, draw(1), model=own.model),
-        "The multipliers of group depend on features or parameters.",
-        "Only these are updated by the violations themselves.",
+        "The multipliers of group must be DenseMultipliers, without features.",
     )

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import dif
-from dif.studies import regression
+from studies import regression
 
 cp = pytest.importorskip("cvxpy")
 from dif.adapters.cvxpy import Sensitivity  # noqa: E402
@@ -204,25 +204,26 @@ def test_solutions_that_are_not_unique_are_refused_wherever_they_are():
     np.testing.assert_allclose(found, expected, atol=1e-6 * np.abs(expected).max())
 
 
-def refused(problem, text, meaning):
+def refused(problem, *texts):
     with pytest.raises(dif.DifError) as caught:
         Sensitivity(problem)
-    assert text in str(caught.value)
-    assert caught.value.meaning == meaning
+    for text in texts:
+        assert text in str(caught.value)
 
 
 def test_unsupported_problems_are_refused():
-    z, g = cp.Variable(2), cp.Parameter(value=1.0)
-    quadratic = "The canonical quadratic program is differentiated, and its data must be affine in the parameters."
-    refused(cp.Problem(cp.Minimize(cp.sum(cp.exp(z)) + g * z[0])), "exp", quadratic)
-    refused(cp.Problem(cp.Minimize(cp.sum_squares(z))), "has no Parameter", quadratic)
-    refused(cp.Problem(cp.Minimize(g**2 * cp.sum_squares(z))), "DPP", quadratic)
-    whole = cp.Variable(2, integer=True)
-    refused(cp.Problem(cp.Minimize(cp.sum_squares(whole - g))), "integer", quadratic)
+    z, g, quadratic = cp.Variable(2), cp.Parameter(value=1.0), "it must be a DPP quadratic program with parameters."
+    whole, turned = cp.Variable(2, integer=True), cp.Variable(2, complex=True)
     both = cp.Parameter((2, 2), symmetric=True, value=np.eye(2))
-    refused(cp.Problem(cp.Minimize(cp.sum_squares(cp.Variable((2, 2)) - both))), "symmetric", quadratic)
-    turned = cp.Variable(2, complex=True)
-    refused(cp.Problem(cp.Minimize(cp.sum_squares(cp.real(turned) - g))), "complex", quadratic)
+    for objective, text in (
+        (cp.sum(cp.exp(z)) + g * z[0], "exp"),
+        (cp.sum_squares(z), "has no Parameter"),
+        (g**2 * cp.sum_squares(z), "is not DPP"),
+        (cp.sum_squares(whole - g), "integer"),
+        (cp.sum_squares(cp.Variable((2, 2)) - both), "symmetric"),
+        (cp.sum_squares(cp.real(turned) - g), "complex"),
+    ):
+        refused(cp.Problem(cp.Minimize(objective)), text, quadratic)
     still = cp.Problem(cp.Minimize(cp.sum_squares(z - g)))
     g.value = 0.0
     still.solve()
@@ -230,8 +231,8 @@ def test_unsupported_problems_are_refused():
     refused(still, "at the optimum", "The parameters have changed since the solve, or the solver stopped early.")
     g.value = 1.0
     z = cp.Variable(2)
-    refused(cp.Problem(cp.Minimize(cp.sum_squares(z - g))), "None", "The derivative is taken at a solution.")
-    refused(z, "Variable", "The canonical quadratic program of a problem is differentiated.")
+    refused(cp.Problem(cp.Minimize(cp.sum_squares(z - g))), "must be solved first: its status is None.")
+    refused(z, "`problem` must be a cvxpy.Problem, not a Variable.")
 
 
 def test_missing_derivatives_and_invalid_directions_are_refused():
@@ -250,25 +251,18 @@ def test_missing_derivatives_and_invalid_directions_are_refused():
     sound.solve()
     sensitivity = Sensitivity(sound)
     g.value = 8.0
-    with pytest.raises(dif.InvalidInputError) as caught:
+    with pytest.raises(dif.InvalidInputError, match="The parameters have changed; solve again"):
         sensitivity.along({g: 1.0})
-    assert caught.value.meaning == "It was prepared at another solution."
     g.value = 7.0
-    for direction, found in (
-        ({g: [1.0, np.nan]}, "has 1 of 2 entries that are not finite."),
-        ({g: [[1.0]]}, "has shape (1, 1)."),
-        ({cp.Parameter(): 1.0}, "was given, but the problem has no such parameter."),
+    for action, found in (
+        (lambda: sensitivity.along({g: [1.0, np.nan]}), "has 1 of 2 entries that are not finite; it must be a finite"),
+        (lambda: sensitivity.along({g: [[1.0]]}), r"has shape \(1, 1\); it must be a finite array of shape \(\)"),
+        (lambda: sensitivity.along({cp.Parameter(): 1.0}), "was given, but the problem has no such parameter"),
+        (lambda: sensitivity.remove_each(g), r"`weights` must have shape \(n,\) with n ≥ 2, one per sample, not \(\)"),
+        (lambda: sensitivity.along({g: 1.0})[cp.Variable()], "must be a variable or a constraint of the problem"),
     ):
-        with pytest.raises(dif.InvalidInputError) as caught:
-            sensitivity.along(direction)
-        assert caught.value.found.endswith(found)
-        assert caught.value.meaning == "A direction says how much each entry of a parameter of the problem changes."
-    with pytest.raises(dif.InvalidInputError) as caught:
-        sensitivity.remove_each(g)
-    assert caught.value.meaning == "Removing a sample sets its weight to 0."
-    with pytest.raises(dif.InvalidInputError) as caught:
-        sensitivity.along({g: 1.0})[cp.Variable()]
-    assert caught.value.meaning == "Only those have a value at the solution."
+        with pytest.raises(dif.InvalidInputError, match=found):
+            action()
 
 
 def test_an_active_set_that_keeps_changing_is_refused(monkeypatch):
@@ -290,9 +284,8 @@ def test_directions_of_several_parameters_go_together():
     found = sensitivity.along({g: [1.0, 2.0], h: [[0.0, 1.0], [0.0, 0.0]]})
     np.testing.assert_allclose(found[z], [[0.0, 2.0], [0.0, 2.0]], atol=1e-9)
     np.testing.assert_allclose(sensitivity.along({g: 1.0, h: np.ones((3, 2))})[z], [[0.0, 2.0]] * 3, atol=1e-9)
-    with pytest.raises(dif.InvalidInputError) as caught:
+    with pytest.raises(dif.InvalidInputError, match="has 2 directions; it must have 1 or 3, as the others"):
         sensitivity.along({g: [1.0, 2.0], h: np.ones((3, 2))})
-    assert caught.value.meaning == "Each direction moves all parameters together."
 
 
 # Solutions fixed by the active rows, terms of parameters only, scales

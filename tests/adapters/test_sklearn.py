@@ -136,59 +136,46 @@ def test_logistic_regression_to_first_order(classes, weight):
 
 
 def test_unsupported_estimators_and_options_are_refused():
-    for action, text, meaning in (
+    for action, text in (
         (
             lambda: solution_of(Lasso().fit(X, Y), X, Y),
-            "Lasso",
-            "The objective of an estimator must be known to differentiate its solution.",
+            "must be a LinearRegression, Ridge or LogisticRegression, not a Lasso;",
         ),
         (
             lambda: solution_of(
                 LogisticRegression(l1_ratio=0.5, solver="saga", max_iter=10_000).fit(X, Y > 0), X, Y > 0
             ),
-            "l1_ratio=0.5",
-            "The 1-norm is not differentiable at 0, where it puts coefficients.",
+            "must have l1_ratio=0, a smooth penalty, not l1_ratio=0.5;",
         ),
         (
             lambda: solution_of(LinearRegression().fit(X, Y), X, Y[::-1].copy()),
-            "KKT residual",
             "The estimator was fitted on other data, or its solver stopped early.",
         ),
         (
             lambda: FairLogisticRegression(group="sex").fit(X, Y > 0),
-            "'sex'",
-            "It names the column of X with the group of each sample.",
+            "`group` must be a column number from 0 to 9, not 'sex'.",
         ),
         (
             lambda: solution_of(LogisticRegression(solver="liblinear").fit(X, Y > 0), X, Y > 0),
-            "liblinear",
-            "Unlike the other solvers, liblinear penalises the intercept.",
+            "must not be fitted with solver='liblinear', which penalises it.",
         ),
         (
             lambda: solution_of(LogisticRegressionCV(Cs=2, l1_ratios=(0.0,)).fit(X, Y > 0), X, Y > 0),
-            "LogisticRegressionCV",
-            "The objective of an estimator must be known to differentiate its solution.",
+            "Ridge or LogisticRegression, not a LogisticRegressionCV;",
         ),
-        (
-            lambda: FairLogisticRegression(C=-1.0).fit(X, Y > 0),
-            "-1.0",
-            "It scales a term of the objective, or relaxes a constraint.",
-        ),
+        (lambda: FairLogisticRegression(C=-1.0).fit(X, Y > 0), "`C` must be one finite number > 0, not -1.0."),
         (
             lambda: FairLogisticRegression().fit(X, Y > 0).influence(X[:3], ["cat"] * 3),
-            "'cat'",
-            "The loss is only defined for classes that the model was fitted on.",
+            "must have one label, False or True, not 3 labels, with 1 unknown ones, the first 'cat'.",
         ),
         (
             lambda: FairLogisticRegression(group=1, tau=0.0).fit(X, Y > 0),
-            "must be above 0",
-            "At 0 the constraints depend on each other, so their multipliers are not unique.",
+            "`tau` must be above 0 if there is a group column",
         ),
     ):
         with pytest.raises(dif.InvalidInputError) as caught:
             action()
         assert text in str(caught.value)
-        assert caught.value.meaning == meaning
     rough = solution_of(Ridge(alpha=1.0, solver="lsqr", tol=1e-3).fit(X, Y), X, Y, polish=False)
     assert rough.kkt.residual > 1e-6  # not polished
 

@@ -1,13 +1,13 @@
 """Curves against a bound, and effects of samples on prices, compared with solving again."""
 
 import numpy as np
+import pytest
 import torch
 from problems import fair_logistic, fit_problem, zeros
-from refusals import invalid
 
 import dif
 
-F64 = torch.float64
+F64, NAN = torch.float64, float("nan")
 
 
 def test_closed_form():
@@ -78,22 +78,18 @@ def test_bounds_that_cannot_be_met():
 def test_errors():
     train, problem, _ = fair_logistic()
     solution = fit_problem(problem)
-    for bounds, text in (
-        ([0.1, float("nan")], "1 of 2 values in `bounds` are not finite."),
-        ([], "`bounds` is empty."),
-    ):
-        invalid(
-            lambda bounds=bounds: dif.bound_curve(solution, problem.constraints[0], bounds),
-            text,
-            "The curve is computed at these right-hand sides.",
-        )
     boxed = dif.Problem(train.mean() + dif.ridge(0.1), [dif.linear(torch.eye(4)) <= 10.0])
-    at = fit_problem(boxed)
-    invalid(
-        lambda: dif.bound_curve(at, boxed.constraints[0], [0.1]),
-        "The constraint whose bound moves has 4 rows.",
-        "A curve has one bound along its axis.",
-    )
+    at, (box,), (limit, _) = fit_problem(boxed), boxed.constraints, problem.constraints
+    for words, action in (
+        (
+            "`bounds` must be finite numbers, .* not 0.1, nan",
+            lambda: dif.bound_curve(solution, limit, [0.1, NAN]),
+        ),
+        ("`bounds` must be finite numbers, at least one, not none", lambda: dif.bound_curve(solution, limit, [])),
+        ("`constraint` must have one row, not 4", lambda: dif.bound_curve(at, box, [0.1])),
+    ):
+        with pytest.raises(dif.InvalidInputError, match=words):
+            action()
 
 
 def test_prices_are_the_changes_of_multipliers():

@@ -36,7 +36,7 @@ from refusals import (
 from torch import nn
 
 import dif
-from dif.runtime.user_code import UserCodeError
+from dif.runtime.guard import UserCodeError
 
 
 def shaped(change):
@@ -56,9 +56,8 @@ LOSSES = {
 @table(LOSSES)
 def test_a_loss_of_the_wrong_shape_is_refused(case):
     loss, measured = case
-    texts = ("The loss of Samples 'odd' returned", "the loss of each sample by itself", 'reduction="none"')
-    error = invalid(lambda: fit_loss(loss), measured, *texts)
-    assert error.allowed == "It must return a tensor of shape (8,) for a batch of 8."
+    texts = ("The loss of Samples 'odd' must return a tensor of shape (8,) for a batch of 8, one loss per sample",)
+    invalid(lambda: fit_loss(loss), measured, *texts)
     invalid(lambda: estimator(dif.DirectionalInfluence).scores(samples(loss), TRAIN.remove(0)), measured, *texts)
     invalid(lambda: dif.Solution(dif.Problem(samples(loss).mean()), START), measured, *texts)
 
@@ -71,7 +70,7 @@ def test_a_loss_that_is_not_finite_is_refused_with_the_samples_named(bad):
     limit = float(torch.sort(Y).values[5])
     worst = torch.nonzero(limit < Y).reshape(-1).tolist()
     expected = f"NaN or infinite for 2 of 8 samples ({worst})"
-    invalid(lambda: fit_loss(loss), expected, "The sum of the losses and its derivatives", "Samples 'odd'")
+    invalid(lambda: fit_loss(loss), expected, "log_softmax", "Samples 'odd'")
     invalid(lambda: estimator(dif.NewtonInfluence).scores(samples(loss), TRAIN.remove(0)), expected)
 
 
@@ -143,11 +142,8 @@ def test_an_error_inside_the_loss_names_the_samples():
     assert isinstance(error.__cause__, KeyError)
 
 
-UNUSED_MEANING = "The data say nothing about them, and the curvature in their direction is zero."
-
-
 def test_a_loss_that_uses_no_parameter_is_refused():
-    invalid(lambda: fit_loss(lambda p, z: z[1]), "depends on these parameters: w.", UNUSED_MEANING, "detach")
+    invalid(lambda: fit_loss(lambda p, z: z[1]), "depends on these parameters: w.", "detach")
 
 
 def test_a_loss_that_hides_its_parameters_is_refused():
@@ -157,10 +153,10 @@ def test_a_loss_that_hides_its_parameters_is_refused():
 
 
 FUNCTIONS = {
-    "a number": (lambda p: 3.0, "returned a value of type float.", "one number, or one per row"),
-    "a matrix": (lambda p: torch.outer(p["w"], p["w"]), "The function 'odd' returned a tensor of shape (2, 2)."),
-    "nan": (lambda p: (p["w"] - 5).log().sum(), "The function 'odd' returned [nan].", "part of an objective"),
-    "infinite rows": (lambda p: 1 / p["w"], "[inf, inf]", "Start where the function is finite."),
+    "a number": (lambda p: 3.0, "not a value of type float", "shape () or (rows,)"),
+    "a matrix": (lambda p: torch.outer(p["w"], p["w"]), "The function 'odd' must return", "not shape (2, 2)"),
+    "nan": (lambda p: (p["w"] - 5).log().sum(), "The function 'odd' must be finite", "[nan]"),
+    "infinite rows": (lambda p: 1 / p["w"], "[inf, inf]", "must be finite where the work starts"),
 }
 
 
@@ -176,46 +172,28 @@ def test_functions_are_checked(case):
 PROGRAMS = {
     "missing name": (
         lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0], of="v") <= 1.0]),
-        "there is no parameter 'v'",
-        "`of` must be one of w.",
-        "The tensor that A multiplies is not among the params.",
+        "`of` of linear(A, of='v') must be one of w.",
     ),
     "columns": (
         lambda: solve(TRAIN.mean(), [dif.linear([1.0, 1.0, 1.0]) <= 1.0]),
-        "`A` of linear(A) has 3 columns.",
-        "2, the number of scalars in the params",
-        "Each column multiplies one entry of θ.",
+        "`A` of linear(A) must have 2 columns, the number of scalars in the params, not 3.",
     ),
     "columns of one tensor": (
         lambda: solve(TRAIN.mean(), [dif.linear([1.0], of="w") <= 1.0]),
-        "`A` of linear(A) has 1 columns.",
-        "2, the number of scalars in w",
+        "`A` of linear(A) must have 2 columns, the number of scalars in w, not 1.",
     ),
     "bounds": (
         lambda: solve(TRAIN.mean(), [EYE <= [1.0, 2.0, 3.0]]),
-        "combines vectors of 2 and 3 rows.",
-        "Functions and bounds in one expression",
-        "Check the rows of A against the length of b.",
+        "the same number of rows, or one row, not 2 and 3",
+        "check the rows of A against the length of b",
     ),
     "vector objective": (
         lambda: solve(EYE),
-        "The objective is a vector of length 2.",
-        "Only a single number can be minimised.",
+        "The objective must be a single number, not a vector of length 2;",
     ),
     "vector added to the objective": (
         lambda: solve(TRAIN.mean() + np.ones(3)),
-        "The objective is a vector of length 3.",
-    ),
-    "no iterations": (
-        lambda: solve(TRAIN.mean(), max_iter=0),
-        "max_iter=0, max_seconds=None",
-        "No iteration could be made within these limits.",
-    ),
-    "no time": (lambda: solve(TRAIN.mean(), max_seconds=0), "max_iter=20000, max_seconds=0", "Both must be positive"),
-    "no iterations to retrain": (
-        lambda: dif.Retraining(solution(), max_iter=0).change(TRAIN.remove(0)),
-        "max_iter=0, max_seconds=None",
-        "The limits are max_iter=0",
+        "not a vector of length 3;",
     ),
 }
 
@@ -226,16 +204,15 @@ def test_programs_refuse(case):
 
 
 MULTIPLIERS = {
-    "too many": ([1.0, 2.0], "has 2 values.", "Every row of every constraint has one multiplier."),
-    "none": ([], "has 0 values.", "1 finite value, one per constraint row"),
-    "nan": (torch.tensor([NAN]), "has 1 value, 1 not finite.", "leave them out to have them recovered"),
+    "too many": ([1.0, 2.0], "1 finite value, one per constraint row, not 2 values;"),
+    "none": ([], "not 0 values;"),
+    "nan": (torch.tensor([NAN]), "not 1 value, 1 not finite;", "leave them out to have them recovered"),
     "unknown name": (
         {"caps": 1.0},
         "unknown names ['caps'] and lacks the names ['cap']",
-        "Each constraint has its own multipliers.",
         "one entry for each of ['cap']",
     ),
-    "missing name": ({}, "`multipliers` has unknown names [] and lacks the names ['cap']."),
+    "missing name": ({}, "has unknown names [] and lacks the names ['cap']."),
 }
 
 
@@ -277,34 +254,32 @@ RESOLVED = {
     "foreign samples": (
         OTHER.remove(0),
         "Samples 'other' cannot be perturbed: no term of the problem uses these samples.",
-        "Samples are told apart by identity.",
         "take them from solution.problem.samples",
     ),
     "samples that a term does not use": (
         TRAIN.remove(0, terms=[CAP]),
         "The perturbation of 'train' is restricted to terms that do not use these samples.",
-        "Nothing would change.",
     ),
     "foreign constraint": (
         FOREIGN_CONSTRAINT.shift(1.0),
         "Constraint(Term(mean of train) <= 1)",
-        "Constraints are told apart by identity, and .named(...) makes a new one.",
+        "is not a constraint of this problem",
         "problem.constraints[j]",
         "take them from solution.problem.constraints",
     ),
-    "renamed constraint": (CAP.named("lid").shift(1.0), repr(CAP.named("lid")), ".named(...) makes a new one"),
+    "renamed constraint": (CAP.named("lid").shift(1.0), repr(CAP.named("lid")), "is not a constraint of this problem"),
     "equal term": (
         TRAIN.remove(0, terms=[FOREIGN_TERM]),
         "Term(mean of train)",
-        "Terms are told apart by identity.",
+        "objective or constraint objects, not Term",
     ),
     "equal constraint": (
         TRAIN.reweight([1.0] * 8, terms=[FOREIGN_CONSTRAINT]),
         repr(FOREIGN_CONSTRAINT),
-        "`terms` contains",
+        "`terms` must contain the problem's own objective or constraint objects",
     ),
-    "name of a term": (TRAIN.add((X[:1], Y[:1]), terms="objective"), "'objective'", "Use problem.objective"),
-    "rows of a shift": (CAP.shift([1.0, 2.0]), "The shift of cap has 2 values.", "A shift moves every row alike"),
+    "name of a term": (TRAIN.add((X[:1], Y[:1]), terms="objective"), "'objective'", "take them from solution.problem."),
+    "rows of a shift": (CAP.shift([1.0, 2.0]), "The shift of cap must have 1 value, not 2."),
 }
 
 
@@ -314,13 +289,13 @@ def test_perturbations_that_are_not_of_the_problem_are_refused(case):
 
 
 def test_removing_every_sample_of_a_term_is_refused():
-    everyone = "(remove train[0, 1, 2, 3, 4, 5, … 8 in all]) leaves no samples in 'mean of train'."
+    everyone = "(remove train[0, 1, 2, 3, 4, 5, … 8 in all]) leaves no samples in 'mean of train';"
     first = f"Perturbation 0 {everyone}"
-    everywhere(TRAIN.remove(range(8)), first, "A term without samples is not defined")
+    everywhere(TRAIN.remove(range(8)), first, "a term must keep at least one")
     everywhere(TRAIN.remove(range(8), terms=[PROBLEM.objective], renormalise=False), first)
     DIF = estimator(dif.DirectionalInfluence)
     groups = TRAIN.remove_groups([[0], range(8)])
-    invalid(lambda: DIF.scores(TRAIN, groups), f"Perturbation 1 {everyone}", "restrict the removal")
+    invalid(lambda: DIF.scores(TRAIN, groups), f"Perturbation 1 {everyone}", "Restrict the removal")
 
 
 def masked():
@@ -331,7 +306,7 @@ def masked():
 
 def test_removing_every_sample_of_a_constraint_is_refused_unless_terms_exclude_it():
     problem, DIF = masked()
-    gone = "Perturbation 0 (remove train[4, 5, 6, 7]) leaves no samples in 'mean of 4 of train'."
+    gone = "Perturbation 0 (remove train[4, 5, 6, 7]) leaves no samples in 'mean of 4 of train';"
     invalid(lambda: DIF.change(TRAIN.remove([4, 5, 6, 7])), gone)
     assert torch.equal(
         DIF.change(TRAIN.remove([4, 5, 6, 7], terms=[problem.objective])).flat.abs(), torch.zeros(2).double()
@@ -341,11 +316,10 @@ def test_removing_every_sample_of_a_constraint_is_refused_unless_terms_exclude_i
 def test_membership_of_added_samples_must_be_known():
     problem, DIF = masked()
     new = (X[:1], Y[:1])
-    text = "Only you know whether a new sample is in a masked mean"
-    found = "The membership of the samples added to 'train' is unknown in mean of 4 of train"
-    invalid(lambda: DIF.change(TRAIN.add(new)), f"{found}, mean of 4 of train.", text)
+    found = "It is unknown whether the samples added to 'train' belong to mean of 4 of train"
+    invalid(lambda: DIF.change(TRAIN.add(new)), f"{found}, mean of 4 of train;", "pass like=i")
     objective = [problem.objective]
-    invalid(lambda: DIF.change(TRAIN.add(new, terms=objective)), f"{found}.", "Pass like=i")
+    invalid(lambda: DIF.change(TRAIN.add(new, terms=objective)), f"{found};", "pass like=i")
     assert torch.isfinite(DIF.change(TRAIN.add(new, like=0)).flat).all()
 
 
@@ -377,16 +351,16 @@ UNUSED = {
 def test_parameters_that_the_loss_does_not_use_are_refused_by_name(case):
     action, names = case
     found = f"No loss and no function other than a ridge depends on these parameters: {names}."
-    invalid(action, found, UNUSED_MEANING)
+    invalid(action, found)
 
 
-TYPE_MEANING = "Counts and booleans have no derivative, and other types lose digits silently."
+NO_DERIVATIVE = "counts and booleans have no derivative"
 
 
 @pytest.mark.parametrize(("change", "dtype"), [(torch.Tensor.long, "torch.int64"), (lambda x: x > 0, "torch.bool")])
 def test_a_loss_without_a_derivative_is_refused(change, dtype):
-    found = f"The loss of Samples 'odd' returned a tensor of {dtype}."
-    invalid(lambda: fit_loss(shaped(change)), found, TYPE_MEANING)
+    found = "The loss of Samples 'odd' must return torch.float64, the type of the parameters"
+    invalid(lambda: fit_loss(shaped(change)), found, f"not {dtype}", NO_DERIVATIVE)
 
 
 def late_noise(params, z):
@@ -444,8 +418,7 @@ def test_wrong_types_and_devices_are_refused(case):
 
 def test_functions_must_have_the_type_of_the_parameters():
     odd = dif.Function(lambda p: p["w"].float().sum(), name="odd")
-    found = "The function 'odd' returned a tensor of torch.float32."
-    invalid(lambda: solve(TRAIN.mean() + odd), found, TYPE_MEANING)
+    invalid(lambda: solve(TRAIN.mean() + odd), "The function 'odd' must return", "not torch.float32", NO_DERIVATIVE)
 
 
 def test_a_bare_batch_norm_is_refused_by_name():

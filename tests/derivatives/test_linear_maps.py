@@ -5,7 +5,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear, softplus
 
 from dif import Samples
-from dif.derivatives.cost import cost
+from dif.derivatives.losses import cost
 from dif.derivatives.rows import Rows
 from dif.derivatives.sweeps import structured_hessian
 from dif.problem.parameters import Parameters
@@ -173,4 +173,5 @@ def test_samples_without_weight():
     layout, theta = Parameters.of(start)
     rows, _ = Rows.compile([train.weighted(w), other.mean()], layout, theta)
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
-    assert torch.allclose(rows.hessian(theta, torch.tensor([1.0, 0.0]).double()), exact, rtol=1e-12, atol=1e-13)
+    H = rows.hessian(theta, torch.tensor([1.0, 0.0]).double())
+    assert torch.allclose(H, exact, rtol=1e-12, atol=1e-13)

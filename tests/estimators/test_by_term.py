@@ -56,11 +56,8 @@ def test_a_bound_acts_through_its_constraint():
 
 def test_one_target_at_a_time():
     train, problem, *_ = bound_regression()
-    with pytest.raises(
-        dif.InvalidInputError, match=r"The columns of its result are the terms of the problem."
-    ) as caught:
+    with pytest.raises(dif.InvalidInputError, match=f"`by_term` takes exactly 1 target, not {len(train)}"):
         dif.DirectionalInfluence(fit_problem(problem)).by_term(train, train.remove_each())
-    assert caught.value.found == f"`by_term` was given {len(train)} targets."
 
 
 def test_parts_that_are_not_unique_are_refused():

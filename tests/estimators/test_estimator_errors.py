@@ -1,6 +1,5 @@
 """Errors raised by estimators and their results."""
 
-import json
 import re
 import sys
 from functools import cache
@@ -39,29 +38,25 @@ from refusals import (
 from torch import nn
 
 import dif
-from dif.linalg.cholesky import DenseCholesky
+from dif.linalg.solvers import DenseCholesky
 from dif.report.report import Report
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_change_takes_one_perturbation(kind):
-    text = "Perturbations are made by train.remove"
+    text = "make it with train.remove([i]), say."
     invalid(lambda: estimator(kind).change(3), "int", text)
     invalid(lambda: estimator(kind).change([TRAIN.remove(0)]), "list", text)
     many = TRAIN.remove_each()
-    text = "A change or a path answers one perturbation."
     for action in (estimator(kind).change, dif.PathInfluence(solution()).follow):
-        invalid(lambda action=action: action(many), "8 perturbations were given.", text, "perturbations[i]")
+        invalid(lambda action=action: action(many), "8 perturbations were given where there must be one;")
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS[:3])
 def test_scores_refuse_perturbed_samples_without_a_derivative(kind):
     train, at = kinked()
     added = train.add(torch.tensor([0.0, 2.0], dtype=F64))
-    texts = (
-        "perturbed samples of 'new roots' are not finite.",
-        "The influence of such a sample is not defined.",
-    )
+    texts = ("perturbed samples of 'new roots' are not finite, so their influence is not defined",)
     invalid(lambda: kind(at).scores(train.mean(), added), "The losses or gradients of 1 of 2", *texts)
 
 
@@ -188,7 +183,7 @@ def test_the_gap_of_dependent_bounds_is_measured_whatever_rho():
 def test_penalties_must_be_positive(rho, k):
     action = lambda: dif.PenaltyInfluence(solution(), rho, k)  # noqa: E731
     wrong = rho if rho != 1.0 else k
-    invalid(action, str(wrong), "It is the price of violating a constraint.", "use ClassicalInfluence")
+    invalid(action, f"must be a positive number, not {wrong}.", "Penalty weight ")
 
 
 def test_a_penalised_objective_that_cannot_be_minimised():
@@ -255,15 +250,7 @@ RESULTS = {
         "shapes (3,) and (4,); 0 are not finite.",
         "Both must have the same shape and at least 2 values, all of them finite.",
     ),
-    "study's bounds": (lambda: study().problem(0, "loose"), "loose", "It chooses the right-hand sides"),
-    "study's removals": (lambda: study().run(removals=1), "1", "Each removal takes one of the samples out."),
 }
-
-
-def study():
-    from dif.studies import regression
-
-    return regression
 
 
 @table(RESULTS)
@@ -271,24 +258,20 @@ def test_results_refuse(case):
     invalid(*case)
 
 
-def archive(path, values, about):
-    np.savez(path, values=values, about=np.array(json.dumps(about)))
-
-
-SOUND = {"format": "dif influence 1", "perturbations": ["a"], "targets": ["b"], "estimator": "DIF", "diagnostics": {}}
+def newer(path, raw):
+    with np.load(path) as file:
+        arrays = dict(file)
+    about = str(arrays.pop("about")).replace('"version": 1', '"version": 9')
+    np.savez(path, **arrays, about=np.array(about))
 
 
 FILES = {
-    "empty": (lambda path, raw: path.write_bytes(b""), "EOFError"),
-    "text": (lambda path, raw: path.write_text("perturbation,score"), "ValueError"),
-    "half": (lambda path, raw: path.write_bytes(raw[: len(raw) // 2]), "BadZipFile"),
-    "flipped": (lambda path, raw: path.write_bytes(raw[:300] + bytes([raw[300] ^ 255]) + raw[301:]), "BadZipFile"),
+    "empty": (lambda path, raw: path.write_bytes(b""), "No data left in file"),
+    "text": (lambda path, raw: path.write_text("perturbation,score"), "pickled"),
+    "half": (lambda path, raw: path.write_bytes(raw[: len(raw) // 2]), "File is not a zip file"),
+    "flipped": (lambda path, raw: path.write_bytes(raw[:300] + bytes([raw[300] ^ 255]) + raw[301:]), "Bad CRC-32"),
     "another archive": (lambda path, raw: np.savez(path, other=np.zeros(3)), "KeyError"),
-    "newer": (
-        lambda path, raw: archive(path, np.zeros((1, 1)), {**SOUND, "format": "dif influence 9"}),
-        "dif influence 9",
-    ),
-    "other shape": (lambda path, raw: archive(path, np.zeros((2, 1)), SOUND), "values of shape (2, 1)"),
+    "newer": (newer, "it is 'influence', version 9, not 'influence', version 1"),
 }
 
 
@@ -299,10 +282,7 @@ def test_damaged_files_are_refused(case, tmp_path):
     influence().save(path)
     assert torch.equal(dif.Influence.load(path).values, influence().values)
     damage(path, path.read_bytes())
-    text = "It was not written by Influence.save, is damaged, or comes from a newer version."
-    error = refused(dif.InvalidInputError, lambda: dif.Influence.load(path), f"influence file '{path}'", text)
-    assert found in error.found
-    assert error.allowed == "It must have the format 'dif influence 1'."
+    invalid(lambda: dif.Influence.load(path), found, f"'{path}' is damaged, or was not written by dif: ")
 
 
 def test_a_missing_file_is_a_missing_file(tmp_path):
@@ -336,7 +316,10 @@ def test_a_frame_needs_pandas(monkeypatch):
 def test_a_landscape_needs_two_parameters():
     from dif.report.plots import landscape
 
-    invalid(lambda: landscape(not_complementary(), None), "1", "A landscape is drawn in the plane.")
+    with pytest.raises(
+        dif.InvalidInputError, match="The solution has 1 parameter; a landscape is drawn of problems with"
+    ):
+        landscape(not_complementary(), None)
 
 
 @pytest.mark.parametrize(
@@ -358,56 +341,55 @@ def test_a_module_put_into_training_mode_after_the_fit_is_refused(ask):
 
 
 def test_wrong_objects_are_named():
-    text = "An objective and its constraints are stated by dif.Problem(objective, constraints)."
-    invalid(lambda: dif.fit(TRAIN.mean(), START), "Term", text)
-    invalid(lambda: dif.Function(3.0, name="three"), "float", "A Function is evaluated at many parameters.")
-    unreadable = refused(dif.InvalidInputError, lambda: TRAIN.reweight(None), "It cannot be read as numbers.")
-    assert unreadable.found == "An object of type NoneType was given as `dw` of 'train'."
-    found = "An array of dtype <U1 was given as data of Samples 'odd'."
-    invalid(lambda: samples(through, np.array(["a", "b"])), found, "Encode text as numbers")
-    invalid(lambda: TRAIN.mean() / 0, "0", "A Term divided by 0 is not defined.")
+    text = "`problem` must be a dif.Problem, not of type Term; state it as dif.Problem(objective, constraints)."
+    invalid(lambda: dif.fit(TRAIN.mean(), START), text)
+    invalid(
+        lambda: dif.Function(3.0, name="three"),
+        "`fn` of Function 'three' must be a callable fn(params), not of type float.",
+    )
+    found = "The object of type NoneType that was given as `dw` of 'train' cannot be read as numbers;"
+    invalid(lambda: TRAIN.reweight(None), found)
+    found = "The array of dtype <U1 that was given as data of Samples 'odd' cannot be read as numbers;"
+    invalid(lambda: samples(through, np.array(["a", "b"])), found, "encode text as numbers")
+    invalid(lambda: TRAIN.mean() / 0, "A Term cannot be divided by 0.")
     constant = dif.Term(constant=torch.ones((), dtype=F64))
-    text = "A constant does not change with the parameters."
+    text = "is a constant, which does not change with the parameters"
     invalid(lambda: estimator(dif.DirectionalInfluence).scores(constant, TRAIN.remove(0)), "Term(1)", text)
 
 
-SOLVER_MEANING = "A solver is built for each curvature, once that is known."
-SAMPLES_MEANING = "The samples to remove are chosen from Samples, by index."
-SOLUTION_MEANING = "Influence is defined at a solution of a problem."
+SOLVER_MEANING = "takes the curvature and returns a dif.LinearSolver"
+NO_SAMPLES = "`samples` must be a dif.Samples, not of type int."
 ESTIMATOR_MEANING = "The estimator scores the removal of each sample at that solution."
-OPERATOR_MEANING = "The solver works with products of the curvature and vectors."
 
 
 OBJECTS = {
-    "solver a number": (lambda: dif.DirectionalInfluence(solution(), solver=3), "`solver` is 3.", SOLVER_MEANING),
-    "solver a name": (lambda: dif.ClassicalInfluence(solution(), solver="cg"), "`solver` is 'cg'.", SOLVER_MEANING),
+    "solver a number": (lambda: dif.DirectionalInfluence(solution(), solver=3), "`solver` is 3;", SOLVER_MEANING),
+    "solver a name": (lambda: dif.ClassicalInfluence(solution(), solver="cg"), "`solver` is 'cg';", SOLVER_MEANING),
     "solver that builds none": (
         lambda: dif.DirectionalInfluence(solution(), solver=lambda H: 3),
-        "`solver` returned an object of type int.",
+        "`solver` returned an object of type int;",
         "returns a dif.LinearSolver",
     ),
-    "conjugate gradients": (lambda: dif.ConjugateGradients(3), "`curvature` is of type int.", OPERATOR_MEANING),
-    "refinement": (lambda: dif.Refinement(torch.eye(2)), "`curvature` is of type Tensor.", "must be a dif.Operator"),
-    "choose": (lambda: dif.choose(solution(), TRAIN.mean(), 3, 1), "`samples` is of type int.", SAMPLES_MEANING),
+    "conjugate gradients": (lambda: dif.ConjugateGradients(3), "`curvature` must be a dif.Operator, not of type int."),
+    "choose": (lambda: dif.choose(solution(), TRAIN.mean(), 3, 1), NO_SAMPLES),
     "smallest_set": (
         lambda: dif.smallest_set(solution(), TRAIN.mean(), 3, 0.1),
-        "`samples` is of type int.",
-        "Samples",
+        NO_SAMPLES,
     ),
-    "without": (lambda: PROBLEM.without(3, [1]), "`samples` is of type int.", "must be a dif.Samples"),
     "samples of self-influence": (
         lambda: dif.self_influence(estimator(dif.DirectionalInfluence), 3),
-        "`samples` is of type int.",
-        SAMPLES_MEANING,
+        NO_SAMPLES,
     ),
     "self-influence at a solution": (
         lambda: dif.self_influence(solution(), TRAIN),
-        "`estimator` is of type Solution.",
-        ESTIMATOR_MEANING,
-        "dif.DirectionalInfluence(solution)",
+        "`estimator` must be an estimator of a dif.Solution, not Solution; pass dif.DirectionalInfluence(solution)",
     ),
-    "certificate": (lambda: dif.Certificate.of(3), "`solution` is of type int.", SOLUTION_MEANING),
-    "curve": (lambda: dif.bound_curve(PROBLEM, CAP, [1.0]), "`solution` is of type Problem.", "must be a dif.Solution"),
+    "certificate": (
+        lambda: dif.Certificate.of(3),
+        "`solution` must be a dif.Solution, not of type int;",
+        "dif.fit(problem, params)",
+    ),
+    "curve": (lambda: dif.bound_curve(PROBLEM, CAP, [1.0]), "`solution` must be a dif.Solution, not of type Problem;"),
 }
 
 
@@ -419,15 +401,14 @@ def test_objects_of_another_type_are_refused(case):
 @pytest.mark.parametrize("kind", ESTIMATORS)
 def test_change_refuses_perturbed_samples_without_a_derivative(kind):
     train, at = kinked()
-    text = "The influence of such a sample is not defined."
+    text = "so their influence is not defined"
     refused(dif.InvalidInputError, lambda: kind(at).change(train.add(torch.zeros(1, dtype=F64))), text)
 
 
 @pytest.mark.parametrize("factor", [NAN, INF, -INF, np.float64(NAN)])
 def test_perturbations_scale_by_finite_numbers(factor):
-    texts = ("It must be a finite number.", "It says how much of the perturbation is carried out.")
     for action in (lambda: TRAIN.remove(0) * factor, lambda: factor * TRAIN.remove(0)):
-        invalid(action, f"The factor of a perturbation is {factor!r}.", *texts)
+        invalid(action, f"The factor of a perturbation must be a finite number, not {factor!r}.")
 
 
 def test_damping_does_not_excuse_dependent_constraints():
@@ -438,32 +419,17 @@ def test_damping_does_not_excuse_dependent_constraints():
 @pytest.mark.parametrize("kind", [dif.DirectionalInfluence, dif.ClassicalInfluence])
 @pytest.mark.parametrize("damping", [-1.0, NAN])
 def test_damping_must_be_a_number_from_zero(kind, damping):
-    text = "Damping, δ in H + δI, makes up for missing curvature and changes the answer."
-    invalid(lambda: kind(solution(), damping=damping), str(damping), "damping", text)
+    invalid(lambda: kind(solution(), damping=damping), f"`damping` must be a number ≥ 0, not {damping}.")
 
 
 @pytest.mark.parametrize("rho", [-1.0, NAN, INF, "large"])
 def test_rho_must_be_a_number_from_zero(rho):
-    text = "It weighs GᵀG in H_ρ, makes H_ρ positive definite and does not change the answer."
-    invalid(lambda: dif.DirectionalInfluence(solution(), rho=rho), str(rho), text, "Leave it out to have it chosen.")
-
-
-INCOMPLETE = {
-    "no estimator": {key: SOUND[key] for key in ("format", "perturbations", "targets")},
-    "no labels": {"format": SOUND["format"]},
-    "a number of labels": {**SOUND, "perturbations": 1},
-}
-
-
-@table(INCOMPLETE)
-def test_incomplete_files_are_refused(case, tmp_path):
-    archive(tmp_path / "scores.npz", np.zeros((1, 1)), case)
-    refused(dif.InvalidInputError, lambda: dif.Influence.load(tmp_path / "scores.npz"), "is damaged")
+    invalid(lambda: dif.DirectionalInfluence(solution(), rho=rho), f"`rho` must be a number ≥ 0, not {rho!r}.")
 
 
 def test_a_solver_that_cannot_be_built_is_named():
     _, problem, _ = fair_logistic()
-    for wrong, found in ((dict, "`solver` could not be called with the curvature: "), (3, "`solver` is 3.")):
+    for wrong, found in ((dict, "`solver` could not be called with the curvature ("), (3, "`solver` is 3;")):
         with pytest.raises(dif.InvalidInputError) as caught:
             dif.DirectionalInfluence(fit_problem(problem), solver=wrong)
         assert caught.value.found.startswith(found)
@@ -471,7 +437,7 @@ def test_a_solver_that_cannot_be_built_is_named():
 
 def test_perturbations_are_called_by_the_name_of_their_argument():
     train, problem, _ = fair_logistic()
-    with pytest.raises(dif.InvalidInputError, match="`perturbations` is of type list"):
+    with pytest.raises(dif.InvalidInputError, match=r"`perturbations` must be a dif\.Perturbation, not of type list"):
         dif.DirectionalInfluence(fit_problem(problem)).scores(train.mean(), [train.remove([0])])
 
 

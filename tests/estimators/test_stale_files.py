@@ -11,11 +11,10 @@ import copy
 import dataclasses
 import enum
 import functools
-import json
+import hashlib
 import operator
 import shutil
 import threading
-import zlib
 
 import numpy as np
 import pytest
@@ -23,6 +22,7 @@ import torch
 from torch import nn
 
 import dif
+from dif.runtime.score_array import journal_of
 
 pandas = pytest.importorskip("pandas")
 
@@ -97,7 +97,7 @@ def work(parts, folder):
     out = dif.DirectionalInfluence(solution, switching=False, strict=False, damping=100.0).scores(
         targets, removals, out=folder / "s.npy", show_progress=False, assess=0
     )
-    retraining = dif.Retraining(solution, keep=folder / "kept", strict=False, max_iter=30, show_progress=False)
+    retraining = dif.Retraining(solution, keep=folder / "kept", strict=False, max_iter=30)
     retraining.scores(targets, removals)
     return out.values.clone(), len(list((folder / "kept").glob("*.npz")))
 
@@ -122,14 +122,13 @@ def edit(parts, rng):
 @pytest.mark.parametrize("part", [0, *(pytest.param(k, marks=pytest.mark.slow) for k in range(1, PARTS))])
 def test_edits_are_noticed(part, tmp_path):
     _, kept = work(base(), tmp_path)
-    about = json.loads((tmp_path / "s.npy.json").read_text())
+    journal = journal_of(tmp_path / "s.npy")
+    (*about, piece), _ = journal.read()
     planted = np.load(tmp_path / "s.npy") * 0 + PLANTED
 
     def plant():
         np.save(tmp_path / "s.npy", planted)
-        (piece,) = about["streamed"]["pieces"]
-        piece["checksum"] = zlib.crc32(planted.tobytes())
-        (tmp_path / "s.npy.json").write_text(json.dumps(about))
+        journal.write([*about, piece | {"checksum": hashlib.sha256(planted).hexdigest()}])
 
     plant()
     values, again = work(base(), tmp_path)
@@ -270,9 +269,6 @@ def test_keep_must_not_be_a_file(tmp_path):
     (tmp_path / "kept").write_text("")
     train = dif.Samples(squared, (torch.randn(9, 3, dtype=F64), torch.randn(9, dtype=F64)))
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.1)), {"t": torch.zeros(3, dtype=F64)})
-    with pytest.raises(dif.InvalidInputError) as caught:
-        dif.Retraining(solution, keep=tmp_path / "kept")
-    assert (
-        caught.value.meaning
-        == "Retrainings are kept in a folder, with one file for each chunk that is solved together."
-    )
+    for keep in (tmp_path / "kept", "", 3):
+        with pytest.raises(dif.InvalidInputError, match="`keep` must be the path of a folder, not "):
+            dif.Retraining(solution, keep=keep)

@@ -7,9 +7,9 @@ from refusals import invalid, refused
 from trainings import classify, logistic, state_problem, violations
 
 import dif
-from dif.derivatives.training_step import TrainingStep
-from dif.estimators.rerun import rerun
-from dif.optimality.targets import Targets
+from dif.derivatives.targets import Targets
+from dif.training.adjoint import rerun
+from dif.training.descent import TrainingStep
 
 F64 = torch.float64
 QUIET = {"show_progress": False}
@@ -157,7 +157,7 @@ def test_removals_carried_out_together_are_those_carried_out_alone():
 def test_retraining_of_a_run_is_kept_and_compared(tmp_path, monkeypatch):
     train, test, run, _ = train_model(OPTIMIZERS["momentum"])
     removals = train.remove_each(range(20))
-    actual = dif.Retraining(run, keep=tmp_path / "kept", show_progress=False).scores(test, removals)
+    actual = dif.Retraining(run, keep=tmp_path / "kept").scores(test, removals, **QUIET)
     ((thetas, _),) = rerun(run, removals)
     targets = Targets(test, run.end)
     expected = torch.stack([targets.values(theta) - targets.values(run.theta) for theta in thetas])
@@ -167,11 +167,11 @@ def test_retraining_of_a_run_is_kept_and_compared(tmp_path, monkeypatch):
     probed = predicted.diagnostics["probe"]
     assert len(probed["actual"]) == 4
     assert probed["agreement"] > 0.9
-    change = dif.Retraining(run, show_progress=False).change(train.remove([3]))
+    change = dif.Retraining(run).change(train.remove([3]))
     np.testing.assert_allclose(change.flat, thetas[3] - run.theta, atol=1e-12)
 
     monkeypatch.setattr("dif.estimators.retraining.rerun", lambda *_: pytest.fail("trained again"))
-    again = dif.Retraining(run, keep=tmp_path / "kept", show_progress=False).scores(test, removals)
+    again = dif.Retraining(run, keep=tmp_path / "kept").scores(test, removals, **QUIET)
     assert torch.equal(again.values, actual.values)
 
 
@@ -181,7 +181,7 @@ def test_an_interrupted_sweep_resumes(tmp_path, monkeypatch):
     test = dif.Samples(logistic, (X[:3], y[:3]), name="test")
     training = dif.Training(problem, params, dif.Adam(0.01, eps_root=1e-8), dif.Ascent(0.5), 9, 3)
     expected = dif.UnrolledInfluence(training.run(**QUIET)).scores(test, train.remove_each(), **PLAIN)
-    monkeypatch.setattr("dif.estimators.backward_sweep._SECONDS", -1.0)  # a checkpoint after every step
+    monkeypatch.setattr("dif.training.adjoint._SECONDS", -1.0)  # a checkpoint after every step
     steps, usual = [], TrainingStep.pull_back
 
     def pull_back(self, t, *args):
@@ -269,22 +269,22 @@ def test_wrong_input_is_refused():
         "A step has no derivative somewhere, such as the root of an average square of 0",
     )
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
-    invalid(lambda: dif.UnrolledInfluence(run.end), "type Solution", "It differentiates through the steps")
+    invalid(lambda: dif.UnrolledInfluence(run.end), "`run` must be a dif.Run, not of type Solution")
     two = lambda: dif.UnrolledInfluence(run).by_term([run.problem.objective] * 2, train.remove([0]))  # noqa: E731
-    invalid(two, "`by_term` was given 2 targets.", "The columns of its result are the terms of the problem.")
+    invalid(two, "`by_term` takes exactly 1 target, not 2", "the columns of its result are the terms of the problem.")
     none = dif.UnrolledInfluence(run, since=run.loop.length).scores(train.mean(), train.remove_each(), **QUIET)
     assert none.diagnostics["probe"]["agreement"] == 1.0
     assert not bool(none.values.any())
-    invalid(lambda: dif.UnrolledInfluence(run, since=99), "`since` is 99.", "Perturbations take effect at that step.")
+    invalid(lambda: dif.UnrolledInfluence(run, since=99), "`since` must be an integer from 0 to 5 (the end), not 99.")
 
 
 def test_a_training_that_diverges_without_a_sample_is_refused_or_recorded(monkeypatch):
     train, test, run, _ = train_model(OPTIMIZERS["SGD"], epochs=1)
     lost = [(torch.full((1, len(run.theta)), float("nan"), dtype=F64), run.end.lam[None])]
     monkeypatch.setattr("dif.estimators.retraining.rerun", lambda *_: iter(lost))
-    action = lambda: dif.Retraining(run, show_progress=False).scores(test, train.remove([1]))  # noqa: E731
+    action = lambda: dif.Retraining(run).scores(test, train.remove([1]), **QUIET)  # noqa: E731
     text = "The same training on the changed data diverges, so there is no difference to report."
     refused(dif.NotConvergedError, action, "'remove train[1]'", text)
-    recorded = dif.Retraining(run, strict=False, show_progress=False).scores(test, train.remove([1]))
+    recorded = dif.Retraining(run, strict=False).scores(test, train.remove([1]), **QUIET)
     assert bool(torch.isnan(recorded.values).all())
     assert list(recorded.diagnostics["failed"]) == ["remove train[1]"]

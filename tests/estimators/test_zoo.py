@@ -141,8 +141,8 @@ def check(name, thorough=False):
     removals, target = train.remove_each(GONE), train.mean()
     slope = plain.gradients(theta, W)[1][0] - plain.ridge * theta  # of the target, the mean loss
     single = derivative.scores(target, removals, assess=0, **QUIET).values[:, 0]
-    whole = [dif.Retraining(solution, **QUIET), dif.PathInfluence(solution, **QUIET)]
-    whole += [dif.AdaptiveInfluence(solution, accuracy=1e-6, **QUIET)] if thorough else []
+    whole = [dif.Retraining(solution), dif.PathInfluence(solution)]
+    whole += [dif.AdaptiveInfluence(solution, accuracy=1e-6)] if thorough else []
     actual = {made.name: made.scores(target, removals).values[:, 0] for made in whole}
     classical, penalty, newton = (
         k(solution) for k in (dif.ClassicalInfluence, dif.PenaltyInfluence, dif.NewtonInfluence)

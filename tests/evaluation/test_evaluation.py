@@ -1,12 +1,10 @@
 """Evaluation against oracles that share nothing with it: numpy's least squares, SciPy, scikit-learn."""
 
-import os
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from matplotlib.figure import Figure
 from scipy.stats import spearmanr
 from sklearn.metrics import roc_auc_score
 
@@ -29,6 +27,9 @@ TEST_Y = TEST_X.sum(1) + draw(5, seed=3)
 
 def loss(params, z):
     return 0.5 * (z[0] @ params["w"] - z[1]) ** 2
+
+
+SAMPLES = dif.Samples(loss, (X, Y))
 
 
 def solve(kept):
@@ -148,123 +149,25 @@ def test_area_under_the_roc_curve_is_that_of_scikit_learn(fitted):
     assert result.areas["ties"] == pytest.approx(roc_auc_score(wrong, ties))
     assert result.areas["DIF"] == pytest.approx(roc_auc_score(wrong, own))
     top = torch.argsort(ties, descending=True, stable=True)[:10]
-    assert result.share_found("ties", 0.25) == pytest.approx(float(wrong[top].sum()) / 10)
+    assert result.table().rows[0][2] == pytest.approx(float(wrong[top].sum()) / 10)
     assert "10 of 40 labels are wrong" in str(result)
     alone = evaluation.label_error_auc({"ties": ties.numpy()}, wrong.numpy())
     assert alone.areas["ties"] == result.areas["ties"]
 
 
-def test_flipped_labels_are_others():
-    labels = np.array([3, 5, 9] * 100)
-    flipped, wrong = evaluation.flip_labels(labels, 0.2, seed=1)
-    assert int(wrong.sum()) == 60
-    assert torch.equal(flipped != torch.as_tensor(labels), wrong)
-    assert set(flipped.tolist()) == {3, 5, 9}
-    again = evaluation.flip_labels(labels, 0.2, seed=torch.Generator().manual_seed(1))
-    assert torch.equal(again[0], flipped)
-
-
-def own_training(kept, seed=0):
+def own_training(kept):
     return held_out_losses(solve(kept))
 
 
 def test_a_training_of_ones_own_is_a_ground_truth(fitted):
     train, test, solution = fitted
-    truths = dif.Retraining(solution), evaluation.OwnTraining(own_training, N)
+    truths = dif.Retraining(solution), own_training
     both = [
         evaluation.linear_datamodelling_score({"exact": EXACT}, truth, test, train, subsets=6, show_progress=False)
         for truth in truths
     ]
     np.testing.assert_allclose(both[0].actual, both[1].actual, rtol=1e-6, atol=1e-9)
-    alone = evaluation.linear_datamodelling_score({"exact": EXACT}, truths[1], None, N, subsets=6, show_progress=False)
-    assert torch.equal(alone.actual, both[1].actual)
-    assert alone.targets == tuple(f"target {t}" for t in range(5))
-
-
-def test_targets_are_averaged_over_seeds():
-    truth = evaluation.OwnTraining(lambda kept, seed: float(len(kept) * seed), 10, seeds=[1, 2, 6])
-    samples = dif.Samples(loss, (X[:10], Y[:10]))
-    scores = truth.scores(None, samples.remove_groups([[0, 1], [5]]), show_progress=False)
-    np.testing.assert_allclose(scores.values, [[-6.0], [-3.0]])
-
-
-def test_killed_and_resumed_gives_the_same_bits(tmp_path):
-    log = tmp_path / "log"
-
-    def train(kept, seed):
-        with log.open("a") as file:
-            file.write(f"{kept}\n")
-        if len(log.read_text().splitlines()) == 5:
-            os._exit(9)  # as a kill would: nothing is cleaned up
-        return own_training(kept)
-
-    def evaluate(keep):
-        truth = evaluation.OwnTraining(train, N, keep=keep)
-        return evaluation.linear_datamodelling_score({"exact": EXACT}, truth, None, N, subsets=8, show_progress=False)
-
-    child = os.fork()
-    if child == 0:
-        evaluate(tmp_path / "kept")
-        os._exit(0)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    resumed = evaluate(tmp_path / "kept")
-    lines = log.read_text().splitlines()
-    assert len(lines) == 1 + 8 + 1  # all samples, the subsets, and the one that was killed
-    assert len(set(lines)) == 9
-    fresh = evaluate(tmp_path / "other")
-    assert torch.equal(resumed.actual, fresh.actual)
-    assert resumed.removed == fresh.removed
-    assert evaluate(tmp_path / "kept").scores == resumed.scores
-    assert len(log.read_text().splitlines()) == 10 + 9
-
-
-def test_kept_trainings_are_repeated_once_the_function_changes(tmp_path):
-    called, samples = [], dif.Samples(loss, (X[:10], Y[:10]))
-
-    def measure(setting, *, keep=tmp_path / "kept"):
-        def train(kept, seed):
-            log(kept)
-            return setting["factor"] * len(kept)
-
-        count = len(called)
-        truth = evaluation.OwnTraining(train, 10, keep=keep)
-        return truth.scores(None, samples.remove([1, 2]), show_progress=False).values.item(), len(called) - count
-
-    log = Log(called)
-    assert measure({"factor": 1.0}) == (-2.0, 2)
-    assert measure({"factor": 1.0}) == (-2.0, 0)
-    assert measure({"factor": 3.0}) == (-6.0, 2)  # the code is the same, what it refers to is not
-    assert measure({"factor": 1.0}) == (-2.0, 0)
-
-
-class Log:
-    """Counts calls without being part of what a fingerprint sees."""
-
-    def __init__(self, called):
-        self.called = called
-
-    def __call__(self, kept):
-        self.called.append(len(kept))
-
-    def __reduce__(self):
-        return (Log, ([],))
-
-
-def test_a_function_that_cannot_be_inspected_is_reported(tmp_path):
-    generator = (number for number in range(3))
-    with pytest.warns(UserWarning, match="`train` refers to an object that cannot be inspected, so nobody can tell"):
-        evaluation.OwnTraining(lambda kept, seed: next(generator), 10, keep=tmp_path)
-
-
-def test_a_damaged_training_is_refused(tmp_path):
-    truth = evaluation.OwnTraining(lambda kept, seed: 1.0, 10, keep=tmp_path)
-    samples = dif.Samples(loss, (X[:10], Y[:10]))
-    truth.scores(None, samples.remove([1]), show_progress=False)
-    for path in tmp_path.glob("*.npy"):
-        path.write_bytes(b"noise")
-    with pytest.raises(dif.InvalidInputError, match="Delete the file; that training is then repeated") as caught:
-        evaluation.OwnTraining(truth.train, 10, keep=tmp_path).scores(None, samples.remove([1]), show_progress=False)
-    assert caught.value.meaning == "It is damaged."
+    assert both[1].targets == tuple(f"target {t}" for t in range(5))
 
 
 def test_retrainings_of_subsets_are_kept_and_resumed(fitted, tmp_path, monkeypatch):
@@ -290,11 +193,12 @@ def test_retrainings_of_subsets_are_kept_and_resumed(fitted, tmp_path, monkeypat
 
 
 def test_trainings_that_fail_are_left_out():
-    def train(kept, seed):
+    def train(kept):
         return np.full(5, np.nan) if 0 not in kept else own_training(kept)
 
-    truth = evaluation.OwnTraining(train, N)
-    result = evaluation.linear_datamodelling_score({"exact": EXACT}, truth, None, N, subsets=12, show_progress=False)
+    result = evaluation.linear_datamodelling_score(
+        {"exact": EXACT}, train, None, SAMPLES, subsets=12, show_progress=False
+    )
     failed = sum(0 in removed for removed in result.removed)
     assert 0 < failed < 10
     assert f"({failed} trainings failed)" in str(result)
@@ -302,12 +206,12 @@ def test_trainings_that_fail_are_left_out():
     expected = spearmanr(result.predicted["exact"][rows, 0], result.actual[rows, 0]).statistic
     assert float(result.correlations["exact"][0]) == pytest.approx(expected)
     singles = evaluation.leave_one_out_agreement(
-        {"exact": EXACT}, truth, None, N, strongest=N, random=0, show_progress=False
+        {"exact": EXACT}, train, None, SAMPLES, strongest=N, random=0, show_progress=False
     )
     assert singles.agreements["exact"].n == 5 * (N - 1)
     assert "39 samples, 5 targets (1 training failed)" in str(singles)
     curve = evaluation.removal_curve(
-        {"exact": -np.arange(N)}, evaluation.OwnTraining(lambda kept, seed: train(kept, seed)[0], N), None, N, [1],
+        {"exact": -np.arange(N)}, lambda kept: train(kept)[0], None, SAMPLES, [1],
         random=0, show_progress=False,
     )  # fmt: skip
     assert str(curve).splitlines()[-1].split() == ["exact", "–"]
@@ -318,8 +222,7 @@ def test_a_constant_method_or_truth_has_a_dash():
         return next(line for line in str(result).splitlines() if line.startswith(name)).removeprefix(name).split()
 
     def evaluate(methods, train):
-        truth = evaluation.OwnTraining(lambda kept, seed: train(kept), N)
-        return evaluation.linear_datamodelling_score(methods, truth, None, N, subsets=6, show_progress=False)
+        return evaluation.linear_datamodelling_score(methods, train, None, SAMPLES, subsets=6, show_progress=False)
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -332,53 +235,14 @@ def test_a_constant_method_or_truth_has_a_dash():
     expected = result.correlations["exact"][1:]
     assert [row(mixed, "exact")[i] for i in (2, 3)] == [f"{float(x):.4f}" for x in (expected.min(), expected.max())]
     assert mixed.scores["exact"] == pytest.approx(float(expected.mean()))
-    assert "LDS –" in [label.get_text().splitlines()[1] for label in result.plot().get_yticklabels()]
 
 
-@pytest.fixture(scope="module")
-def results():
-    truth = evaluation.OwnTraining(lambda kept, seed: own_training(kept)[0], N)
+def test_tables_as_text_markdown_and_frames():
     methods = {"exact": EXACT[:, 0], "random": draw(N, seed=9)}
-    options = {"show_progress": False}
-    return [
-        evaluation.linear_datamodelling_score(methods, truth, None, N, subsets=5, **options),
-        evaluation.leave_one_out_agreement(methods, truth, None, N, strongest=2, random=2, **options),
-        evaluation.removal_curve(methods, truth, None, N, [2, 5], random=2, **options),
-        evaluation.label_error_auc(methods, torch.arange(N) < 5, **options),
-    ]
-
-
-def test_results_come_back_from_disk(results, tmp_path):
-    for result in results[:3]:
-        result.save(tmp_path / "result.npz")
-        again = type(result).load(tmp_path / "result.npz")
-        assert str(again) == str(result)
-        for name, value in vars(result).items():
-            kept = getattr(again, name)
-            if isinstance(value, torch.Tensor):
-                assert torch.equal(kept, value)
-            elif name in ("predicted", "changes"):
-                assert all(torch.equal(kept[key], value[key]) for key in value)
-            elif name in ("removed", "targets", "indices", "counts", "orders", "target", "lower"):
-                assert kept == value
-
-
-def test_pictures_need_no_axes(results, monkeypatch):
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    from matplotlib import pyplot
-
-    for result in results:
-        drawn = result.plot()
-        panels = drawn if isinstance(drawn, list) else [drawn]
-        assert all(ax.get_xlabel() for ax in panels)
-        own = Figure().subplots(1, 2)
-        axes = result.plot(own) if isinstance(drawn, list) else [result.plot(own[0])]
-        assert axes[0] is own[0]
-        pyplot.close(panels[0].figure)
-
-
-def test_tables_as_text_markdown_and_frames(results):
-    table = results[2].table()
+    curve = evaluation.removal_curve(
+        methods, lambda kept: own_training(kept)[0], None, SAMPLES, [2, 5], random=2, show_progress=False
+    )
+    table = curve.table()
     assert str(table).splitlines()[0] == "Change of target 0 without the k samples that should raise it most"
     assert table.to_markdown().splitlines()[0] == "| method | k = 2 | k = 5 |"
     assert [row.split("|")[1].strip() for row in table.to_markdown().splitlines()[2:]] == [
@@ -387,6 +251,6 @@ def test_tables_as_text_markdown_and_frames(results):
         "random, mean of 2",
         "random, standard deviation",
     ]
-    assert results[2].to_frame().loc["exact", "k = 5"] == float(results[2].changes["exact"][1])
+    assert curve.to_frame().loc["exact", "k = 5"] == float(curve.changes["exact"][1])
     tiny = evaluation.Table("t", ("m", "x"), (("a", 1.5e-9), ("b", -2e-12)))
     assert [row[1] for row in tiny.format_rows()] == ["1.500e-09", "-2.000e-12"]

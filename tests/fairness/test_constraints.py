@@ -201,66 +201,40 @@ def test_dif_fairness_needs_no_import_of_its_own():
 def test_wrong_inputs_are_refused():
     missing = np.array(["a", None] * 350, dtype=object)
     pandas = pytest.importorskip("pandas")
-    label = "The rates of a group are taken over the samples with one of two labels."
-    for action, measured, meaning in (
-        (lambda: constrain("demographic parity", AGE[:5]), "shape (5,)", "It says to which group each sample belongs."),
-        (lambda: constrain("demographic parity", None), "None", "It says to which group each sample belongs."),
-        (lambda: constrain("demographic parity", missing), "350", "A sample without a group belongs to no constraint."),
-        (
-            lambda: constrain("demographic parity", pandas.array(["a", pandas.NA] * 350)),
-            "missing for 350 of 700",
-            "A sample without a group belongs to no constraint.",
-        ),
-        (
-            lambda: constrain("demographic parity", ["a"] * 700),
-            "1 group",
-            "Groups are compared by their means, which must exist without any one sample.",
-        ),
-        (
-            lambda: constrain("demographic parity", np.arange(700)),
-            "700 groups, 700 of them with one sample",
-            "Groups are compared by their means, which must exist without any one sample.",
-        ),
+    for action, measured in (
+        (lambda: constrain("demographic parity", AGE[:5]), "shape (5,)"),
+        (lambda: constrain("demographic parity", None), "None"),
+        (lambda: constrain("demographic parity", missing), "350"),
+        (lambda: constrain("demographic parity", pandas.array(["a", pandas.NA] * 350)), "missing for 350 of 700"),
+        (lambda: constrain("demographic parity", ["a"] * 700), "at least 2 samples each, not 1,"),
+        (lambda: constrain("demographic parity", np.arange(700)), "not 700, 700 of them with one sample"),
         (
             lambda: constrain("equal opportunity", np.where(Y > 0, "a", "b")),
-            "'b'",
-            "The mean of such a group is not defined.",
-        ),
-        (lambda: constrain("equal opportunity", labels=np.arange(700)), "0, 1, 10, 100", label),
-        (lambda: constrain("equal opportunity", labels=np.ones(700)), "1.0", label),
-        (lambda: constrain("equalised odds", labels=[0, 1]), "(2,)", "There is one value for each sample."),
-        (
-            lambda: constrain("demographic parity", bound=-0.1),
-            "-0.1",
-            "It limits how far groups may differ, or the loss of each.",
+            "Group 'b' has no samples in equal opportunity, so its mean is not defined",
         ),
         (
-            lambda: constrain("bounded group loss", bound=None),
-            "None",
-            "It limits how far groups may differ, or the loss of each.",
+            lambda: constrain("equal opportunity", labels=np.arange(700)),
+            "`labels` must contain 0 and 1, −1 and 1, or False and True, not 0, 1, 10, 100",
         ),
+        (lambda: constrain("equal opportunity", labels=np.ones(700)), "or False and True, not 1.0"),
+        (
+            lambda: constrain("equalised odds", labels=[0, 1]),
+            "`labels` must have shape (700,), one value per sample, not an array of shape (2,)",
+        ),
+        (lambda: constrain("demographic parity", bound=-0.1), "`bound` must be one finite number ≥ 0, not -0.1"),
+        (lambda: constrain("bounded group loss", bound=None), "`bound` must be one finite number ≥ 0, not None"),
         (
             lambda: constrain("demographic parity", ratio=1.2),
-            "1.2",
-            "It is the smallest ratio of the mean of a group and the mean of all samples.",
+            "`ratio` must be above 0 and at most 1, such as 0.8 for the four-fifths rule, not 1.2",
         ),
-        (lambda: constrain("demographic parity", link=3), "`link`", "It is evaluated at many parameters."),
-        (lambda: constrain("bounded group loss", loss=3), "`loss`", "It is evaluated at many parameters."),
+        (lambda: constrain("demographic parity", link=3), "`link` must be a function"),
+        (lambda: constrain("bounded group loss", loss=3), "`loss` must be a function"),
         (
             lambda: dif.fairness.demographic_parity([1], score, sensitive_features=[1]),
-            "list",
-            "Fairness constraints are about the samples of the objective.",
+            "`train` must be the dif.Samples of the objective, not",
         ),
-        (
-            lambda: TRAIN.mean(where=Y > 0, weights=np.where(Y > 0, 0.0, 1.0)),
-            "0 above 0 where the mask is true",
-            "A weighted mean divides by the sum of the weights.",
-        ),
-        (
-            lambda: constrain("demographic parity", sample_weight=-np.ones(700)),
-            "700 entries below 0",
-            "A weighted mean divides by the sum of the weights.",
-        ),
-        (lambda: constrain("demographic parity", sample_weight=np.ones(7)), "(7,)", "One weight per sample is needed."),
+        (lambda: TRAIN.mean(where=Y > 0, weights=np.where(Y > 0, 0.0, 1.0)), "not 0 below 0 and 0 above 0;"),
+        (lambda: constrain("demographic parity", sample_weight=-np.ones(700)), "not 700 below 0"),
+        (lambda: constrain("demographic parity", sample_weight=np.ones(7)), "(7,)"),
     ):
-        assert meaning in str(invalid(action, measured))
+        invalid(action, measured)

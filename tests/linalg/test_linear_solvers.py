@@ -7,12 +7,11 @@ from problems import F64, bound_regression, fair_logistic, fit_problem, free_reg
 
 import dif
 from dif.derivatives.hessian import Curvature
-from dif.linalg.cholesky import DenseCholesky
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.lanczos import lanczos, tangent_curvature
 from dif.linalg.operator import Matrix
 from dif.linalg.preconditioner import Nystrom, ScaledOperator
-from dif.linalg.refinement import Refinement
+from dif.linalg.solvers import DenseCholesky
 
 
 def positive_definite(d=60, condition=1e4, seed=0):
@@ -157,27 +156,3 @@ def test_tangent_curvature_by_lanczos(H, rows):
         smallest, direction = lanczos(Matrix(H), G, scale)
         assert smallest == pytest.approx(exact, rel=0.01)
         assert float((G / scale @ direction).abs().max() if rows else 0.0) <= 1e-10
-
-
-def test_refinement_reaches_double_precision_with_single_precision_work():
-    train, problem, _ = fair_logistic(batch_size=25)
-    solution = fit_problem(problem)
-    removals = train.remove_each()
-    dense = dif.DirectionalInfluence(solution).scores(train, removals)
-    refined = dif.DirectionalInfluence(solution, solver=Refinement).scores(train, removals)
-    assert float((dense.values - refined.values).abs().max()) <= 1e-8 * float(dense.values.abs().max())
-    assert refined.diagnostics["solver_residual"] <= 1e-9
-    with pytest.raises(dif.NotConvergedError, match="after 1 rounds") as caught:
-        Refinement(solution.curvature, max_rounds=1).solve(torch.ones(4, 1, dtype=F64))
-    assert caught.value.meaning == "The curvature is too badly conditioned for float32 to help."
-
-
-def test_a_curvature_keeps_its_rows_and_damping_in_another_precision():
-    train = dif.Samples(lambda p, z: (z @ p["w"]) ** 2, torch.eye(2, dtype=F64), name="train")
-    solution = dif.Solution(dif.Problem(train.mean() + dif.ridge(5.0)), {"w": torch.zeros(2, dtype=F64)})
-    H = solution.curvature.with_rows(torch.tensor([[10.0, 0.0]], dtype=F64), torch.ones(1, dtype=F64), 1.0)
-    single = H.to(torch.float32)
-    torch.testing.assert_close(H.dense().diagonal(), torch.tensor([107.0, 7.0], dtype=F64))
-    torch.testing.assert_close(single.dense(), H.dense().float())
-    torch.testing.assert_close(single.product(torch.eye(2)), H.dense().float())
-    torch.testing.assert_close(single.scale(), H.scale().float())

@@ -8,7 +8,8 @@ from problems import class_data, logistic
 import dif
 from dif.derivatives import hessian
 from dif.derivatives.rows import Rows
-from dif.optimality import part_hessians
+from dif.optimality import solution as solution_file
+from dif.runtime.archive import write_archive
 
 
 @pytest.fixture
@@ -16,7 +17,7 @@ def expensive(monkeypatch):
     """Hessians count as too expensive to assemble."""
     for limit in ("_ANYWAY", "DENSE_LIMIT"):
         monkeypatch.setattr(hessian, limit, 0)
-    monkeypatch.setattr(part_hessians, "_COLUMNS", 3)
+    monkeypatch.setattr(solution_file, "_COLUMNS", 3)
 
 
 def solve():
@@ -68,11 +69,11 @@ def test_the_same_answers_as_with_products(expensive):
 def test_finished_columns_are_kept(expensive, tmp_path, monkeypatch):
     _, solution = solve()
     whole = solution.assemble(show_progress=False).part_hessians
-    monkeypatch.setattr(part_hessians.np, "save", fail_after(2, np.save))
+    monkeypatch.setattr(solution_file, "write_archive", fail_after(2, write_archive))
     with pytest.raises(KeyboardInterrupt):
         solution.assemble(tmp_path / "hessian", show_progress=False)
     monkeypatch.undo()
-    monkeypatch.setattr(part_hessians, "_COLUMNS", 3)
+    monkeypatch.setattr(solution_file, "_COLUMNS", 3)
     assert len(list((tmp_path / "hessian").iterdir())) == 2
     counted = count_products(monkeypatch)
     kept = solution.assemble(tmp_path / "hessian", show_progress=False).part_hessians

@@ -32,7 +32,7 @@ def test_what_is_saved_comes_back_the_same(solved, tmp_path):
     first, second = (dif.DirectionalInfluence(s).scores(train.mean(), removals).values for s in (solution, again))
     assert torch.equal(first, second)
     with np.load(path, allow_pickle=False) as file:
-        assert set(file) == {"theta", "lam", "about"}
+        assert set(file) == {"theta", "lam", "about", "checksum"}
 
 
 def test_a_problem_is_recognised_in_another_process(tmp_path):
@@ -59,7 +59,7 @@ def test_a_file_of_another_problem_is_refused(solved, tmp_path):
     path = tmp_path / "solution.npz"
     solution.save(path)
     load = dif.Solution.load
-    meaning = "Parameters that solve one problem do not solve another."
+    meaning = "state the problem as when it was saved, or fit this one."
     _, other = free_regression()
     invalid(lambda: load(path, other, zeros()), "belongs to another problem: it has constraints", meaning)
     X, y = regression_data()
@@ -82,27 +82,30 @@ def test_other_parameters_are_refused_before_any_loss_is_called(tmp_path):
     dif.fit(problem, start, show_progress=False).save(path)
 
     def refuse(params, found):
-        cause = "The file is about another model, or `params` are."
+        cause = "pass the parameters of the model that was saved, with any values."
         invalid(lambda: dif.Solution.load(path, problem, params), found, cause)
 
     bias = start["b"]
-    refuse({"w": torch.zeros(4).double(), "b": bias}, "have w of shape (4,), and the file has w of shape (3,).")
+    refuse({"w": torch.zeros(4).double(), "b": bias}, "have w of shape (4,), and the file has w of shape (3,);")
     many = {name: torch.zeros(3).double() for name in "pqrst"}
     refuse(start | many, "have p of shape (3,), q of shape (3,), r of shape (3,) and 2 more, and the file has nothing")
-    refuse({"b": bias, "w": start["w"]}, "they have the same entries in another order.")
-    refuse({k: v.float() for k, v in start.items()}, "they have dtype float32, and the file has float64.")
+    refuse({"b": bias, "w": start["w"]}, "they have the same entries in another order;")
+    refuse({k: v.float() for k, v in start.items()}, "they have dtype float32, and the file has float64;")
 
 
 def test_a_file_that_is_none_is_refused(solved, tmp_path):
-    _, problem, _ = solved
+    _, problem, solution = solved
     path = tmp_path / "broken.npz"
     with pytest.raises(FileNotFoundError, match="no solution file"):
         dif.Solution.load(path, problem, zeros())
     path.write_bytes(b"no archive")
-    meaning = "It was not written by Solution.save, is damaged, or comes from a newer version."
-    invalid(lambda: dif.Solution.load(path, problem, zeros()), "cannot be read", meaning)
+    damaged = f"'{path}' is damaged, or was not written by dif: "
+    invalid(lambda: dif.Solution.load(path, problem, zeros()), damaged)
     np.savez(path, theta=np.array([object()], dtype=object), lam=np.zeros(3), about=np.array("{}"))
-    invalid(lambda: dif.Solution.load(path, problem, zeros()), "cannot be read", meaning)  # pickles are not read
+    invalid(lambda: dif.Solution.load(path, problem, zeros()), damaged)  # pickles are not read
+    for wrong in (None, 3, tmp_path):
+        invalid(lambda wrong=wrong: solution.save(wrong), "`path` must be the path of a file, not ")
+        invalid(lambda wrong=wrong: dif.Solution.load(wrong, problem, zeros()), "`path` must be the path of a file, ")
 
 
 def test_a_problem_that_cannot_be_recognised_is_not_saved(tmp_path):
@@ -114,8 +117,7 @@ def test_a_problem_that_cannot_be_recognised_is_not_saved(tmp_path):
 
     train = dif.Samples(loss, torch.arange(4.0).double())
     solution = dif.fit(dif.Problem(train.mean()), {"t": torch.zeros(1).double()}, show_progress=False)
-    meaning = "The file would name a problem that can never be recognised again."
-    invalid(lambda: solution.save(tmp_path / "solution.npz"), "cannot be inspected", meaning)
+    invalid(lambda: solution.save(tmp_path / "solution.npz"), "cannot be inspected, so the problem would never be")
     assert list(tmp_path.iterdir()) == []
 
 

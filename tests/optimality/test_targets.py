@@ -57,11 +57,11 @@ def test_value_is_what_the_loss_says(solved):
 
 def test_what_is_no_target_is_refused(solved):
     train, solution = solved
-    wanted = "It must be a Term, a list of Terms, a dict of Terms by name, or Samples."
-    invalid(lambda: solution.value("loss"), "The target is of type str.", wanted)  # type: ignore[arg-type]
+    wanted = "The target must be a Term, a list of Terms, a dict of Terms by name, or Samples, not of type"
+    invalid(lambda: solution.value("loss"), "not of type str;", wanted)  # type: ignore[arg-type]
     estimator, removals = dif.DirectionalInfluence(solution), train.remove_each([0])
     invalid(lambda: estimator.scores({"test": train}, removals), "of type dict with an entry of type Samples", wanted)
-    invalid(lambda: estimator.scores({}, removals), "The target is of type dict.", wanted)
+    invalid(lambda: estimator.scores({}, removals), "not of type dict;", wanted)
     invalid(
         lambda: solution.value(dif.linear(torch.eye(4))),
         "`term` has 4 values",

@@ -127,10 +127,8 @@ def test_a_kernel_without_second_derivative_is_named():
         return torch.cdist(z[0], params["theta"][None])[:, 0]
 
     train = dif.Samples(distances, (X, Y), name="train")
-    with pytest.raises(dif.InvalidInputError, match="torch has none for this operator") as caught:
+    with pytest.raises(dif.InvalidInputError, match=r"cannot differentiate a loss or function twice.*cdist"):
         dif.fit(dif.Problem(train.mean()), zeros(), show_progress=False)
-    assert "cdist" in caught.value.found
-    assert caught.value.meaning == "Influence rests on the curvature, and torch has none for this operator."
 
 
 @pytest.mark.parametrize(("odd", "plain"), [(masked, straight), (branching, straight), (custom, custom_by_hand)])
@@ -327,9 +325,8 @@ def test_solvers_on_unscaled_features():
     train = dif.Samples(squared, (X * torch.tensor([1e4, 1.0, 1e-4]), y), name="train")
     solution = dif.fit(dif.Problem(train.mean(), [dif.linear([1e4, 0.0, 0.0]) <= 0.1]), zeros(3), show_progress=False)
     exact = dif.DirectionalInfluence(solution).change(train.remove([0])).flat
-    for solver in (dif.ConjugateGradients, dif.Refinement):
-        change = dif.DirectionalInfluence(solution, solver=solver).change(train.remove([0])).flat
-        np.testing.assert_allclose(change, exact, rtol=1e-8, atol=1e-18)
+    change = dif.DirectionalInfluence(solution, solver=dif.ConjugateGradients).change(train.remove([0])).flat
+    np.testing.assert_allclose(change, exact, rtol=1e-8, atol=1e-18)
 
 
 def test_multipliers_without_bound_are_refused():
@@ -367,13 +364,3 @@ def test_mixing_losses_are_found(mix):
 
     with pytest.raises(dif.InvalidInputError, match="depends on the other samples of its batch"):
         dif.fit(dif.Problem(dif.Samples(loss, (X, y)).mean() + dif.ridge(0.1)), zeros(), show_progress=False)
-
-
-def test_refinement_needs_double_precision():
-    X, y = regression_data()
-    train = dif.Samples(squared, (X.float(), y.float()), name="train")
-    solution = dif.fit(dif.Problem(train.mean()), {"theta": torch.zeros(4)}, show_progress=False)
-    with pytest.raises(dif.InvalidInputError) as caught:
-        dif.DirectionalInfluence(solution, solver=dif.Refinement)
-    meaning = "Residuals in float64 need a problem in float64; the work in float32 is done on a copy."
-    assert caught.value.meaning == meaning

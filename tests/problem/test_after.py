@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -61,7 +63,7 @@ def test_after_is_what_retraining_solves(seed):
     solution = solve(problem)
     for name, perturbation in perturbations(rng, train, problem).items():
         stated = solve(problem.after(perturbation))
-        found = dif.Retraining(solution, tol=1e-12, **QUIET).change(perturbation)
+        found = dif.Retraining(solution, tol=1e-12).change(perturbation)
         torch.testing.assert_close(solution.theta + found.flat, stated.theta, rtol=1e-7, atol=1e-8, msg=name)
         torch.testing.assert_close(solution.lam + found.multipliers.flat, stated.lam, rtol=1e-6, atol=1e-7, msg=name)
 
@@ -72,7 +74,7 @@ def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
     solution = solve(problem)
     name = list(perturbations(rng, train, problem))[seed % 10]
     first = perturbations(rng, train, problem)[name]
-    end = dif.PathInfluence(solution, **QUIET).follow(first).end
+    end = dif.PathInfluence(solution).follow(first).end
     again = solve(end.problem)
     torch.testing.assert_close(end.theta, again.theta, rtol=1e-8, atol=1e-8)
     torch.testing.assert_close(end.lam, again.lam, rtol=1e-6, atol=1e-7)
@@ -85,7 +87,7 @@ def test_the_end_of_a_path_is_scored_and_perturbed_again(seed, tmp_path):
     scores.save(tmp_path / "s.npz")
     np.testing.assert_array_equal(dif.Influence.load(tmp_path / "s.npz").values.numpy(), scores.values.numpy())
     second = people.remove(rest[1:3])
-    retrained = dif.Retraining(end, tol=1e-12, **QUIET).change(second).flat
+    retrained = dif.Retraining(end, tol=1e-12).change(second).flat
     twice = solve(end.problem.after(second))
     torch.testing.assert_close(end.theta + retrained, twice.theta, rtol=1e-8, atol=1e-8)
 
@@ -112,19 +114,18 @@ def test_added_samples_join_a_dataset():
 def test_what_cannot_be_carried_out_is_refused():
     _, train, problem = draw_problem(0)
     stranger = dif.Samples(squared, (torch.randn(5, 3, dtype=F64), torch.randn(5, dtype=F64)), name="stranger")
-    for wrong, meaning in (
-        (None, "A problem is stated after one perturbation, which may remove or add many samples."),
-        (train.remove_each(), "A problem is stated after one perturbation, which may remove or add many samples."),
-        (stranger.remove([0]), "Samples are told apart by identity."),
+    for wrong, words in (
+        (None, "Problem.after takes one Perturbation, not of type NoneType"),
+        (train.remove_each(), "Problem.after takes one Perturbation, not 24"),
+        (stranger.remove([0]), "no term of the problem uses these samples"),
         ((dif.linear(torch.ones(3)) <= 1.0).shift(0.1),
-         "Constraints are told apart by identity, and .named(...) makes a new one."),
-        (train.remove(list(range(24))), "A term without samples is not defined, so there is nothing to retrain."),
+         "is not a constraint of this problem"),
+        (train.remove(list(range(24))), "leaves no samples in 'mean of train'; a term must keep at least one"),
         (train.add((torch.randn(1, 3, dtype=F64), torch.randn(1, dtype=F64))),
-         "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum."),
+         "It is unknown whether the samples added to 'train' belong to mean of"),
     ):  # fmt: skip
-        with pytest.raises(dif.InvalidInputError) as caught:
+        with pytest.raises(dif.InvalidInputError, match=re.escape(words)):
             problem.after(wrong)
-        assert caught.value.meaning == meaning
 
 
 def test_the_old_samples_are_refused_after_an_addition():
@@ -148,10 +149,13 @@ def test_what_estimators_refuse_is_refused_here():
     other = dif.Samples(lambda p, z: (z @ p["w"]) ** 2, X, name="other")
     cap, bound = train.mean() <= 5.0, other.mean() <= 9.0
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [cap, bound])
-    for terms, text in (([42], "`terms` contains 42."), ([bound], "restricted to terms that do not use these samples")):
+    for terms, text in (
+        ([42], "objective or constraint objects, not 42"),
+        ([bound], "restricted to terms that do not use these samples"),
+    ):
         with pytest.raises(dif.InvalidInputError, match=text):
             problem.after(train.remove([1], terms=terms))
-    with pytest.raises(dif.InvalidInputError, match="has 2 values"):
+    with pytest.raises(dif.InvalidInputError, match="must have 1 value, not 2"):
         problem.after(cap.shift(torch.tensor([1.0, 2.0])))
 
 
@@ -183,15 +187,14 @@ def test_an_end_keeps_the_tolerance_and_refuses_what_is_like_a_removed_sample():
     rng, train, problem = draw_problem(0)
     solution = solve(problem)
     strict = dif.Solution(problem, solution.params, solution.multipliers, tol=1e-9)
-    end = dif.PathInfluence(strict, **QUIET).follow(train.remove([3, 8])).end
+    end = dif.PathInfluence(strict).follow(train.remove([3, 8])).end
     assert end.tol == 1e-9
     assert end.converged
     one = (torch.tensor(rng.normal(size=(1, 3))), torch.tensor(rng.normal(size=1)))
     for change in (train.replace([3], one), train.add(one, like=8)):
         for carry_out in (dif.DirectionalInfluence(end).change, end.problem.after):
-            with pytest.raises(dif.InvalidInputError, match="has weight 0 in every term") as caught:
+            with pytest.raises(dif.InvalidInputError, match="has weight 0 in every term, so a sample like it"):
                 carry_out(change)
-            assert caught.value.meaning.endswith("would be in no term, so nothing would change.")
     with pytest.raises(dif.InvalidInputError) as caught:
         end.problem.after(train.remove([1], terms=[problem.constraints[1]]))
-    assert caught.value.cure.endswith("A perturbed problem has new ones: take them from solution.problem.")
+    assert str(caught.value).endswith("A perturbed problem has new ones: take them from solution.problem.")

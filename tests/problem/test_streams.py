@@ -8,7 +8,7 @@ from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dif
-from dif.derivatives.cost import cost
+from dif.derivatives.losses import cost
 from dif.derivatives.sweeps import sample_gradients, sample_slopes
 from dif.derivatives.weight_change import Direction
 from dif.problem.parameters import Parameters
@@ -79,11 +79,10 @@ def test_a_dataset_that_changes_its_length_is_refused():
     solution = dif.fit(dif.Problem(train.mean() + dif.ridge(0.05)), zeros(), show_progress=False)
     influence = dif.DirectionalInfluence(solution)
     data.n = 50
-    with pytest.raises(dif.InvalidInputError, match=r"has length 50\. It must have length 60, as when") as caught:
+    with pytest.raises(
+        dif.InvalidInputError, match=r"'train' must have length 60, as when the Samples were created, not 50\."
+    ):
         influence.scores(train.mean(), train.remove_each())
-    assert caught.value.found == "The Dataset of Samples 'train' has length 50."
-    assert caught.value.meaning == "Weights and indices do not match a Dataset that has changed its length."
-    assert caught.value.cure == "Create new Samples from the Dataset as it is now."
 
 
 def test_streams_without_an_index_are_refused():
@@ -92,7 +91,7 @@ def test_streams_without_an_index_are_refused():
             return iter(zip(X, Y, strict=True))
 
     for data in (Stream(), DataLoader(Stream(), batch_size=4), iter([1.0])):
-        with pytest.raises(dif.InvalidInputError, match="Samples must be countable and addressable by index"):
+        with pytest.raises(dif.InvalidInputError, match="or a Dataset with a length, not of type"):
             dif.Samples(logistic, data)
 
 
@@ -101,10 +100,9 @@ def test_streams_without_an_index_are_refused():
     [({"batch_size": None}, "without batches"), ({"sampler": range(30)}, "whose sampler selects 30 of 60 samples")],
 )
 def test_loaders_that_leave_samples_out_are_refused(options, found):
-    with pytest.raises(dif.InvalidInputError, match="a loader of batches over all its samples") as caught:
+    with pytest.raises(dif.InvalidInputError, match="it must have batches over all its samples") as caught:
         dif.Samples(logistic, DataLoader(TensorDataset(X, Y), **options))
-    assert caught.value.found == f"A DataLoader {found} was given as data of Samples 'samples'."
-    assert caught.value.meaning == "Sample i is item i of the Dataset, so a sampler cannot select samples."
+    assert f"A DataLoader {found} was given as data of Samples 'samples';" in str(caught.value)
 
 
 def test_scores_go_to_disk_as_they_come(tmp_path):
@@ -119,18 +117,15 @@ def test_scores_go_to_disk_as_they_come(tmp_path):
     assert (loaded.perturbations, loaded.targets, loaded.estimator) == (held.perturbations, held.targets, "DIF")
     assert loaded.compare(held).relative_error == 0
     assert np.load(path, mmap_mode="r").shape == (60, 60)
-    with pytest.raises(dif.InvalidInputError, match=r"a name ending in \.npy or \.zarr") as caught:
+    with pytest.raises(dif.InvalidInputError, match=r"`out` must be a name ending in \.npy, such as"):
         influence.scores(train, train.remove_each(), out=tmp_path / "scores.csv")
-    assert caught.value.meaning == (
-        "The scores are written as one array of numpy or Zarr, with a description in a .json file beside it."
-    )
     with pytest.raises(dif.InvalidInputError, match="no term of the problem uses these samples"):
         influence.scores(train, dif.Samples(logistic, (X, Y)).remove_each(), out=path)
     assert torch.equal(dif.Influence.load(path).values, held.values)  # what was there stays
     with pytest.raises(FileNotFoundError, match="Create it first"):
         influence.scores(train, train.remove_each(), out=tmp_path / "none" / "scores.npy")
-    (tmp_path / "scores.npy.json").write_text("{}")
-    with pytest.raises(dif.InvalidInputError, match="influence file"):
+    (tmp_path / "scores.npy.journal").write_text("{}")
+    with pytest.raises(dif.InvalidInputError, match=r"scores.npy' is damaged, or was not written by dif"):
         dif.Influence.load(path)
 
 
@@ -143,9 +138,9 @@ def test_slopes_both_ways_are_one(monkeypatch):
     weights = solution.program.weights(solution.lam)
     found = []
     for price, size in ((0, 2**21), (10**9, 2**21), (0, 64), (10**9, 64)):
-        monkeypatch.setattr("dif.derivatives.sweeps._PER_ENTRY", {"cpu": price})
-        monkeypatch.setattr("dif.derivatives.sweeps._PASS", size)
-        monkeypatch.setattr("dif.derivatives.sweeps._GRADIENTS", size)
+        monkeypatch.setattr("dif.derivatives.losses._PER_ENTRY", {"cpu": price})
+        monkeypatch.setattr("dif.derivatives.losses._PASS", size)
+        monkeypatch.setattr("dif.derivatives.losses._GRADIENTS", size)
         found.append(
             torch.cat(
                 direction.first_order_effects(solution.theta, weights, solution.parts, solution.part_gradients, V), 1
@@ -237,10 +232,11 @@ def test_only_the_last_layer_is_variable():
 def test_names_that_match_nothing_are_refused():
     model = torch.nn.Linear(2, 1)
     for names in ("head.*", ["weight", "lora"], []):
-        with pytest.raises(dif.InvalidInputError) as caught:
+        with pytest.raises(
+            dif.InvalidInputError, match=r"must be names or patterns of parameters.* weight, bias, not "
+        ):
             dif.variable(model, names)
-        assert caught.value.meaning == "A name that matches nothing would make no parameter variable."
-    with pytest.raises(dif.InvalidInputError, match="No parameter matches 'w'"):
+    with pytest.raises(dif.InvalidInputError, match=r"which here are none, not \['w'\]"):
         dif.variable({"w": torch.zeros(2)}, "w")
 
 
@@ -272,7 +268,7 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     solution = fit_problem(problem)
     columns, fetched = [], []
 
-    class Counted(dif.linalg.cholesky.DenseCholesky):
+    class Counted(dif.linalg.solvers.DenseCholesky):
         def solve(self, B):
             columns.append(B.shape[1])
             return super().solve(B)

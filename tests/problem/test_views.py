@@ -101,7 +101,7 @@ def test_a_removal_acts_on_every_view(seed):
         end = truth.moved(gone, 1.0).minimum(at)
         moved = dif.Retraining(solution).change(train.remove(index))
         np.testing.assert_allclose(moved.flat.numpy(), end.theta - at.theta, atol=1e-7)
-        without = dif.fit(problem.without(rates, index), solution.params, show_progress=False)
+        without = dif.fit(problem.after(rates.remove(index)), solution.params, show_progress=False)
         np.testing.assert_allclose(without.theta.numpy(), end.theta, atol=1e-7)
 
     some = [problem.objective, problem.constraints[0]]

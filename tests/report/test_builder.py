@@ -2,13 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from problems import fair_logistic, fit_problem
-from refusals import invalid
+from problems import fair_logistic, fit_problem, logistic, zeros
 
 import dif
+from dif.derivatives import checks
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +20,12 @@ def scored():
     targets = {"risk": train.mean(), "half": train.mean(where=torch.arange(len(train)) < 10)}
     scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), show_progress=False)
     return train, solution, targets, scores
+
+
+def refuse(words, action):
+    """Check that an action is refused in these words."""
+    with pytest.raises(dif.InvalidInputError, match=re.escape(words)):
+        action()
 
 
 def read(path):
@@ -50,7 +58,7 @@ def test_the_page_has_the_scores(scored, tmp_path):
 def test_some_samples_with_what_retraining_gave(scored, tmp_path):
     train, solution, targets, scores = scored
     top = [entry.index for entry in scores.top(4)]
-    actual = dif.Retraining(solution, show_progress=False).scores(targets, train.remove_each(top))
+    actual = dif.Retraining(solution).scores(targets, train.remove_each(top))
     some = scores[sorted({*top, 0, 1, 2})]
     some.report(tmp_path / "report.html", retrained=actual)
     page = next(page for page in read(tmp_path / "report.html") if page["target"] == "risk")
@@ -58,6 +66,19 @@ def test_some_samples_with_what_retraining_gave(scored, tmp_path):
     found = {sample["name"]: sample["actual"] for sample in page["samples"] if sample.get("actual") is not None}
     values = actual.values[:, 0].tolist()
     assert found == {f"train[{i}]": pytest.approx(value) for i, value in zip(top, values, strict=True)}
+
+
+def test_the_estimator_of_the_scores_is_asked(scored, tmp_path, monkeypatch):
+    """Scores that know their estimator need no other: a derivative is split by term as it was scored."""
+    train, solution, targets, _ = scored
+    estimator = dif.DirectionalInfluence(solution, switching=False)
+    scores = estimator.scores(targets, train.remove_each(), assess=0, show_progress=False)
+    origin = SimpleNamespace(solution=solution, targets=scores.origin.targets, estimator=estimator)
+    monkeypatch.setattr("dif.report.builder.DirectionalInfluence", None)
+    replace(scores, origin=origin).report(tmp_path / "report.html")
+    for page in read(tmp_path / "report.html"):
+        for sample in page["samples"]:
+            assert sum(sample["parts"]) == pytest.approx(sample["score"])
 
 
 def test_other_estimators_show_no_terms(scored, tmp_path):
@@ -84,64 +105,97 @@ def test_what_cannot_be_reported_is_refused(scored, tmp_path):
     path = tmp_path / "report.html"
     scores.save(tmp_path / "scores.npz")
     loaded = dif.Influence.load(tmp_path / "scores.npz")
-    invalid(
-        lambda: loaded.report(path),
-        "do not know the solution",
-        "A report shows the certificate of that solution, which neither a file nor a training run has.",
-    )
+    refuse("do not know the solution that they were computed at. Call", lambda: loaded.report(path))
     many = dif.DirectionalInfluence(solution).scores(train, train.remove_each([1]), assess=0)
-    invalid(lambda: many.report(path), "The scores have", "Each target has a tab of its own.")
+    refuse("The scores have 60 targets; a report shows at most 20", lambda: many.report(path))
     assert not path.exists()
     dif.report.write_report(path, loaded, solution, targets=targets)
     assert path.exists()
 
 
-ENTRY = "One entry is shown beside each score."
-WRONG = {
-    "path": [(3, "`path` is of type int", "It must be the path of a file."), (".", "`path` is '.', which is no file")],
-    "retrained": [(3, "`retrained` is of type int", "It must be a dif.Influence.", "or leave it out.")],
-    "title": [(3, "`title` is of type int", "It must be text.", "It is the heading of the page.")],
-    "names": [(3, "`names` is of type int", ENTRY), ("ab", "`names` is of type str", "It must be a list, an array or")],
-    "groups": [({"a": 1}, "`groups` is of type dict", ENTRY), (["a"], "`groups` has 1 entries", ENTRY)],
-    "features": [
-        (
-            [1],
-            "`features` is of type list",
-            "It must be a dict of columns, or a data frame.",
-            "Each column is shown under",
-        ),
-        ({"age": 3}, "`features['age']` is of type int", ENTRY),
-        ({"age": [3]}, "`features['age']` has 1 entries", ENTRY),
-    ],
-    "images": [
-        (3, "`images` is of type int", ENTRY),
-        (torch.zeros(60, 3), "`images` has entries of shape (3,).", "Each must be an image of shape (height, width)"),
-        ([None] * 60, "`images` cannot be displayed", "It must hold numeric pixels", "The report shows it for each"),
-    ],
-}
+ENTRY = "it must be a list, an array or a column with 60 entries, one per sample."
+WRONG = [
+    ("path", 3, "`path`"),
+    ("path", ".", "`path`"),
+    ("retrained", 3, "`retrained` is of type int; it must be the scores of dif.Retraining."),
+    ("title", 3, "`title` is of type int; it must be text."),
+    ("names", 3, f"`names` is of type int; {ENTRY}"),
+    ("names", "ab", f"`names` is of type str; {ENTRY}"),
+    ("groups", {"a": 1}, f"`groups` is of type dict; {ENTRY}"),
+    ("groups", ["a"], f"`groups` has 1 entries; {ENTRY}"),
+    ("features", [1], "`features` is of type list; it must be a dict of columns or a data frame."),
+    ("features", {"age": 3}, f"`features['age']` is of type int; {ENTRY}"),
+    ("features", {"age": None}, f"`features['age']` is of type NoneType; {ENTRY}"),
+    ("features", {"age": [3]}, f"`features['age']` has 1 entries; {ENTRY}"),
+    ("images", 3, f"`images` is of type int; {ENTRY}"),
+    ("images", torch.zeros(60, 3), "`images` has entries of shape (3,); each must have shape (height, width)"),
+    ("images", [None] * 60, "`images` cannot be displayed"),
+]
 
 
-@pytest.mark.parametrize(("argument", "case"), [(name, case) for name, cases in WRONG.items() for case in cases])
-def test_every_argument_is_checked(scored, tmp_path, argument, case):
-    scores, (value, *texts) = scored[3], case
+@pytest.mark.parametrize(("argument", "value", "words"), WRONG)
+def test_every_argument_is_checked(scored, tmp_path, argument, value, words):
+    scores = scored[3]
     given = {"path": tmp_path / "report.html", argument: value}
     assert len(scores) == 60
-    invalid(lambda: scores.report(given.pop("path"), **given), *texts)
+    refuse(words, lambda: scores.report(given.pop("path"), **given))
     assert not list(tmp_path.iterdir())
 
 
-def test_targets_of_another_number_or_kind_are_refused(scored, tmp_path):
+def test_scores_and_targets_of_another_number_or_kind_are_refused(scored, tmp_path):
     train, solution, _, scores = scored
-    write = dif.report.write_report
-    meaning = "The report shows the present value of each target beside its scores."
-    for targets, found in ((3, "1 target, some of type int"), ([train.mean()], "1 target."), ([1, 2], "of type int")):
-        invalid(lambda t=targets: write(tmp_path / "r.html", scores, solution, targets=t), found, meaning)
-    invalid(lambda: write(tmp_path / "r.html", 3), "`influence` is of type int", "A report shows the scores of an")
-    invalid(lambda: write(tmp_path / "r.html", scores, 3), "`solution` is of type int", "at a solution of a problem.")
+    path = tmp_path / "r.html"
+    wanted = "`targets` must be the 2 Terms that were scored, one per column; "
+    for words, values in (
+        (f"{wanted}it has an entry of type int.", {"targets": 3}),
+        (f"{wanted}it has an entry of type int.", {"targets": [1, 2]}),
+        (f"{wanted}not 1.", {"targets": [train.mean()]}),
+        (f"{wanted}not 0.", {"targets": []}),
+        ("`influence` is of type int; it must be the scores of an estimator.", {"influence": 3}),
+        ("`solution`", {"solution": 3}),
+    ):
+        given = {"influence": scores, "solution": solution, **values}
+        refuse(words, lambda given=given: dif.report.write_report(path, **given))
+    some = scores[:3]
+    found = "of its 60 perturbations 3 were, and its targets are risk, half."
+    refuse(found, lambda: some.report(path, retrained=scores))
+    assert not path.exists()
     predicted = dif.NewtonInfluence(solution).scores(train.mean().named("risk"), train.remove_each([1, 2]))
-    scores.report(tmp_path / "r.html", retrained=predicted)  # any estimator may stand in for retraining
-    shown = [s for s in read(tmp_path / "r.html")[0]["samples"] if s.get("actual") is not None]
+    scores.report(path, retrained=predicted)  # any estimator may stand in for retraining
+    shown = [s for s in read(path)[0]["samples"] if s.get("actual") is not None]
     assert sorted(s["index"] for s in shown) == [1, 2]
+
+
+def test_a_report_costs_few_evaluations_of_the_losses(tmp_path, monkeypatch):
+    """Calls of the user's loss are counted; the search for kinks, which a solution keeps, has a count of its own."""
+    calls, searching = {"kinks": 0, "report": 0}, []
+
+    def counted(params, z):
+        calls["kinks" if searching else "report"] += 1
+        return logistic(params, z)
+
+    find = checks.find_kinks
+
+    def search(*words):
+        searching.append(True)
+        try:
+            return find(*words)
+        finally:
+            searching.clear()
+
+    for place in ("dif.optimality.solution", "dif.derivatives.targets"):
+        monkeypatch.setattr(f"{place}.find_kinks", search)
+    data, group = fair_logistic()[0].storage.data, torch.arange(60) % 3
+    train = dif.Samples(counted, data, name="train")
+    risk = train.mean()
+    problem = dif.Problem(risk + dif.ridge(0.05), [train.mean(where=group == 1) <= risk - 0.02])
+    solution = dif.fit(problem, zeros(), show_progress=False)
+    targets = {"risk": risk, "half": train.mean(where=group == 0)}
+    scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), assess=0, show_progress=False)
+    calls.update(kinks=0, report=0)
+    scores.report(tmp_path / "report.html")
+    assert 0 < calls["report"] <= 60
+    assert calls["kinks"] > 0
 
 
 @pytest.fixture(scope="module")
@@ -176,32 +230,25 @@ def test_features_are_those_of_the_people_that_were_scored(people, tmp_path):
 
 def test_features_of_other_people_are_refused(people, tmp_path):
     frame, scores = people
-    path = tmp_path / "report.html"
-    reordered, other = "has the labels of the scores in another order", "has other labels than the scores"
-    meaning = "What is shown beside each score would belong to another sample."
-    for part, features, found in (
-        (scores, frame[::-1], reordered),
-        (scores[1:4], frame[1:4][::-1], reordered),
-        (scores[::-1], frame[::-1], reordered),  # five rows are those of the data, in the order of the data
-        (scores[1:3], frame[3:], other),
-        (scores, frame.rename("patient {}".format), other),
-    ):
-        invalid(lambda p=part, f=features: p.report(path, features=f), f"`features` {found}", meaning)
-    error = invalid(lambda: scores[1:3].report(path, features=frame[2:4]), "other labels than the scores: 'dee'.")
-    assert error.cure.startswith("Pass features.loc[scores.index], or")
-    ages = shown_ages(
-        scores[::-1], path, features=frame.rename("patient {}".format).to_dict("list")
-    )  # as the cure says
-    assert ages == frame["age"].to_dict()
-    path.unlink()
-    error = invalid(lambda: scores[::-1].report(path, features=frame[::-1]), reordered)
-    assert error.cure.startswith("Pass features.loc[X.index], or")
-    assert "names.to_list()" in invalid(lambda: scores.report(path, names=frame["age"][::-1]), reordered).cure
-    backwards = {"age": frame["age"][::-1]}
-    invalid(lambda: scores.report(path, features=backwards), f"`features['age']` {reordered}")
-    for name in ("names", "groups"):
-        invalid(lambda n=name: scores.report(path, **{n: frame["age"][::-1]}), f"`{name}` {reordered}")
+    path, ages = tmp_path / "report.html", frame["age"]
+    reordered, other = "has the labels of the scores in another order. Pass", "has other labels than the scores:"
+    for part, given, words in (
+        (scores, {"features": frame[::-1]}, f"`features` {reordered} features.loc[X.index], or"),
+        (scores[1:4], {"features": frame[1:4][::-1]}, f"`features` {reordered} features.loc[scores.index], or"),
+        # five rows are those of the data, in the order of the data
+        (scores[::-1], {"features": frame[::-1]}, f"`features` {reordered} features.loc[X.index], or"),
+        (scores[1:3], {"features": frame[3:]}, f"`features` {other} 'dee', 'eve'. Pass"),
+        (scores[1:3], {"features": frame[2:4]}, f"`features` {other} 'dee'. Pass features.loc[scores.index], or"),
+        (scores, {"features": frame.rename("patient {}".format)}, f"`features` {other}"),
+        (scores, {"features": {"age": ages[::-1]}}, f"`features['age']` {reordered}"),
+        (scores, {"names": ages[::-1]}, f"`names` {reordered} names.loc[X.index], or, if its rows are in order "
+         "already, names.to_list()."),
+        (scores, {"groups": ages[::-1]}, f"`groups` {reordered}"),
+    ):  # fmt: skip
+        refuse(words, lambda part=part, given=given: part.report(path, **given))
     assert not path.exists()
+    as_told = frame.rename("patient {}".format).to_dict("list")
+    assert shown_ages(scores[::-1], path, features=as_told) == ages.to_dict()
 
 
 def test_a_default_index_names_nobody(people, tmp_path):
@@ -211,5 +258,6 @@ def test_a_default_index_names_nobody(people, tmp_path):
     expected = {str(i): age for i, age in enumerate(frame["age"])}
     for features in (frame, plain):
         assert shown_ages(scores, path, features=features) == expected
-    invalid(lambda: scores.report(path, features=plain.sort_values("age")), "`features` has the labels of the scores")
-    invalid(lambda: scores[1:3].report(path, features=plain[3:]), "`features` has other labels than the scores: 3, 4.")
+    reordered = plain.sort_values("age")
+    refuse("`features` has the labels of the scores in another", lambda: scores.report(path, features=reordered))
+    refuse("`features` has other labels than the scores: 3, 4.", lambda: scores[1:3].report(path, features=plain[3:]))

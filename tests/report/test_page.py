@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import dif
-from dif.report.description import Description
-from dif.report.numbers import format_number
-from dif.report.report import Report, select_samples, write_html
+from dif.cli.description import Description
+from dif.report.builder import build_reports
+from dif.report.report import Report, write_html
+from dif.report.words import format_number
 
 EVIL = "<script>alert(1)</script>"
 LONG = "applicants aged 25 or younger at the time of their application, in Deutsche Mark"
@@ -41,19 +42,12 @@ groups = [f"g{{int(g)}} {LONG}" for g in group]
 features = {{{EVIL!r}: [{EVIL!r}] * 120, {LONG!r}: y}}
 images = X
 """)
-    description = Description.read(source)
-    name, target = description.target("gap")
-    predictor = dif.DirectionalInfluence(description.solution)
-    removals = description.train.remove_each()
-    scores = replace(predictor.scores(target, removals, show_progress=False), targets=(name,))
-    parts = predictor.by_term(target, description.train.remove_each(select_samples(scores, 20)))
-    report = Report.of(
-        description.subjects, scores, title="model", term=target, parts=parts, command=f"dif score {EVIL}"
-    )
+    told = Description.read(source)
+    target, removals = told.targets["gap"], told.train.remove_each()
+    scores = dif.DirectionalInfluence(told.solution).scores({"gap": target}, removals, show_progress=False)
+    (report,) = build_reports(scores, told.subjects, [target], title="model", command=f"dif score {EVIL}")
     retrained = [sample["index"] for sample in report.samples[:10]]
-    actual = dif.Retraining(description.solution, show_progress=False).scores(
-        target, description.train.remove_each(retrained)
-    )
+    actual = dif.Retraining(told.solution).scores(target, told.train.remove_each(retrained), show_progress=False)
     report = report.with_actual(retrained, actual, "dif retrain")
     report.save(folder / "report.json")
     Report.load(folder / "report.json").write_html(folder / "report.html")

@@ -7,14 +7,13 @@ from html.parser import HTMLParser
 
 import pytest
 import torch
-from refusals import invalid
 
 import dif
 from dif.report import write_report
-from dif.report.constraints import explain_constraint, write_formulas
-from dif.report.numbers import format_number, format_percent
-from dif.report.report import Report, load_reports
-from dif.report.sample_sets import SampleSets
+from dif.report.builder import build_reports
+from dif.report.report import load_reports
+from dif.report.subjects import SampleSets, Subjects
+from dif.report.words import explain_constraint, format_number, format_percent, write_formulas
 
 EVIL = "<script>alert(1)</script>"
 
@@ -174,26 +173,10 @@ def test_a_report_of_groups_and_of_scores_from_a_file(written, tmp_path):
     assert '"name": "train[7]"' in write_report(tmp_path / "loaded.html", loaded, solution).read_text()
 
 
-def test_wrong_parts_of_a_report_are_refused(written, tmp_path):
-    _, scores, actual, solution = written
-    path = tmp_path / "report.html"
-    found = invalid(lambda: write_report(path, scores, solution, names=["a"]), "`names` has 1 entries.")
-    assert found.meaning == "One entry is shown beside each score."
-    found = invalid(lambda: write_report(path, scores, solution, targets=[]), "`targets` has 0 targets.")
-    assert found.meaning == "The report shows the present value of each target beside its scores."
-    found = invalid(lambda: write_report(path, actual, solution, retrained=scores), "Of 40 retrained perturbations")
-    assert found.meaning == "The report shows the retrained change of a target beside the predicted one."
-    found = invalid(lambda: write_report(path, "scores", solution), "influence")
-    assert found.meaning == "A report shows the scores of an estimator."
-    assert not path.exists()
-
-
 def test_what_is_saved_is_what_is_read(written, tmp_path):
-    from dif.report.subjects import Subjects
-
     _, scores, actual, solution = written
-    subjects = Subjects.of_perturbations(scores.carried_out, scores.perturbations, solution)
-    report = Report.of(subjects, scores, title="x").with_actual([3, 8], actual)
+    subjects = Subjects.of(scores.carried_out, solution)
+    report = build_reports(scores, subjects, [None, None], title="x")[0].with_actual([3, 8], actual)
     report.save(tmp_path / "report.json")
     assert load_reports(tmp_path / "report.json") == [report]
     again = report.with_retrained([{"index": 3, "actual": 7.0, "failed": ""}])

@@ -1,6 +1,7 @@
-"""Locks on a folder, with those of Unix and those of Windows."""
+"""The lock of a folder, with that of Unix and that of Windows."""
 
 import fcntl
+import importlib
 import struct
 import subprocess
 import sys
@@ -10,17 +11,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from dif.runtime import folder_lock
-from dif.runtime.folder_lock import ByteLocks, WholeFileLocks, lock_folder, use_folder
+from dif.runtime import archive
+from dif.runtime.archive import lock_folder
 
 
 def lock_bytes(file, mode, count):
     """Do what `msvcrt.locking` does, with Linux's locks of open files: they hold between files of one process, too."""
-    kind = fcntl.F_UNLCK if mode == MSVCRT.LK_UNLCK else fcntl.F_WRLCK
-    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, 1, 0, count, 0))  # 1: from the present position
+    fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", fcntl.F_WRLCK, 1, 0, count, 0))  # 1: from the position
 
 
-MSVCRT = SimpleNamespace(LK_NBLCK=2, LK_UNLCK=0, locking=lock_bytes)
+MSVCRT = SimpleNamespace(LK_NBLCK=2, locking=lock_bytes)
+
+
+def import_on_windows(name):
+    if name == "fcntl":
+        raise ImportError(name)
+    return MSVCRT if name == "msvcrt" else importlib.import_module(name)
 
 
 @pytest.fixture(params=["unix", "windows"])
@@ -28,7 +34,7 @@ def system(request, monkeypatch):
     if request.param == "windows":
         if not hasattr(fcntl, "F_OFD_SETLK"):
             pytest.skip("no locks of open files")
-        monkeypatch.setattr(folder_lock, "find_locks", lambda: ByteLocks(MSVCRT))
+        monkeypatch.setattr(archive, "import_module", import_on_windows)
     return request.param
 
 
@@ -42,7 +48,8 @@ def test_changes_wait_for_each_other(system, tmp_path):
 
     other = threading.Thread(target=change)
     other.start()
-    with lock_folder(tmp_path):
+    with lock_folder(tmp_path) as locked:
+        assert locked
         held.set()
         time.sleep(0.2)
         happened.append("first")
@@ -50,23 +57,20 @@ def test_changes_wait_for_each_other(system, tmp_path):
     assert happened == ["first", "second"]
 
 
-def test_a_folder_in_use_is_noticed_until_the_last_user_leaves(system, tmp_path):
-    with use_folder(tmp_path) as first:
-        assert not first
-        second = use_folder(tmp_path)
-        assert second.__enter__()
-        with use_folder(tmp_path) as third:
-            assert third
-    with use_folder(tmp_path) as fourth:  # the first user has left, the second has not
-        assert fourth
-    second.__exit__(None, None, None)
-    with use_folder(tmp_path) as alone:
-        assert not alone
+def test_who_does_not_wait_is_told_of_others(system, tmp_path):
+    with lock_folder(tmp_path, wait=False) as alone:
+        assert alone
+        with lock_folder(tmp_path, wait=False) as second:
+            assert not second
+        with lock_folder(tmp_path, "of something else", wait=False) as other:
+            assert other
+    with lock_folder(tmp_path, wait=False) as again:
+        assert again
 
 
 def test_the_lock_of_a_process_that_was_killed_is_gone(tmp_path):
     code = (
-        "import sys, time, pathlib\nfrom dif.runtime.folder_lock import lock_folder\n"
+        "import sys, time, pathlib\nfrom dif.runtime.archive import lock_folder\n"
         "with lock_folder(pathlib.Path(sys.argv[1])):\n    print('locked', flush=True)\n    time.sleep(60)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as process:
@@ -75,15 +79,3 @@ def test_the_lock_of_a_process_that_was_killed_is_gone(tmp_path):
         process.kill()
     with lock_folder(tmp_path):
         pass
-
-
-def test_each_system_gets_its_locks(monkeypatch):
-    assert isinstance(folder_lock.find_locks(), WholeFileLocks)
-
-    def import_on_windows(name):
-        if name == "fcntl":
-            raise ImportError(name)
-        return MSVCRT
-
-    monkeypatch.setattr(folder_lock, "import_module", import_on_windows)
-    assert isinstance(folder_lock.find_locks(), ByteLocks)

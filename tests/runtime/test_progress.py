@@ -2,8 +2,8 @@
 
 import pytest
 
-from dif.runtime import progress as module
-from dif.runtime.progress import NotebookBar, progress
+from dif.runtime import work as module
+from dif.runtime.work import NotebookBar, progress
 
 
 class Screen(list):

@@ -20,8 +20,8 @@ HERE = Path(__file__).parents[1]  # where the helpers are
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(HERE), "OMP_NUM_THREADS": "1"}
 
 
-def estimators(solution, **options):
-    return dif.Retraining(solution, show_progress=False, **options), dif.DirectionalInfluence(solution)
+def estimators(solution):
+    return dif.Retraining(solution), dif.DirectionalInfluence(solution)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,10 @@ def serial():
     )
 
 
-def assert_the_same(serial, **options):
+def assert_the_same(serial):
     train, solution, removals, retrained, scored = serial
-    retraining, influence = estimators(solution, jobs=2, **options)
-    assert (retraining.scores(train, removals).values - retrained).abs().max() <= 1e-12
+    retraining, influence = estimators(solution)
+    assert (retraining.scores(train, removals, jobs=2).values - retrained).abs().max() <= 1e-12
     assert (influence.scores(train, removals, jobs=2).values - scored).abs().max() <= 1e-12
 
 
@@ -112,7 +112,7 @@ def kill_in_the_middle(serial, tmp_path, removals=24):
     chosen = train.remove_each(range(removals))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        found = dif.Retraining(solution, keep=kept, jobs=2, show_progress=False).scores(train, chosen).values
+        found = dif.Retraining(solution, keep=kept).scores(train, chosen, jobs=2).values
     thread.join()
     assert flag.exists()
     with pytest.raises(ProcessLookupError):
@@ -146,9 +146,9 @@ def test_work_that_kills_every_worker_ends(tmp_path):
         return usual(params, z)
 
     train.loss = loss
-    retraining = dif.Retraining(solution, jobs=2, show_progress=False)
+    retraining = dif.Retraining(solution)
     with pytest.warns(UserWarning, match="A worker was lost"), pytest.raises(BrokenExecutor):
-        retraining.scores(train, train.remove_each(range(8)))
+        retraining.scores(train, train.remove_each(range(8)), jobs=2)
 
 
 @pytest.mark.slow
@@ -178,5 +178,5 @@ def test_two_processes_of_torch_distributed():
 def test_sharded_without_processes():
     with pytest.raises(dif.InvalidInputError) as caught, dif.sharded():
         pass
-    assert caught.value.meaning == "There are no processes among which samples could be shared."
-    assert "All processes would write the same file." in (HERE / "sharded.py").read_text()  # asserted there
+    assert "torch.distributed" in str(caught.value)
+    assert "all processes would write the same file" in (HERE / "sharded.py").read_text()  # asserted there

@@ -5,7 +5,21 @@ from contextlib import suppress
 
 import pytest
 import torch
-from refusals import F64, PROBLEM, TRAIN, invalid, logistic, point, refused, roots, samples, solve, table, untouched
+from refusals import (
+    F64,
+    PROBLEM,
+    TRAIN,
+    invalid,
+    logistic,
+    point,
+    refused,
+    roots,
+    samples,
+    solution,
+    solve,
+    table,
+    untouched,
+)
 
 import dif
 
@@ -74,9 +88,44 @@ def test_fit_warns_when_a_limit_is_reached_first(case):
     refused(dif.NotASolutionError, lambda: dif.DirectionalInfluence(solution), f"{solution.kkt.residual:.3g}")
 
 
+ARGUMENTS = {
+    "no iterations": (lambda: solve(TRAIN.mean(), max_iter=0), "`max_iter` must be an integer ≥ 1, not 0."),
+    "no time": (lambda: solve(TRAIN.mean(), max_seconds=0), "`max_seconds` must be a positive number, not 0."),
+    "no iterations to retrain": (
+        lambda: dif.Retraining(solution(), max_iter=0).change(TRAIN.remove(0)),
+        "`max_iter` must be an integer ≥ 1, not 0.",
+    ),
+    "a negative multiplier": (
+        lambda: dif.fit(PROBLEM, point(0.0, 0.0), multipliers=[-1.0]),
+        "The multiplier of the inequality 'cap' must be ≥ 0, not -1.",
+    ),
+    "a negative multiplier of a training": (
+        lambda: dif.Training(PROBLEM, point(0.0, 0.0), dif.SGD(0.1), multipliers={"cap": -1.0}).run(),
+        "The multiplier of the inequality 'cap' must be ≥ 0, not -1.",
+    ),
+}
+
+
+@table(ARGUMENTS)
+def test_wrong_arguments_are_refused(case):
+    invalid(*case)
+
+
+def test_multipliers_of_a_solution_are_a_start():
+    """Rounding may leave a multiplier just below 0, and that of an equality may have any sign."""
+    start = dict(zip(PROBLEM.names, [-1e-17], strict=True))
+    assert dif.fit(PROBLEM, point(0.0, 0.0), multipliers=start, show_progress=False).converged
+    equal = dif.Problem(PROBLEM.objective, [dif.linear([1.0, 1.0]) == -1.0])
+    assert dif.fit(equal, point(0.0, 0.0), multipliers=[-1.0], show_progress=False).converged
+
+
 def test_inference_mode_is_named():
     with torch.inference_mode():
-        invalid(lambda: dif.fit(PROBLEM, point(0.0, 0.0)), "on", "Nothing can be differentiated inside it.")
+        invalid(
+            lambda: dif.fit(PROBLEM, point(0.0, 0.0)),
+            "inference_mode() must be off",
+            "nothing can be differentiated inside it",
+        )
 
 
 def test_fit_from_a_point_without_a_derivative_is_refused():

@@ -129,11 +129,8 @@ def test_stops_and_changes_along_a_path():
     assert path.start is solution
     assert path.curvatures == 0  # the one at the start was enough
     for limit in (0, "a", 2.5):
-        with pytest.raises(
-            dif.InvalidInputError, match=f"`max_steps` is {limit!r}. It must be an integer ≥ 1"
-        ) as caught:
+        with pytest.raises(dif.InvalidInputError, match=f"`max_steps` must be an integer ≥ 1, not {limit!r}."):
             dif.PathInfluence(solution, max_steps=limit)
-        assert caught.value.meaning == "It limits the steps along one path."
     with pytest.raises(dif.InvalidInputError, match="stops on a path"):
         dif.PathInfluence(solution).follow(removal, stops=["a"])
     for stops, outside in (([1.5], "1.5"), ([0.5, float("nan")], "nan"), ([-1.0, 2.0], "-1.0, 2.0")):

@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from refusals import invalid
+from refusals import invalid, table
 from torch import nn
 from trainings import classify, logistic, state_problem, violations
 
@@ -82,7 +82,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     _, problem = state_problem(X, y, group)
     training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 10, 3)
     whole = training.run(show_progress=False)
-    steps, usual = [], dif.derivatives.training_step.TrainingStep.observe
+    steps, usual = [], dif.training.descent.TrainingStep.observe
 
     def advance(self, t, *args, **options):
         steps.append(t)
@@ -90,7 +90,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return usual(self, t, *args, **options)
 
-    monkeypatch.setattr("dif.derivatives.training_step.TrainingStep.observe", advance)
+    monkeypatch.setattr("dif.training.descent.TrainingStep.observe", advance)
     with pytest.raises(KeyboardInterrupt):
         training.run(keep=tmp_path / "run", show_progress=False)
     resumed = training.run(keep=tmp_path / "run", show_progress=False)
@@ -98,15 +98,15 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     assert torch.equal(resumed.theta, whole.theta)
     assert resumed.history == whole.history
     lines = (tmp_path / "run" / "history.jsonl").read_text()
-    (tmp_path / "run" / "history.jsonl").write_text(lines[:-20])  # the last line is cut off
-    for _ in range(2):
-        assert training.run(keep=tmp_path / "run", show_progress=False).history == whole.history
-    steps.remove(17)
+    for damaged in (lines[:-20], lines[:-20] + "7" + lines[-19:]):  # the last line is cut off, or changed
+        (tmp_path / "run" / "history.jsonl").write_text(damaged)
+        for _ in range(2):
+            assert training.run(keep=tmp_path / "run", show_progress=False).history == whole.history
+        steps.remove(17)
     other = dif.Training(problem, params, dif.SGD(0.2, momentum=0.9), dif.Ascent(0.5), 10, 3, seed=1)
     invalid(
         lambda: other.run(keep=tmp_path / "run", show_progress=False),
-        "holds another run: the batches and the optimiser or the schedule differ.",
-        "A run resumes only with the same data, start and batches",
+        "holds another run: the batches and the optimiser or the schedule differ. Pass the same ones",
     )
     assert len(steps) == 19
     assert torch.equal(training.run(keep=tmp_path / "run", show_progress=False).theta, whole.theta)
@@ -123,67 +123,91 @@ def test_damaged_files_of_a_run_are_named(tmp_path):
     whole = scores(training.run(show_progress=False)).values
     damaged = tmp_path / "run" / "state_000003.npz"
     damaged.write_bytes(damaged.read_bytes()[:40])
-    invalid(lambda: scores(run), f"'{damaged}' cannot be read (BadZipFile", "The file is missing or damaged.")
-    for t in range(3, 7):
-        (tmp_path / "run" / f"state_{t:06d}.npz").unlink()
-    invalid(lambda: scores(run), "cannot be read (FileNotFoundError", "The file is missing or damaged.")
+    cure = "Delete it; training with the same folder then continues from the state before it."
+    invalid(lambda: scores(run), f"'{damaged}' is damaged, or was not written by dif: ", cure)
+    damaged.write_bytes((tmp_path / "run" / "state_000002.npz").read_bytes())
+    invalid(lambda: scores(run), f"'{damaged}' is damaged, or was not written by dif: it has another step.", cure)
+    damaged.unlink()
+    with pytest.raises(FileNotFoundError, match=r"no state of a run file '.*state_000003.npz'"):
+        scores(run)
     assert torch.equal(scores(training.run(keep=tmp_path / "run", show_progress=False)).values, whole)
-    (tmp_path / "run" / "run.json").write_text("{}")
-    invalid(
-        lambda: training.run(keep=tmp_path / "run", show_progress=False),
-        f"'{tmp_path / 'run' / 'run.json'}' cannot be read (KeyError",
-        "The file is damaged, so it is not known to which run the states belong.",
-    )
+    first = tmp_path / "run" / "state_000000.npz"
+    first.write_bytes(first.read_bytes()[:-100])
+    again = lambda: training.run(keep=tmp_path / "run", show_progress=False)  # noqa: E731
+    invalid(again, f"'{first}' is damaged", "Delete this folder to start again, or choose another one.")
 
 
-def test_wrong_input_is_refused():
-    X, y, group, params = classify(n=12)
-    train, problem = state_problem(X, y, group)
-    text = "Rates of an optimiser are numbers from 0 up."
-    invalid(lambda: dif.SGD(-0.1), "`lr` is -0.1", text)
-    invalid(lambda: dif.Ascent(float("nan")), "`lr` is nan", text)
-    invalid(lambda: dif.Adam(betas=(1.0, 0.9)), "`beta1` is 1.0.", "at 1 the average never moves")
-    invalid(lambda: dif.SGD(0.1, nesterov=True), "`momentum` is 0", "It looks ahead along the velocity")
-    invalid(
-        lambda: dif.Training(problem, params, dif.SGD(0.1), batch_size=0), "`batch_size` is 0.", "the batches of the"
-    )
-    invalid(lambda: dif.Adam(betas=0.9), "`betas` is 0.9.", "They are the decay rates of the averages")
-    odd = dif.Training(problem, params, dif.SGD(0.1), schedule=lambda share: None)
-    invalid(
-        lambda: odd.run(show_progress=False),
-        "chedule(0) is None.",
-        "The learning rate of each step is multiplied by it.",
-    )
-    sound = dif.Training(problem, params, dif.SGD(0.1))
-    for keep in (5, ""):
-        invalid(
-            lambda keep=keep: sound.run(keep=keep), f"`keep` is {keep!r}.", "It says which states of the run are kept"
-        )
-    invalid(lambda: dif.Training(problem, params, dif.SGD(0.1), seed=2**70), "`seed` is", "It sets the batches")
-    for options in (
-        {"optimizer": "sgd"},
-        {"optimizer": dif.SGD},
-        {"optimizer": {}},
-        {"dual": 3},
-        {"schedule": "linear"},
-    ):
-        ((name, value),) = options.items()
-        build = lambda options=options: dif.Training(problem, params, **{"optimizer": dif.SGD(0.1), **options})  # noqa: E731
-        invalid(build, f"`{name}` is {value!r}.", "Every step of the training uses it.")
-    half = {name: t.to(torch.bfloat16) for name, t in params.items()}
-    coarse = dif.Samples(logistic, (X.to(torch.bfloat16), y.to(torch.bfloat16)), name="coarse")
-    action = lambda: dif.Training(dif.Problem(coarse.mean()), half, dif.SGD(0.1)).run()  # noqa: E731
-    invalid(action, "bfloat16")
-    noisy = dif.Problem(train.view(lambda p, z: logistic(p, z) * torch.rand(()), name="noisy").mean())
-    invalid(lambda: dif.Training(noisy, params, dif.SGD(0.1)).run(), "Two calls of the loss", "It is random (dropout")
-    for layer in (nn.Dropout(0.5), nn.BatchNorm1d(3)):
-        model = nn.Sequential(layer, nn.Linear(3, 1)).double()
-        network = dif.Samples(lambda m, z: nn.functional.softplus(-z[1] * m(z[0])[:, 0]), (X, y), name="train")
-        action = lambda n=network, m=model: dif.Training(dif.Problem(n.mean()), m, dif.SGD(0.1)).run()  # noqa: E731
-        invalid(action, type(layer).__name__, keep=[model])
-    steep = dif.Problem(train.view(lambda p, z: torch.exp(50 * logistic(p, z)), name="steep").mean())
-    action = lambda: dif.Training(steep, params, dif.SGD(1e3), epochs=9, batch_size=4).run(show_progress=False)  # noqa: E731
-    invalid(action, "is not finite after step", "The training diverged, or the loss left its domain.")
+DATA = classify(n=12)
+PARAMS = DATA[3]
+PEOPLE, BOUNDED = state_problem(*DATA[:3])
+
+
+def training(problem=BOUNDED, params=PARAMS, optimizer=dif.SGD(0.1), **options):  # noqa: B008
+    return dif.Training(problem, params, optimizer, **options)
+
+
+def changed(loss, name):
+    """A training of another loss of the same people."""
+    return training(dif.Problem(PEOPLE.view(loss, name=name).mean()), optimizer=dif.SGD(1e3), epochs=9, batch_size=4)
+
+
+def halve():
+    coarse = dif.Samples(logistic, tuple(t.to(torch.bfloat16) for t in DATA[:2]), name="coarse")
+    return training(dif.Problem(coarse.mean()), {name: t.to(torch.bfloat16) for name, t in PARAMS.items()})
+
+
+WRONG = {
+    "lr": (lambda: dif.SGD(-0.1), "`lr` must be a number ≥ 0, not -0.1."),
+    "lr of the ascent": (lambda: dif.Ascent(float("nan")), "`lr` must be a number ≥ 0, not nan."),
+    "weight decay": (lambda: dif.AdamW(weight_decay=-1.0), "`weight_decay` must be a number ≥ 0, not -1.0."),
+    "momentum": (lambda: dif.SGD(0.1, momentum=1.0), "`momentum` must be below 1, not 1.0"),
+    "betas": (lambda: dif.Adam(betas=0.9), "`betas` must be a pair of numbers such as (0.9, 0.999), not 0.9."),
+    "beta1": (lambda: dif.Adam(betas=(1.0, 0.9)), "`beta1` must be below 1, not 1.0"),
+    "nesterov": (lambda: dif.SGD(0.1, nesterov=True), "`momentum` must be above 0 for Nesterov's method"),
+    "nesterov in words": (
+        lambda: dif.SGD(0.1, momentum=0.9, nesterov="no"),
+        "`nesterov` must be True or False, not 'no'.",
+    ),
+    "batch size": (lambda: training(batch_size=0), "`batch_size` must be an integer ≥ 1, not 0."),
+    "epochs": (lambda: training(epochs=2.5), "`epochs` must be an integer ≥ 1, not 2.5."),
+    "seed": (lambda: training(seed=2**70), "`seed` must be an integer of at most 64 bits"),
+    "optimiser in words": (lambda: training(optimizer="sgd"), "`optimizer` must be an optimiser such as"),
+    "class of optimisers": (lambda: training(optimizer=dif.SGD), "`optimizer` must be an optimiser such as"),
+    "no optimiser": (lambda: training(optimizer={}), "`optimizer` must be an optimiser such as"),
+    "ascent": (lambda: training(dual=3), "`dual` must be a dif.Ascent, not 3."),
+    "schedule in words": (lambda: training(schedule="linear"), '`schedule` must be None, "cosine" or a function'),
+    "schedule of numbers": (lambda: training(schedule=np.ones(3)), '`schedule` must be None, "cosine" or a function'),
+    "schedule without a value": (
+        lambda: training(schedule=lambda share: None).run(),
+        "Schedule(0) must be a number ≥ 0, not None.",
+    ),
+    "keep": (lambda: training().run(keep=5), '`keep` must be "all", "sqrt", a folder or None, not 5.'),
+    "keep nowhere": (lambda: training().run(keep=""), "a folder or None, not ''."),
+    "keep in capitals": (lambda: training().run(keep="ALL"), "a folder or None, not 'ALL'."),
+    "keep in a file": (lambda: training().run(keep=__file__), f"a folder or None, not {__file__!r}."),
+    "half precision": (lambda: halve().run(), "bfloat16"),
+    "chance in the loss": (
+        lambda: changed(lambda p, z: logistic(p, z) * torch.rand(()), "noisy").run(),
+        "Two calls of the loss",
+    ),
+    "divergence": (
+        lambda: changed(lambda p, z: torch.exp(50 * logistic(p, z)), "steep").run(show_progress=False),
+        "is not finite after step",
+        "The training diverged, or the loss left its domain.",
+    ),
+}
+
+
+@table(WRONG)
+def test_wrong_input_is_refused(case):
+    invalid(*case, keep=[PARAMS])
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout(0.5), nn.BatchNorm1d(3)])
+def test_chance_and_other_samples_in_a_module_are_refused(layer):
+    model = nn.Sequential(layer, nn.Linear(3, 1)).double()
+    people = dif.Samples(lambda m, z: nn.functional.softplus(-z[1] * m(z[0])[:, 0]), DATA[:2], name="train")
+    invalid(training(dif.Problem(people.mean()), model).run, type(layer).__name__, keep=[model])
 
 
 def test_the_default_dtype_does_not_matter():

@@ -3,13 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from refusals import invalid, refused
+from refusals import invalid, refused, table
 from torch.func import grad
 from trainings import F64, classify, logistic, state_problem
 
 import dif
-from dif.optimality.targets import Targets
-from dif.runtime.user_code import UserCodeError
+from dif.derivatives.targets import Targets
+from dif.runtime.guard import UserCodeError
 
 QUIET = {"show_progress": False}
 PLAIN = {"show_progress": False, "probe": 0}
@@ -238,71 +238,109 @@ def test_two_tables_repeated_samples_and_resuming(tmp_path):
     np.testing.assert_array_equal(dif.UnrolledInfluence(again).scores(target, removals, **PLAIN).values, scores)
     invalid(
         lambda: dif.unroll(step, start, pairs[::-1], samples=(train, safe), keep=tmp_path / "run", **QUIET),
-        "holds another run: the batches differ.",
-        "A run resumes only with the same data, start and batches",
+        "holds another run: the batches differ. Pass the same ones (draw batches once, by a seed)",
     )
 
 
-def test_wrong_input_is_refused():
-    X, y, _, params = classify(n=20)
-    batches, start = [[0, 1, 2, 3]] * 3, {"params": params}
+SMALL_X, SMALL_Y, _, SMALL = classify(n=20)
+PAIR = [dif.Samples(logistic, (SMALL_X, SMALL_Y), name=name) for name in ("a", "b")]
 
-    def descend(loss):
-        def step(state, batch, weights):
-            slope = grad(lambda p: loss(p, batch, weights))(state["params"])
-            return {"params": {k: t - 0.1 * slope[k] for k, t in state["params"].items()}}
 
-        return step
+def mean(p, batch, w):
+    return (w * logistic(p, (SMALL_X[batch], SMALL_Y[batch]))).mean()
 
-    mean = lambda p, batch, w: (w * logistic(p, (X[batch], y[batch]))).mean()  # noqa: E731
-    sound = descend(mean)
 
-    def make(step=sound, start=start, batches=batches, **options):
-        return dif.unroll(step, start, batches, **QUIET, **options)
+def descend(loss):
+    def step(state, batch, weights):
+        slope = grad(lambda p: loss(p, batch, weights))(state["params"])
+        return {"params": {k: t - 0.1 * slope[k] for k, t in state["params"].items()}}
 
-    shrink = lambda state, batch, w: {"params": {**sound(state, batch, w)["params"], "v": params["v"][:1]}}  # noqa: E731
-    invalid(lambda: make(shrink), "['v'], which was float64[2]", "Each step takes the state that the one before it")
-    invalid(lambda: make(lambda s, b, w: {}), "nothing for the state's ['params']['W']", "Each step takes the state")
-    noisy = descend(lambda p, b, w: mean(p, b, w) * torch.rand(()))
-    invalid(lambda: make(noisy), "Two calls of the step", "rerunning it without a sample would show the noise")
-    ignoring = descend(lambda p, b, w: mean(p, b, torch.ones_like(w)))
-    invalid(lambda: make(ignoring), "is the same for other weights", "A sample is removed by setting its weight to 0")
-    cut = descend(lambda p, b, w: mean(p, b, w.detach() ** 2))
-    invalid(lambda: make(cut), "is off by 1 of its size", "Something inside the step is cut off from autograd")
+    return step
+
+
+def shrink(state, batch, weights):
+    return {"params": {**descend(mean)(state, batch, weights)["params"], "v": SMALL["v"][:1]}}
+
+
+def make(step=descend(mean), start=None, batches=((0, 1, 2, 3),) * 3, **options):  # noqa: B008
+    return dif.unroll(step, {"params": SMALL} if start is None else start, batches, **QUIET, **options)
+
+
+NUMBERS = "must list numbers of samples from 0 to"
+START = "`start` must be a dict of tensors, also nested, those with fractions all float64 or all float32; "
+OWN = "This run was made by a step of your own"
+WRONG = {
+    "shape": (lambda: make(shrink), "not float64[1] for ['params']['v'], which was float64[2]."),
+    "nothing": (lambda: make(lambda s, b, w: {}), "not nothing for ['params']['W']"),
+    "chance": (
+        lambda: make(descend(lambda p, b, w: mean(p, b, w) * torch.rand(()))),
+        "Two calls of the step",
+        "rerunning it without a sample would show the noise",
+    ),
+    "weights ignored": (
+        lambda: make(descend(lambda p, b, w: mean(p, b, torch.ones_like(w)))),
+        "`step` must multiply the loss of each sample by its weight",
+    ),
+    "weights cut off": (
+        lambda: make(descend(lambda p, b, w: mean(p, b, w.detach() ** 2))),
+        "is off by 1 of its size",
+        "Something inside the step is cut off from autograd",
+    ),
+    "divergence": (
+        lambda: make(descend(lambda p, b, w: -1e6 * mean(p, b, w) * (p["v"] ** 4).sum()), batches=[[0, 1, 2, 3]] * 27),
+        "is not finite after step",
+        "The training diverged",
+    ),
+    "tensor as start": (lambda: make(start=torch.zeros(3)), START + "it is an object of type Tensor."),
+    "half precision": (
+        lambda: make(start={"params": {k: t.half() for k, t in SMALL.items()}}),
+        START + "start['params']['W'] is float16[3, 2].",
+    ),
+    "two precisions": (
+        lambda: make(start={"params": {**SMALL, "b": torch.zeros(1)}}),
+        START + "it has tensors of types ['torch.float32', 'torch.float64'].",
+    ),
+    "number as step": (lambda: make(3), "`step` must be a function step(state, batch, weights)"),
+    "two arguments": (
+        lambda: make(lambda state, batch: state),
+        "`step` must be a function step(state, batch, weights)",
+    ),
+    "empty batch": (lambda: make(batches=[[0, 1], []]), f"Batch 1 {NUMBERS} 1"),
+    "no batches": (lambda: make(batches=[]), "`batches` must be a list of numbers of samples"),
+    "number as batches": (lambda: make(batches=3), "`batches` must be a list of numbers of samples"),
+    "data as batch": (lambda: make(batches=[SMALL_X]), f"Batch 0 {NUMBERS} ", "not float64[20, 3]."),
+    "numbers beyond": (
+        lambda: make(samples=dif.Samples(logistic, (SMALL_X[:3], SMALL_Y[:3]))),
+        f"Batch 0 {NUMBERS} 2",
+        "not int64[4] from 0 to 3.",
+    ),
+    "one batch for two": (lambda: make(samples=PAIR, batches=[3]), f"Batch 0 {NUMBERS} 19 and 19", "not int64[]."),
+    "number as samples": (lambda: make(samples=5), "`samples` must be dif.Samples, one or several, not 5."),
+    "numbers as samples": (lambda: make(samples=[5]), "`samples` must be dif.Samples, one or several, not [5]."),
+    "no samples": (lambda: make(samples=[]), "`samples` must be dif.Samples, one or several, not []."),
+    "residuals": (lambda: make().kkt, OWN),
+    "terms": (
+        lambda: dif.UnrolledInfluence(run := make()).by_term(SUM, run.samples[0].remove_each()),
+        OWN,
+    ),
+    "addition": (
+        lambda: dif.UnrolledInfluence(run := make()).change(run.samples[0].add(torch.tensor([7]))),
+        "are in no batch",
+        "A step of your own draws its batches by rules that dif does not know",
+    ),
+    "probe": (
+        lambda: dif.UnrolledInfluence(run := make()).scores(SUM, run.samples[0].remove_each(), probe=-1),
+        "`probe` must be an integer ≥ 0, not -1.",
+    ),
+}
+SUM = dif.Function(lambda p: p["v"].sum())
+
+
+@table(WRONG)
+def test_wrong_input_is_refused(case):
+    invalid(*case, keep=[SMALL])
+
+
+def test_an_exception_of_the_step_is_named():
     refused(UserCodeError, lambda: make(lambda s, b, w: s["nothing"]), "The step raised KeyError", "by your code")
-    diverging = descend(lambda p, b, w: -1e6 * mean(p, b, w) * (p["v"] ** 4).sum())
-    invalid(lambda: make(diverging, batches=batches * 9), "is not finite after step", "The training diverged")
-    invalid(lambda: make(start=torch.zeros(3)), "The start is an object of type Tensor", "need the digits of float32")
-    half = {"params": {k: t.half() for k, t in params.items()}}
-    invalid(lambda: make(start=half), "The start['params']['W'] is float16[3, 2]", "need the digits of float32")
-    invalid(lambda: make(start={"params": {**params, "b": torch.zeros(1)}}), "The start has tensors of types", "digits")
-    for odd in (3, lambda state, batch: state):
-        invalid(lambda odd=odd: make(odd), "three arguments", "It is called for every batch, with the weights")
-    invalid(lambda: make(batches=[[0, 1], []]), "Batch 1 is", "The numbers say which samples take part in a step")
-    invalid(lambda: make(batches=[]), "`batches` is empty", "A run without steps has nothing to differentiate.")
-    invalid(lambda: make(batches=3), "`batches` is of type int", "A run without steps")
-    invalid(lambda: make(batches=[X]), "Batch 0 is float64[20, 3]", "The numbers say which samples take part in a step")
-    few = dif.Samples(logistic, (X[:3], y[:3]))
-    invalid(
-        lambda: make(samples=few),
-        "Batch 0 is int64[4], from 0 to 3.",
-        "from 0 to 2",
-        "The numbers say which samples take part in a step",
-    )
-    run = make()
-    assert repr(run) == "Run(3 steps)"
-    invalid(lambda: run.kkt, "made by a step of your own", "Nothing but the step knows what is minimised")
-    new = run.samples[0].add(torch.tensor([7]))
-    invalid(
-        lambda: dif.UnrolledInfluence(run).change(new),
-        "are in no batch of this run",
-        "A step of your own draws its batches by rules that dif does not know.",
-    )
-    target = dif.Function(lambda p: p["v"].sum())
-    every = run.samples[0].remove_each()
-    invalid(lambda: dif.UnrolledInfluence(run).by_term(target, every), "step of your own", "Nothing but the step knows")
-    invalid(
-        lambda: dif.UnrolledInfluence(run).scores(target, every, probe=-1),
-        "`probe` is -1.",
-        "So many of the perturbations are carried out to check the predictions.",
-    )
+    assert repr(make()) == "Run(3 steps)"

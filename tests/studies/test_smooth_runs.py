@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dif
-from dif.studies.finetune import STUDIES, build_task, build_training
+from studies.finetune import STUDIES, build_task, build_training
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 BASE = replace(STUDIES["paper"], pretraining=10)

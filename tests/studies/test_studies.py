@@ -5,11 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
+from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 import dif
-from dif.cli import app
-from dif.studies import attribution, digits, evaluation, groups, regression, toy
+from studies import attribution, cnn, digits, evaluation, groups, pictures, regression, toy
+from studies.__main__ import app
 
 
 def test_toy():
@@ -72,10 +73,10 @@ def test_regression(seed, bounds, binding):
 def test_command_line_writes_figures_and_numbers(tmp_path):
     runner = CliRunner()
     out = tmp_path / "with space"
-    shown = runner.invoke(app, ["reproduce", "toy", "--out", str(out)])
+    shown = runner.invoke(app, ["toy", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "0.1667" in shown.output
-    shown = runner.invoke(app, ["reproduce", "regression", "--seed", "3", "--removals", "5", "--out", str(out)])
+    shown = runner.invoke(app, ["regression", "--seed", "3", "--removals", "5", "--out", str(out)])
     assert shown.exit_code == 0, shown.output
     for name in ("toy", "regression"):
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -84,18 +85,21 @@ def test_command_line_writes_figures_and_numbers(tmp_path):
 
 def test_command_line_refuses_in_one_line(tmp_path):
     runner = CliRunner()
-    assert runner.invoke(app, ["reproduce", "regression", "--removals", "1"]).exit_code == 2
+    assert runner.invoke(app, ["regression", "--removals", "1"]).exit_code == 2
     (tmp_path / "file").write_text("")
-    shown = runner.invoke(app, ["reproduce", "toy", "--out", str(tmp_path / "file")])
+    shown = runner.invoke(app, ["toy", "--out", str(tmp_path / "file")])
     assert shown.exit_code == 2
     assert "Traceback" not in shown.output
     assert len(shown.output.strip().splitlines()) == 1
-    assert runner.invoke(app, ["--version"]).output.strip() == dif.__version__
 
 
 def test_studies_check_their_input():
-    for bad in ({"removals": 1}, {"removals": 5000}, {"bounds": "loose"}):
-        with pytest.raises(dif.InvalidInputError):
+    for bad, words in (
+        ({"removals": 1}, "`removals` must be between 2 and 1000, not 1"),
+        ({"removals": 5000}, "not 5000"),
+        ({"bounds": "loose"}, "`bounds` must be .* not 'loose'"),
+    ):
+        with pytest.raises(dif.InvalidInputError, match=words):
             regression.run(**{"removals": 5, **bad})
 
 
@@ -153,6 +157,14 @@ def test_tracin_is_the_dot_product_of_gradients(small_digits):
     assert float(pair.values) == pytest.approx(digits.RATE * digits.STEPS / 300 * expected, rel=1e-9)
 
 
+def test_flipped_labels_are_others():
+    labels = torch.tensor([3, 5, 9] * 100)
+    flipped, wrong = digits.flip_labels(labels, 0.2, torch.Generator().manual_seed(1))
+    assert int(wrong.sum()) == 60
+    assert torch.equal(flipped != labels, wrong)
+    assert set(flipped.tolist()) == {3, 5, 9}
+
+
 def test_half_the_data(small_digits, monkeypatch):
     monkeypatch.setattr(attribution, "SUBSETS", 12)
     monkeypatch.setattr(attribution, "TESTS", 8)
@@ -176,7 +188,7 @@ def test_evaluation_of_digits(tmp_path, monkeypatch):
     assert evaluation.reproduce(tmp_path, n=300, show_progress=False) == tables
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "evaluation-retrainings").iterdir()} == kept
     monkeypatch.setattr(evaluation, "reproduce", lambda out: tables)
-    shown = CliRunner().invoke(app, ["reproduce", "evaluation", "--out", str(tmp_path)])
+    shown = CliRunner().invoke(app, ["evaluation", "--out", str(tmp_path)])
     assert shown.exit_code == 0
     assert "Linear datamodelling score: 10 subsets, 8 targets" in shown.output
     assert "evaluation-single.png" in shown.output
@@ -188,3 +200,35 @@ def test_a_finished_regression_is_read(tmp_path, monkeypatch):
     assert regression.reproduce(tmp_path, seed=3, removals=2, show_progress=False) == result
     with pytest.raises(TypeError):  # another setting is computed
         regression.reproduce(tmp_path, seed=3, removals=3, show_progress=False)
+
+
+def test_what_has_no_score_is_drawn_with_a_dash():
+    generator = torch.Generator().manual_seed(0)
+    actual = torch.randn(9, 3, generator=generator, dtype=torch.float64)
+    removed = tuple((i,) for i in range(9))
+    halves = dif.evaluation.DatamodellingScore(
+        removed, actual, {"mine": actual + 0.1, "constant": torch.ones(9, 3)}, ("a", "b", "c")
+    )
+    ax = Figure().subplots()
+    pictures.draw_correlations(halves, ax)
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["constant\nLDS –", "mine\nLDS 1.000"]
+
+
+def test_an_interrupted_study_says_what_it_keeps(tmp_path, monkeypatch):
+    def stop(*_, **__):
+        raise KeyboardInterrupt
+
+    kept = f"Interrupted. Finished parts are saved in {str(tmp_path)!r}; the same command with --resume continues"
+    for study, name, said in ((toy, "toy", "Interrupted. Nothing was kept."), (cnn, "cnn", kept + " from there.")):
+        monkeypatch.setattr(study, "reproduce", stop)
+        result = CliRunner().invoke(app, [name, "--out", str(tmp_path)])
+        assert result.exit_code == 130
+        assert result.stderr == f"dif: {said}\n"
+
+
+def test_all_commands_explain_themselves():
+    shown = CliRunner().invoke(app, ["--help"]).output
+    for name in ("demo", "toy", "regression", "cnn", "finetune", "credit", "groups", "attribution", "calibration",
+                 "ablation", "evaluation"):  # fmt: skip
+        assert name in shown
+        assert "--out" in CliRunner().invoke(app, [name, "--help"]).output

@@ -42,10 +42,8 @@ def restored(
         listed = ", ".join(f"{name} {tuple(t.shape)}" for name, t in sorted(tensors.items())[:_SHOWN]) or "no tensors"
         how = f"fit under the prefixes {', '.join(map(repr, fitting))}" if fitting else "do not fit the model"
         raise InvalidInputError(
-            f"The weights in {os.fspath(path)!r} {how}; there are {listed}.",
-            "One set of weights must have the names and shapes of the model.",
-            "The file holds another model, several models, or names with another prefix.",
-            "Build the model as it was trained, or pass the prefix, for example prefix='model.'.",
+            f"The weights in {os.fspath(path)!r} {how}; there are {listed}. Build the model as it was trained, or pass "
+            "the prefix of its names, for example prefix='model.'."
         )
     copy = deepcopy(model)
     copy.load_state_dict({name: tensors[fitting[0] + name] for name in shapes})
@@ -61,10 +59,8 @@ def _load_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     except Exception as error:
         reason = " ".join(str(error).strip().splitlines()[:1]).rstrip(".") or "no further details"
         raise InvalidInputError(
-            f"The checkpoint {os.fspath(path)!r} cannot be read ({type(error).__name__}: {reason}).",
-            "It must contain only tensors and plain numbers, which torch.load(weights_only=True) reads.",
-            "It is damaged, or contains other objects, and reading those would execute code.",
-            "If you trust the file, load it yourself and save only the weights: torch.save(model.state_dict(), path).",
+            f"The checkpoint {os.fspath(path)!r} cannot be read ({type(error).__name__}: {reason}); if you trust it, "
+            "load it yourself and save only the weights: torch.save(model.state_dict(), path)."
         ) from error
     inner = [
         content[key] for key in _STATE_KEYS if isinstance(content, Mapping) and isinstance(content.get(key), Mapping)

@@ -17,15 +17,14 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy import sparse
 
-from dif import InvalidInputError
+from dif import DegenerateError, InvalidInputError
 from dif.adapters.quadratic_program import QuadraticProgram
 
 try:
     import cvxpy as cp
     from cvxpy.reductions.cvx_attr2constr import CvxAttr2Constr, recover_value_for_leaf
     from cvxpy.reductions.solution import Solution as CanonicalSolution
-
-    from dif.adapters.parameter_terms import replace_parameter_terms
+    from cvxpy.utilities.scopes import dpp_scope
 except ImportError as error:
     raise ImportError('dif.adapters.cvxpy needs CVXPY: pip install "directional-influence[cvxpy]"') from error
 
@@ -34,6 +33,12 @@ _VALUE_TOLERANCE = 1e-3  # relative difference of two optimal values that count 
 _SOLVER_TOLERANCE = 1e-8  # absolute tolerance of interior-point solvers
 # Attributes of a Parameter that change how CVXPY stores its value
 _COMPRESSED = ("symmetric", "diag", "PSD", "NSD", "hermitian", "sparsity")
+# Difference quotients of terms that depend only on parameters
+_FIRST_STEP = 1e-2  # first step, relative to the parameters
+_MAX_HALVINGS = 40  # largest number of step halvings
+_ORDERS = 5  # powers of the step that the extrapolation eliminates
+_TOLERANCE = 1e-7  # relative difference of two extrapolations within which they have converged
+_EXACT = 1e-11  # relative difference at which the halving stops early
 
 
 @dataclass(frozen=True)
@@ -51,10 +56,7 @@ class Derivative:
         number = getattr(item, "id", None)
         if number not in self.moved:
             raise InvalidInputError(
-                f"The derivative of {item} was asked for.",
-                "It must be a variable or a constraint of the problem.",
-                "Only those have a value at the solution.",
-                "Use the objects from which the problem was built.",
+                f"{item} must be a variable or a constraint of the problem, which have derivatives."
             )
         return self.moved[number]
 
@@ -74,7 +76,7 @@ class Sensitivity:
     def __init__(self, problem: cp.Problem) -> None:
         _check_problem(problem)
         self.problem = problem
-        canonicalised, self._terms = replace_parameter_terms(problem)
+        canonicalised, self._terms = _replace_parameter_terms(problem)
         problem_data: Any = canonicalised.get_problem_data(cp.OSQP)
         data, self._chain, self._inverse_data = problem_data
         canonical = data["param_prob"]
@@ -118,21 +120,11 @@ class Sensitivity:
         parameters = {p.id: p for p in self.problem.parameters()}
         stacks = {p: _stack_directions(p, value, parameters) for p, value in directions.items()}
         if any(not np.array_equal(_to_dense(p.value), self._parameter_values[p.id]) for p in parameters.values()):
-            raise InvalidInputError(
-                "The parameters have other values than when the Sensitivity was prepared.",
-                "They must have the same values.",
-                "It was prepared at another solution.",
-                "Solve the problem again and prepare a new Sensitivity.",
-            )
+            raise InvalidInputError("The parameters have changed; solve again and prepare a new Sensitivity.")
         count = max([1, *map(len, stacks.values())])
         uneven = [f"{p} has {len(stack)} directions" for p, stack in stacks.items() if len(stack) not in (1, count)]
         if uneven:
-            raise InvalidInputError(
-                f"The parameter {uneven[0]}.",
-                f"It must have 1 or {count}.",
-                "Each direction moves all parameters together.",
-                "Pass the same number of directions for every parameter.",
-            )
+            raise InvalidInputError(f"The parameter {uneven[0]}; it must have 1 or {count}, as the others.")
         moves = {p.id: stack for p, stack in stacks.items()}
         for term in self._terms:
             moves[term.stand_in.id] = term.slopes(self._parameter_values, moves, count)
@@ -151,14 +143,8 @@ class Sensitivity:
         """
         value = np.asarray(weights.value, dtype=float)
         if value.ndim != 1 or len(value) < 2:
-            raise InvalidInputError(
-                f"The weights {weights} have shape {value.shape}.",
-                "Their shape must be (n,) with n ≥ 2: one weight per sample.",
-                "Removing a sample sets its weight to 0.",
-                "Weight the losses with one Parameter of shape n, or use along(...).",
-            )
-        share = value / (value.sum() - value) if renormalise else np.zeros_like(value)
-        return self.along({weights: share[:, None] * value - np.diag((1.0 + share) * value)})
+            raise InvalidInputError(f"`weights` must have shape (n,) with n ≥ 2, one per sample, not {value.shape}.")
+        return self.along({weights: _removal_directions(value, renormalise)})
 
     @cached_property
     def _slopes(self) -> tuple[Any, Any, Any, Array]:
@@ -166,7 +152,8 @@ class Sensitivity:
 
         They are taken at fixed (x, y, z).
         """
-        P, q, AF = (_entries(tensor) for tensor in self._tensors)
+        entries: Any = [sparse.coo_matrix(tensor) for tensor in self._tensors]  # (vectorised matrix, parameters)
+        P, q, AF = entries
         x, y, z = self.qp.x, self.qp.y, self.qp.z
         d, e, rows = len(x), len(y), len(y) + len(z)
         K = self._tensors[1].shape[1] - 1  # the last column of the tensors is the constant part
@@ -179,13 +166,13 @@ class Sensitivity:
             varying = k < K
             return sparse.csc_matrix((values[varying], (at[varying], k[varying])), shape=(size, K))
 
-        gradient = sum_entries(P.value * x[P.row // d], P.row % d, P.k, d)
+        gradient = sum_entries(P.data * x[P.row // d], P.row % d, P.col, d)
         linear = q.row < d
-        gradient += sum_entries(q.value[linear], q.row[linear], q.k[linear], d)
-        gradient += sum_entries(AF.value[inside] * multipliers[row[inside]], column[inside], AF.k[inside], d)
-        left_sides = sum_entries(AF.value * x1[column], row, AF.k, rows)
-        value = sum_entries(0.5 * P.value * x[P.row // d] * x[P.row % d], 0 * P.row, P.k, 1)
-        value += sum_entries(q.value * x1[q.row], 0 * q.row, q.k, 1)
+        gradient += sum_entries(q.data[linear], q.row[linear], q.col[linear], d)
+        gradient += sum_entries(AF.data[inside] * multipliers[row[inside]], column[inside], AF.col[inside], d)
+        left_sides = sum_entries(AF.data * x1[column], row, AF.col, rows)
+        value = sum_entries(0.5 * P.data * x[P.row // d] * x[P.row % d], 0 * P.row, P.col, 1)
+        value += sum_entries(q.data * x1[q.row], 0 * q.row, q.col, 1)
         total = np.asarray(value.todense()).reshape(-1) + left_sides.T @ multipliers
         return gradient, -left_sides[:e], left_sides[e:], total
 
@@ -195,14 +182,16 @@ class Sensitivity:
         slices, M = self._readout
         if len(self.qp.weak) == 0 and M.shape[0] < D.shape[1]:  # linear in D: solve once per number asked for
             forces = sparse.vstack([-gradient, equal, unequal])
-            changes = (forces.T @ self.qp.solve_adjoint(M.toarray())).T @ D
+            targets = np.split(M.toarray().T, np.cumsum([len(self.qp.x), len(self.qp.y)]))
+            changes = (forces.T @ self.qp.solve_directions(-targets[0], *targets[1:])).T @ D  # the system is symmetric
         else:
             changes = M @ self.qp.solve_directions(gradient @ D, equal @ D, unequal @ D)
+        sign = -1.0 if isinstance(self.problem.objective, cp.Maximize) else 1.0
         moved = {
             number: np.stack([column.reshape(shape, order="F") for column in changes[where].T])
             for number, (where, shape) in slices.items()
         }
-        return Derivative(self._sign * (value @ D), moved)
+        return Derivative(sign * (value @ D), moved)
 
     # Back to the user's variables
 
@@ -225,13 +214,6 @@ class Sensitivity:
             change = np.concatenate([(after[number] - before[number]).reshape(-1, order="F") for number in before])
             columns.append(sparse.csc_matrix(change[:, None]))
         return slices, sparse.csr_matrix(sparse.hstack(columns))
-
-    @cached_property
-    def _sign(self) -> float:
-        """1 if the user minimises, −1 if the user maximises."""
-        x, y, z = self.qp.x, self.qp.y, self.qp.z
-        at_zero, at_one = (float(self._invert(x, y, z, value).opt_val) for value in (0.0, 1.0))
-        return at_one - at_zero
 
     def _user_values(self, x: Array, y: Array, z: Array) -> dict[int, Array]:
         """Return the user's variables and duals by id, for a canonical solution (x, y, z)."""
@@ -270,19 +252,10 @@ def _invert_attributes(solution: Any, new: Any, old: Any, constraints: Any) -> A
     return CanonicalSolution(solution.status, solution.opt_val, dense, duals, solution.attr)
 
 
-@dataclass(frozen=True)
-class _Entries:
-    """Entries of a CVXPY tensor: entry `row` of a vectorised matrix is Σ value · (parameter entry k)."""
-
-    row: NDArray[np.int64]
-    k: NDArray[np.int64]
-    value: Array
-
-
-def _entries(tensor: Any) -> _Entries:
-    """Return the nonzero entries of a CVXPY tensor."""
-    coordinates: Any = sparse.coo_matrix(tensor)
-    return _Entries(coordinates.row.astype(np.int64), coordinates.col.astype(np.int64), coordinates.data)
+def _removal_directions(weights: Array, renormalise: bool) -> Array:
+    """Return how the weights change when each sample is removed, (n, n): one row per removal."""
+    share = weights / (weights.sum() - weights) if renormalise else np.zeros_like(weights)
+    return share[:, None] * weights - np.diag((1.0 + share) * weights)
 
 
 def _to_dense(value: Any) -> Any:
@@ -293,12 +266,7 @@ def _to_dense(value: Any) -> Any:
 def _check_problem(problem: cp.Problem) -> None:
     """Raise unless the problem is a solved DPP quadratic program with parameters."""
     if not isinstance(problem, cp.Problem):
-        raise InvalidInputError(
-            f"A Sensitivity was asked for a {type(problem).__name__}.",
-            "It must be a cvxpy.Problem.",
-            "The canonical quadratic program of a problem is differentiated.",
-            "Pass the solved problem itself.",
-        )
+        raise InvalidInputError(f"`problem` must be a cvxpy.Problem, not a {type(problem).__name__}.")
     reason = ""
     if problem.is_mixed_integer():
         reason = "has integer variables"
@@ -314,45 +282,118 @@ def _check_problem(problem: cp.Problem) -> None:
         reason = "is not DPP in its parameters (problem.is_dpp() is False)"
     if reason:
         raise InvalidInputError(
-            f"The problem {str(problem.objective)[:60]!r} {reason}.",
-            "It must be a DPP quadratic program with parameters.",
-            "The canonical quadratic program is differentiated, and its data must be affine in the parameters.",
-            "Write losses as squares, absolute values or maxima, and weight samples with a cp.Parameter.",
+            f"The problem {str(problem.objective)[:60]!r} {reason}; it must be a DPP quadratic program with parameters."
         )
     if problem.status not in (cp.OPTIMAL, cp.OPTIMAL_INACCURATE):
-        raise InvalidInputError(
-            f"The status of the problem is {problem.status}.",
-            "It must be optimal.",
-            "The derivative is taken at a solution.",
-            "Call problem.solve() first.",
-        )
+        raise InvalidInputError(f"The problem must be solved first: its status is {problem.status}.")
 
 
 def _stack_directions(parameter: Any, value: Any, parameters: Mapping[int, cp.Parameter]) -> Array:
     """Return the directions of one parameter as an array (P, *shape), with P = 1 for a single direction."""
+    shape, wrong = getattr(parameter, "shape", ()), ""
     try:
         stack = np.asarray(value, dtype=float)
-    except (TypeError, ValueError) as error:
-        reason = f"is a {type(value).__name__} that cannot be read as numbers ({error})"
-        raise _direction_error(parameter, reason) from error
-    shape = getattr(parameter, "shape", ())
+    except (TypeError, ValueError):
+        stack, wrong = np.zeros(shape), f"is a {type(value).__name__} that cannot be read as numbers"
     single = stack.ndim != len(shape) + 1
     if getattr(parameter, "id", None) not in parameters:
-        raise _direction_error(parameter, "was given, but the problem has no such parameter")
-    if (stack.shape if single else stack.shape[1:]) != shape:
-        raise _direction_error(parameter, f"has shape {stack.shape}")
-    if not np.isfinite(stack).all():
-        raise _direction_error(
-            parameter, f"has {int((~np.isfinite(stack)).sum())} of {stack.size} entries that are not finite"
-        )
+        wrong = "was given, but the problem has no such parameter"
+    elif (stack.shape if single else stack.shape[1:]) != shape:
+        wrong = f"has shape {stack.shape}"
+    elif not np.isfinite(stack).all():
+        wrong = f"has {int((~np.isfinite(stack)).sum())} of {stack.size} entries that are not finite"
+    if wrong:
+        must = f"it must be a finite array of shape {shape}, or P of them stacked"
+        raise InvalidInputError(f"The direction of {parameter} {wrong}; {must}.")
     return stack[None] if single else stack
 
 
-def _direction_error(parameter: Any, reason: str) -> InvalidInputError:
-    """Build the error for a direction that does not fit its parameter."""
-    return InvalidInputError(
-        f"The direction of {parameter} {reason}.",
-        f"It must be a finite array of shape {getattr(parameter, 'shape', ())}, or P of them stacked.",
-        "A direction says how much each entry of a parameter of the problem changes.",
-        "Pass an array of the parameter's own shape, or stack several along a new first axis.",
-    )
+@dataclass(frozen=True)
+class _ParameterTerm:
+    """An expression that depends only on parameters and is not affine in them, such as `cp.square(s)`."""
+
+    stand_in: cp.Parameter  # replaces the expression in the problem
+    expression: Any  # written in copies of the user's parameters, so that it can be evaluated elsewhere
+    copies: dict[int, cp.Parameter]  # the copies by the id of the user's parameter
+
+    def slopes(self, at: Mapping[int, Array], moves: Mapping[int, Array], count: int) -> Array:
+        """Return the one-sided derivatives along each direction, (count, *shape of the term).
+
+        at: id → value of the parameter; moves: id → its directions, (count or 1, *shape of the parameter).
+        """
+        moving = [i for i in self.copies if i in moves]
+        slopes = np.zeros((count, *self.stand_in.shape))
+        for k in range(count if moving else 0):
+            slopes[k] = self._slope(at, {i: moves[i][k % len(moves[i])] for i in moving})
+        return slopes
+
+    def _slope(self, at: Mapping[int, Array], move: Mapping[int, Array]) -> Array:
+        """Extrapolate difference quotients with halved steps (Romberg) until two extrapolations agree."""
+        length = max(float(np.abs(d).max(initial=0.0)) for d in move.values())
+        if length == 0.0:
+            return np.zeros(self.stand_in.shape)
+        size = max(float(np.abs(at[i]).max(initial=0.0)) for i in move)
+        here, step = self._value(at, move, 0.0), _FIRST_STEP * (size or 1.0) / length
+        rows: list[list[Array]] = []
+        difference, slope = np.inf, here
+        for _ in range(_MAX_HALVINGS):
+            row = [(self._value(at, move, step) - here) / step]
+            for order, coarse in enumerate(rows[-1][:_ORDERS] if rows else [], 1):
+                row.append(row[-1] + (row[-1] - coarse) / (2.0**order - 1.0))
+            if len(rows) > _ORDERS:
+                latest = float(np.abs(row[-1] - rows[-1][-1]).max(initial=0.0))
+                if latest < difference:
+                    difference, slope = latest, row[-1]
+            rows.append(row)
+            step /= 2.0
+            if difference <= _EXACT * float(np.abs(slope).max(initial=0.0)):
+                break
+        first = float(np.abs(rows[0][0]).max(initial=0.0))
+        if not difference <= _TOLERANCE * max(first, float(np.abs(slope).max(initial=0.0))):
+            raise DegenerateError(
+                f"The difference quotients of the term {self.expression} differ by {difference:.2g} for small steps.",
+                f"They must converge to a relative difference of {_TOLERANCE:g}.",
+                "The term has no derivative along one of the directions.",
+                "Move its parameters into the interior of its domain, or use another direction.",
+            )
+        return slope
+
+    def _value(self, at: Mapping[int, Array], move: Mapping[int, Array], step: float) -> Array:
+        """Evaluate the expression at `at + step·move`."""
+        for i, parameter in self.copies.items():
+            parameter.value = at[i] + step * move[i] if i in move else at[i]
+        with np.errstate(all="ignore"):
+            return np.asarray(self.expression.value, dtype=float)
+
+
+def _replace_parameter_terms(problem: cp.Problem) -> tuple[cp.Problem, list[_ParameterTerm]]:
+    """Return the problem with each non-affine term of parameters replaced by a Parameter, and these terms."""
+    terms: list[_ParameterTerm] = []
+
+    def replace(node: Any) -> Any:
+        if not isinstance(node, cp.Expression) or isinstance(node, cp.Parameter) or not node.parameters():
+            return node
+        with dpp_scope():
+            affine = node.is_affine()
+        if node.is_constant() and not affine:
+            signs: dict[str, Any] = {"nonneg": node.is_nonneg(), "nonpos": node.is_nonpos()}
+            stand_in = cp.Parameter(node.shape, value=node.value, **signs)
+            copies = {p.id: cp.Parameter(p.shape) for p in node.parameters()}
+            terms.append(_ParameterTerm(stand_in, _substitute(node, copies), copies))
+            return stand_in
+        before: list[Any] = node.args  # type: ignore[attr-defined]
+        args = [replace(arg) for arg in before]
+        return node if all(a is b for a, b in zip(args, before, strict=True)) else node.copy(args)
+
+    objective = type(problem.objective)(replace(problem.objective.expr))
+    constraints = [type(c)(*map(replace, c.args), *(c.get_data() or [])) for c in problem.constraints]
+    return (cp.Problem(objective, constraints), terms) if terms else (problem, terms)
+
+
+def _substitute(expression: Any, copies: Mapping[int, cp.Parameter]) -> Any:
+    """Return the expression with its parameters replaced by their copies."""
+    if isinstance(expression, cp.Parameter):
+        return copies[expression.id]
+    if not expression.parameters():
+        return expression
+    return expression.copy([_substitute(arg, copies) for arg in expression.args])

@@ -9,10 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.linalg import eigh
-from scipy.optimize import nnls
 from scipy.sparse.linalg import splu
 
 from dif import DegenerateError, NotConvergedError
+from dif.linalg.multiplier_qp import solve_reduced_qp
 
 Array = NDArray[np.float64]  # dense, double precision
 _ZERO = 1e-8  # size below which a slack or a multiplier counts as 0, relative to the terms of its row
@@ -245,29 +245,22 @@ class QuadraticProgram:
         W = self.F[self.weak]
         zero = np.zeros((len(self.b) + len(self.binding), len(self.weak)))
         U, Uy, Uz = self._split(self._solve(np.concatenate([W.T.toarray(), zero])))
-        S = W @ U
+        S, inequalities = W @ U, np.zeros(len(self.weak), dtype=bool)
         try:
-            L = np.linalg.cholesky(0.5 * (S + S.T))
+            np.linalg.cholesky(0.5 * (S + S.T))
         except np.linalg.LinAlgError as error:
             raise self._not_unique_error() from error
-
-        def find_multipliers(slack: Array) -> Array:
-            """Minimise ½νᵀSν + slack·ν over the multipliers ν ≥ 0 of the weak rows."""
-            try:
-                return nnls(L.T, -np.linalg.solve(L, slack))[0]
-            except RuntimeError as error:
-                raise self._not_unique_error() from error
-
         before = omega = np.zeros_like(r)
         dy, dz = np.zeros_like(r_eq), np.zeros_like(r_in)
         for _ in range(_MAX_CORRECTIONS):
             before = omega
             right = np.concatenate([self._regularisation * omega - r, r_eq, r_in[self.binding]])
             omega, dy, dz_binding = self._split(self._solve(right))
-            slack = r_in[self.weak] - W @ omega  # negative: the step violates the row
-            nu = np.zeros_like(slack)
-            for p in np.flatnonzero((slack < 0).any(0)):
-                nu[:, p] = find_multipliers(slack[:, p])
+            change = W @ omega - r_in[self.weak]  # positive: the step violates the row
+            multipliers, failed = solve_reduced_qp(0.5 * (S + S.T), change.T, inequalities)
+            if failed:
+                raise self._not_unique_error()
+            nu = multipliers.T
             omega, dy = omega - U @ nu, dy - Uy @ nu
             dz[self.binding], dz[self.weak] = dz_binding - Uz @ nu, nu
             if _largest(omega - before) <= 1e-12 * _largest(omega):
@@ -275,25 +268,6 @@ class QuadraticProgram:
         if _largest(omega - before) > _MAX_LAST_CORRECTION * _largest(omega):  # diverges: unbounded on one side
             raise self._not_unique_error()
         return self.units[:, None] * np.concatenate([omega, dy, dz])
-
-    def solve_adjoint(self, M: Array) -> Array:
-        """Find V with M·(dx, dy, dz) = −V₁ᵀr + V₂ᵀr_eq + V₃ᵀr_in, for a program without weak rows.
-
-        M is (numbers, d + e + m) and V is (d + e + m, numbers). It takes one solve per number, for any number of
-        directions, because the KKT matrix is symmetric.
-        """
-        d, de = len(self.x), len(self.x) + len(self.y)
-        used = np.concatenate([np.arange(de), de + self.binding])
-        V, correction = np.zeros((len(used), len(M))), self._solve((M * self.units)[:, used].T.copy())
-        for _ in range(_MAX_CORRECTIONS):
-            V += correction
-            if _largest(correction) <= 1e-13 * _largest(V):
-                break
-            right = np.concatenate([self._regularisation * correction[:d], np.zeros_like(correction[d:])])
-            correction = self._solve(right)
-        full = np.zeros((len(self.units), len(M)))
-        full[used] = V
-        return self._cost_scale * self.units[:, None] * full
 
 
 def compute_scales(P: Any, q: Array, A: Any, F: Any) -> tuple[Array, Array, float]:

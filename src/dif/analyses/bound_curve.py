@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.errors import DifError, InvalidInputError
+from dif.derivatives.targets import Targets
+from dif.errors import DifError, InvalidInputError, few
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.term import Constraint
 from dif.runtime.inputs import as_numbers
-from dif.runtime.text_table import TextTable
+from dif.runtime.text import TextTable
 from dif.solving.continuation import Event, PathPoint
 
 
@@ -58,7 +58,7 @@ class BoundCurve:
 
     def plot(self, ax: Any = None, target: int | str | None = None) -> Any:
         """Plot the price of the constraint, or a target, against the bound, on new axes if `ax` is None."""
-        from dif.plots import bound_curve
+        from dif.report.plots import bound_curve
 
         return bound_curve(self, ax, target)
 
@@ -95,20 +95,11 @@ def bound_curve(
     rows = at.program.rows_of(constraint)
     if rows.stop - rows.start != 1:
         raise InvalidInputError(
-            f"The constraint whose bound moves has {rows.stop - rows.start} rows.",
-            "It must have one row.",
-            "A curve has one bound along its axis.",
-            "State the row as a constraint of its own.",
+            f"`constraint` must have one row, not {rows.stop - rows.start}; state the row as a constraint of its own."
         )
     asked = as_numbers(bounds, "bounds of a curve").double().reshape(-1)
-    infinite = int((~torch.isfinite(asked)).sum())
-    if not len(asked) or infinite:
-        raise InvalidInputError(
-            f"{infinite} of {len(asked)} values in `bounds` are not finite." if infinite else "`bounds` is empty.",
-            "There must be at least one value, and all must be finite.",
-            "The curve is computed at these right-hand sides.",
-            "Pass, for example, torch.linspace(0.0, 0.1, 21).",
-        )
+    if not len(asked) or not bool(torch.isfinite(asked).all()):
+        raise InvalidInputError(f"`bounds` must be finite numbers, at least one, not {few(asked.tolist()) or 'none'}.")
     asked = torch.unique(asked)
     targets = None if target is None else Targets(target, at)
     sign = -1.0 if constraint.negated else 1.0

@@ -10,15 +10,15 @@ from typing import Any
 from torch import Tensor
 
 from dif.derivatives.program import Program
-from dif.derivatives.weight_change import find_indispensable
+from dif.derivatives.targets import Targets
 from dif.errors import DifError, InvalidInputError, NotConvergedError, count_words
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.samples import Samples, expect_samples
+from dif.problem.weights import find_indispensable
 from dif.runtime.inputs import check_count, check_number
-from dif.runtime.progress import Reporter, progress
+from dif.runtime.work import Reporter, progress
 from dif.solving.fit import fit
 
 _PATIENCE = 5  # failed attempts in a row after which no removal is expected to help
@@ -111,14 +111,7 @@ def smallest_set(
         per_round: How many samples are removed in each round.
         show_progress: Show a bar on a terminal.
     """
-    goal = check_number(
-        goal,
-        "goal",
-        zero=True,
-        negative=True,
-        meaning="Samples are removed until the target is at the goal or beyond it.",
-        cure="Pass the value that the target should reach.",
-    )
+    goal = check_number(goal, "goal", zero=True, negative=True)
     limit, per_round = _check_counts("limit", limit, per_round)
     removal = _RemovalSet.start(solution, target, samples, 1.0, among)
     removal.sign = 1.0 if removal.value > goal else -1.0
@@ -133,19 +126,7 @@ def smallest_set(
 
 
 def _check_counts(name: str, limit: int, per_round: int) -> tuple[int, int]:
-    most = check_count(
-        limit,
-        name,
-        meaning="It limits how many samples are removed in all.",
-        cure="Pass the largest number of samples that may be removed.",
-    )
-    each = check_count(
-        per_round,
-        "per_round",
-        meaning="It says how many samples are removed in each round.",
-        cure="Use 1 for the most careful choice.",
-    )
-    return most, each
+    return check_count(limit, name), check_count(per_round, "per_round")
 
 
 def _score(at: Solution, target: Any, samples: Samples, indices: list[int]) -> dict[int, float]:
@@ -176,20 +157,15 @@ class _RemovalSet:
         targets = Targets(target, expect_solution(solution))
         if len(targets.names) != 1:
             raise InvalidInputError(
-                f"{len(targets.names)} targets were given.",
-                "There must be one target.",
-                "A set of samples is chosen for one number.",
-                "Add them up with weights of your choice: a sum of Terms is a Term.",
+                f"`target` must be one number, not {len(targets.names)}; a weighted sum of Terms is a Term."
             )
-        needed = find_indispensable(solution.program, expect_samples(samples))
+        needed = find_indispensable(solution.problem, expect_samples(samples))
         indices = range(len(samples)) if among is None else samples.check_indices(among)
         candidates = [i for i in indices if i not in needed]
         if not candidates:
             raise InvalidInputError(
-                f"None of the {len(indices)} candidates can be removed.",
-                "At least one must be removable.",
-                "Each is the only sample in a term of the problem, which would not be defined without it.",
-                "Name other indices, or leave `among` out.",
+                f"None of the {len(indices)} candidates can be removed: each is the only sample in a term of the "
+                "problem. Name other indices, or leave `among` out."
             )
         scores = _score(solution, target, samples, candidates)
         return cls(solution, solution, target, targets, samples, sign, candidates, scores, [], [])
@@ -210,7 +186,7 @@ class _RemovalSet:
         """Return the strongest candidates at the solution without the set, only those that help."""
         scores = {i: self.first_scores[i] for i in self.candidates if i in self.first_scores}
         if self.chosen:
-            excluded = {*self.chosen, *find_indispensable(self.at.program, self.samples)}
+            excluded = {*self.chosen, *find_indispensable(self.at.problem, self.samples)}
             remaining = [i for i in self.candidates if i not in excluded]
             if not remaining:
                 return []
@@ -230,7 +206,7 @@ class _RemovalSet:
                 end = None
             if end is not None and self.sign * (self._value_at(end.theta) - self.value) < 0:
                 self.chosen += best
-                problem = self.start_solution.problem.without(self.samples, self.chosen)
+                problem = self.start_solution.problem.after(self.samples.remove(self.chosen))
                 program = Program.of(problem, self.start_solution.program.parameters, end.theta)
                 self.at = Solution.of_program(program, end.theta, end.lam)
                 self.followed.append(self.value)
@@ -245,7 +221,7 @@ class _RemovalSet:
             if not fewer:
                 return
             report(len(self.chosen), "(putting back)")
-            problem = self.start_solution.problem.without(self.samples, fewer)
+            problem = self.start_solution.problem.after(self.samples.remove(fewer))
             try:
                 solution = fit(problem, self.at.params, multipliers=self.at.lam, show_progress=False)
             except DifError:  # the problem with that sample cannot be solved, so it stays removed
@@ -257,7 +233,7 @@ class _RemovalSet:
         """Solve the problem without the set, from the solution at the start."""
         solution = self.start_solution
         if self.chosen:
-            problem = self.start_solution.problem.without(self.samples, self.chosen)
+            problem = self.start_solution.problem.after(self.samples.remove(self.chosen))
             solution = fit(problem, self.start_solution.params, show_progress=False)
             solution.check()
         before, after = self._value_at(self.start_solution.theta), self._value_at(solution.theta)

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch
 
-from dif.derivatives.weight_change import find_indispensable
 from dif.errors import InvalidInputError
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.estimators.influence import Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.protocol import Estimator
 from dif.optimality.solution import Solution
 from dif.problem.samples import Samples, expect_samples
-from dif.runtime.progress import progress
+from dif.problem.weights import find_indispensable
+from dif.results.influence import Influence
+from dif.runtime.work import progress
 
 _CHUNK = 128  # samples scored at once: the scores of a chunk are (128, 128), of which the diagonal is kept
 
@@ -32,14 +32,12 @@ def self_influence(
     solution = getattr(estimator, "solution", None)
     if not isinstance(estimator, Estimator) or not isinstance(solution, Solution):
         raise InvalidInputError(
-            f"`estimator` is of type {type(estimator).__name__}.",
-            "It must be an estimator that was built from a dif.Solution.",
-            "The estimator scores the removal of each sample at that solution.",
-            "Pass dif.DirectionalInfluence(solution), for example.",
+            f"`estimator` must be an estimator of a dif.Solution, not {type(estimator).__name__}; pass "
+            "dif.DirectionalInfluence(solution), for example."
         )
     expect_samples(samples)
     index = list(range(len(samples))) if indices is None else samples.check_indices(indices)
-    needed = find_indispensable(solution.program, samples)
+    needed = find_indispensable(solution.problem, samples)
     removable = [i for i in index if i not in needed]
     options: dict[str, Any] = {"show_progress": False}
     if isinstance(estimator, FirstOrderEstimator | NewtonInfluence):

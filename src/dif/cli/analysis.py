@@ -15,13 +15,13 @@ from warnings import catch_warnings, simplefilter
 from dif.cli.output import fail
 
 if TYPE_CHECKING:
+    from dif.cli.description import Description
     from dif.cli.results_folder import ResultsFolder
-    from dif.estimators.directional import DirectionalInfluence
-    from dif.estimators.influence import Influence
-    from dif.estimators.retraining_cache import RetrainingCache
+    from dif.estimators.retraining import RetrainingCache
+    from dif.optimality.solution import Solution
     from dif.problem.perturbation import Perturbation
-    from dif.report.description import Description
     from dif.report.report import Report
+    from dif.results.influence import Influence
 
 _WRITING = "writing the report"  # stage of a run in which its answer is complete
 
@@ -71,7 +71,10 @@ class Analysis:
             text, again = f"{text} The fit is kept.", "The same command starts again with that fit."
         if self._retraining is not None:
             cache, removals = self._retraining
-            done = sum(end.reached for end in cache.load(removals).values())
+            from dif.derivatives.weight_change import Direction
+
+            direction = Direction(cache.solution.program, removals)
+            done = sum(end.reached for end in cache.load(direction).values())
             text = f"Interrupted while {self.stage}. {done} of {len(removals)} retrainings are kept."
             again = "The same command continues with the others."
         if self.stage == _WRITING:
@@ -83,7 +86,7 @@ class Analysis:
 
         If targets are needed, the folder is for results on this file from now on.
         """
-        from dif.report.description import Description
+        from dif.cli.description import Description
 
         self.folder, self.stage = folder, "running the model file"
         if need_targets:
@@ -96,29 +99,19 @@ class Analysis:
 
     def score(self, description: Description, question: Question, top: int) -> Report:
         """Score every sample and add the answer to the folder."""
-        import torch
-
-        import dif
-        from dif.report.report import Report, select_samples
+        from dif.cli.results_folder import fingerprint
+        from dif.report.builder import build_reports
 
         folder, self.stage = self._get_folder(), "scoring"
         name, term = description.target(question.target)
         removals, needed = find_removals(description)
         with ignore_first_order_warning():
-            scores, predictor = _predict(description, term, removals, question, self.silent)
-        margins = (predictor or dif.DirectionalInfluence(description.solution)).margins(removals)
+            scores = _predict(description.solution, {name: term}, removals, question, self.silent)
         if needed:
             scores = _add_unanswered(scores, description.train.remove_each(), needed)
-        scores = replace(scores, targets=(name,))
-        listed = select_samples(scores, top)
-        answered = description.train.remove_each([i for i in listed if i not in needed])
-        if predictor is not None:
-            parts = predictor.by_term(term, answered)
-        else:
-            parts = dif.Influence(torch.zeros(len(answered), 0), answered, (), scores.estimator)
-        report = Report.of(
-            description.subjects, scores, title=self.file.stem, term=term, method=question.method, parts=parts,
-            top=top, margins=margins, model=folder.describe_model(description), command=_command(),
+        (report,) = build_reports(
+            scores, description.subjects, [term], title=self.file.stem, method=question.method, top=top,
+            model=folder.describe_model(description), mark=fingerprint(description, name), command=_command(),
         )  # fmt: skip
         self.stage = _WRITING
         return folder.add(report, scores)
@@ -126,12 +119,12 @@ class Analysis:
     def retrain(self, description: Description, question: Question, top: int, jobs: int) -> Report:
         """Retrain without each of the `top` most influential samples and add what is found to the folder."""
         import dif
-        from dif.estimators.retraining_cache import RetrainingCache
-        from dif.report.report import fingerprint
+        from dif.cli.results_folder import fingerprint
+        from dif.estimators.retraining import RetrainingCache
 
         folder = self._get_folder()
         name, term = description.target(question.target)
-        known = folder.find(name, question.method, fingerprint(description.subjects, name, term))
+        known = folder.find(name, question.method, fingerprint(description, name))
         if known is None or len(known.samples) < min(top, known.total):  # not answered yet, or too few samples
             known = self.score(description, question, top)
         listed = [sample["index"] for sample in known.samples[:top] if sample["score"] is not None]
@@ -151,7 +144,7 @@ class Analysis:
 def assess(description: Description) -> tuple[Any, dict[str, Any], tuple[int, str] | None, str]:
     """Return the constraint margins, the error estimate of the scores, the unanswered removals and the kinks."""
     import dif
-    from dif.optimality.targets import Targets
+    from dif.derivatives.targets import Targets
 
     predictor, (removals, _) = dif.DirectionalInfluence(description.solution), find_removals(description)
     targets = description.targets
@@ -174,9 +167,9 @@ def ignore_first_order_warning() -> Iterator[None]:
 
 def find_removals(description: Description) -> tuple[Perturbation, dict[int, str]]:
     """Return the removal of each sample that can be removed, and for the others the term that needs them."""
-    from dif.derivatives.weight_change import find_indispensable
+    from dif.problem.weights import find_indispensable
 
-    needed = find_indispensable(description.solution.program, description.train)
+    needed = find_indispensable(description.solution.problem, description.train)
     removable = [i for i in range(len(description.train)) if i not in needed]
     if not removable:
         fail(
@@ -187,24 +180,24 @@ def find_removals(description: Description) -> tuple[Perturbation, dict[int, str
 
 
 def _predict(
-    description: Description, target: Any, removals: Perturbation, question: Question, silent: bool
-) -> tuple[Influence, DirectionalInfluence | None]:
-    """Return the scores, and the estimator if it can split them by term."""
+    solution: Solution, targets: dict[str, Any], removals: Perturbation, question: Question, silent: bool
+) -> Influence:
+    """Return the scores by the method that the question names."""
     import dif
 
-    solution, estimator, accuracy = description.solution, question.estimator, question.accuracy
-    if accuracy is not None:
-        if estimator is not Estimator.dif:
-            fail(f"--accuracy selects the estimator itself, so leave out --estimator {estimator.value}.")
-        adaptive = dif.AdaptiveInfluence(solution, accuracy=accuracy, strict=False)
-        return adaptive.scores(target, removals, show_progress=not silent), None
-    if estimator is Estimator.newton:
-        return dif.NewtonInfluence(solution).scores(target, removals, show_progress=not silent), None
-    if estimator is Estimator.classical:
-        return dif.ClassicalInfluence(solution).scores(target, removals, show_progress=not silent), None
-    switching: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}[estimator]
-    predictor = dif.DirectionalInfluence(solution, switching=switching)
-    return predictor.scores(target, removals, show_progress=not silent), predictor
+    estimator: Any
+    if question.accuracy is not None:
+        if question.estimator is not Estimator.dif:
+            fail(f"--accuracy selects the estimator itself, so leave out --estimator {question.estimator.value}.")
+        estimator = dif.AdaptiveInfluence(solution, accuracy=question.accuracy, strict=False)
+    elif question.estimator is Estimator.newton:
+        estimator = dif.NewtonInfluence(solution)
+    elif question.estimator is Estimator.classical:
+        estimator = dif.ClassicalInfluence(solution)
+    else:
+        switching: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}
+        estimator = dif.DirectionalInfluence(solution, switching=switching[question.estimator])
+    return estimator.scores(targets, removals, show_progress=not silent)
 
 
 def _add_unanswered(scores: Influence, removals: Perturbation, needed: dict[int, str]) -> Influence:

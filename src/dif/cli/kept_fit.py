@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
 
-import numpy as np
 import torch
 
 import dif
 from dif.derivatives.fingerprint import ObjectEncoder, encode_tensor, fingerprint_program, hash_all
 from dif.derivatives.program import Program
-from dif.errors import NotConvergedWarning, warn
+from dif.errors import InvalidInputError, NotConvergedWarning, warn
 from dif.optimality.solution import Solution
 from dif.problem.parameters import Parameters
-from dif.runtime.atomic_file import open_atomically
+from dif.runtime.archive import read_archive, write_archive
 from dif.solving.fit import fit
 
-_FORMAT = "dif kept fit 1"  # name and version of the file format
+_KIND = "kept fit"  # of file
 
 
 class KeptFits:
@@ -43,7 +41,7 @@ class KeptFits:
         parameters, theta = Parameters.of(params)
         program = Program.of(problem, parameters, theta)
         given = {name: value for name, value in options.items() if name not in ("show_progress", "checkpoint")}
-        about = f"{_FORMAT} {dif.__version__} {self.bytes_hash}".encode()
+        about = f"{dif.__version__} {self.bytes_hash}".encode()
         parts = about, fingerprint_program(program), encode_tensor(theta), *ObjectEncoder().encode(given)
         key = hash_all(parts).hex()[:32]
         path = self.folder / f"{self.name}-{key}.npz"
@@ -74,24 +72,16 @@ class KeptFits:
                 path.unlink(missing_ok=True)
 
     def _save(self, path: Path, key: str, solution: Solution, warned: list[str]) -> None:
-        about = json.dumps({"format": _FORMAT, "key": key, "warned": warned})
-        with open_atomically(path) as file:
-            np.savez(
-                file, theta=solution.theta.cpu().numpy(), lam=solution.lam.cpu().numpy(), about=np.array(about)
-            )  # fmt: skip
+        write_archive(path, _KIND, {"theta": solution.theta, "lam": solution.lam}, {"key": key, "warned": warned})
 
     def _load(self, path: Path, key: str, program: Program) -> Solution | None:
         """Return the kept solution; None if there is no sound file of it."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                theta, lam = torch.as_tensor(file["theta"]), torch.as_tensor(file["lam"])
-                about = json.loads(str(file["about"]))
-            sizes = (theta.numel(), lam.numel()) == (sum(program.parameters.sizes), program.m)
-            if not sizes or (about["format"], about["key"]) != (_FORMAT, key):
-                return None
-        except Exception:  # missing or damaged: the model is fitted again
+            arrays, about = read_archive(path, _KIND, key=key)
+        except (FileNotFoundError, InvalidInputError):  # missing or damaged: the model is fitted again
             return None
         for text in about["warned"]:
             warn(text, NotConvergedWarning)
         like = program.parameters
-        return Solution.of_program(program, theta.to(like.device, like.dtype), lam.to(like.device, like.dtype))
+        theta, lam = (torch.from_numpy(arrays[name]).to(like.device, like.dtype) for name in ("theta", "lam"))
+        return Solution.of_program(program, theta, lam)

@@ -52,7 +52,7 @@ def init(file: Annotated[Path, typer.Argument(help="The file to write.")] = Path
     Example: dif init model.py && dif check model.py && dif score model.py
     """
     with report_errors():
-        from dif.report.description import TEMPLATE
+        from dif.cli.description import TEMPLATE
 
         if file.exists():
             fail(f"{str(file)!r} already exists and is not overwritten. Choose another file name.")
@@ -74,8 +74,8 @@ def check(file: File, out: OutDir = Path("results"), as_json: AsJson = False, qu
     Example: dif check model.py
     """
     with _analyse(file, out, quiet, as_json) as (analysis, folder):
-        from dif.analyses.verdict import Verdict
         from dif.optimality.certificate import Certificate
+        from dif.report.words import Verdict
 
         description = analysis.read(folder, need_targets=False)
         analysis.stage = "checking"
@@ -164,7 +164,7 @@ def report(
     """
     with report_errors():
         from dif.report.report import load_reports, write_html
-        from dif.runtime.folder_lock import lock_folder
+        from dif.runtime.archive import lock_folder
 
         if not (folder / "report.json").is_file():
             command = f"dif score FILE --out {shlex.quote(str(folder))}"
@@ -191,8 +191,8 @@ def _analyse(file: Path, out: Path, quiet: bool, as_json: bool) -> Iterator[tupl
     """Open the folder for the results on a model file, and turn errors and interruptions into one line."""
     analysis = Analysis(file, silent=quiet or as_json)
     with report_errors(analysis.describe_interruption, warnings=not quiet):
+        from dif.cli.description import expect_file
         from dif.cli.results_folder import ResultsFolder
-        from dif.report.description import expect_file
 
         expect_file(file)
         with ResultsFolder.open(out, file) as folder:

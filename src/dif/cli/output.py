@@ -48,11 +48,6 @@ def _describe_nothing() -> str:
     return "Interrupted. Nothing was kept."
 
 
-def say_saved(out: Path, how: str = "the same command continues from there") -> Callable[[], str]:
-    """Return a function for `report_errors`: finished parts of a study are saved in `out`, and how to continue."""
-    return lambda: f"Interrupted. Finished parts are saved in {str(out)!r}; {how}."
-
-
 @contextmanager
 def report_errors(describe: Callable[[], str] = _describe_nothing, *, warnings: bool = True) -> Iterator[None]:
     """Turn an exception into one line on stderr and exit code 2; Ctrl-C into exit code 130.

@@ -11,15 +11,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from dif.cli.description import Description
 from dif.cli.kept_fit import KeptFits
 from dif.cli.output import fail
 from dif.derivatives.fingerprint import encode_tensor, hash_all
+from dif.derivatives.targets import Targets
 from dif.errors import InvalidInputError
-from dif.estimators.influence import Influence
-from dif.report.description import Description
-from dif.report.report import Report, hash_data, load_reports, save_reports, write_html
-from dif.runtime.atomic_file import open_atomically
-from dif.runtime.folder_lock import lock_folder, use_folder
+from dif.report.builder import hash_data
+from dif.report.report import Report, load_reports, save_reports, write_html
+from dif.results.influence import Influence
+from dif.runtime.archive import lock_folder, open_atomically
 
 _OWNER = "model.json"  # file that says whose results these are
 _MAX_NAME = 40  # characters of a target's name in the name of a file
@@ -40,8 +41,8 @@ class ResultsFolder:
         """Create the folder if it is missing, and use it."""
         try:
             path.mkdir(parents=True, exist_ok=True)
-            with use_folder(path) as shared:
-                yield cls(path, file, KeptFits(path / "fits", file), shared)
+            with lock_folder(path, ".in-use", wait=False) as alone:
+                yield cls(path, file, KeptFits(path / "fits", file), shared=not alone)
         except OSError as error:
             if error.filename is None or not Path(error.filename).is_relative_to(path):
                 raise
@@ -53,10 +54,8 @@ class ResultsFolder:
         occupied = self.shared or (self.path / "report.json").is_file()  # else no run came to an answer
         if known and occupied and known["place"] != mine["place"] and known["hash"] != mine["hash"]:
             raise InvalidInputError(
-                f"Folder {str(self.path)!r} holds results on another model file, {known['file']!r}.",
-                "It can hold results on one model file.",
-                "Answers about two models would be mixed in one report.",
-                "Choose another folder with --out, or delete this one.",
+                f"Folder {str(self.path)!r} holds results on another model file, {known['file']!r}. Choose another "
+                "folder with --out, or delete this one."
             )
         self.load_reports()
 
@@ -99,9 +98,9 @@ class ResultsFolder:
         What retraining found, in this run or another, is added to every answer about the same target and solution.
         """
         with lock_folder(self.path):
-            others = [known for known in self.load_reports() if not known.answers_same(report)]
-            known = [r for r in self.load_reports() if r.mark == report.mark]
-            retrained = [entry for r in (*known, report) for entry in r.retrained]
+            known = self.load_reports()
+            retrained = [entry for r in (*known, report) if r.mark == report.mark for entry in r.retrained]
+            others = [r for r in known if (r.target, r.method) != (report.target, report.method)]
             reports = [
                 r.with_retrained(retrained) if retrained and r.mark == report.mark else r for r in (*others, report)
             ]
@@ -125,6 +124,18 @@ class ResultsFolder:
             "data": hash_data(description.solution),
             "solution": hash_all(map(encode_tensor, (description.solution.theta, description.solution.lam))).hex(),
         }
+
+
+def fingerprint(description: Description, target: str) -> str:
+    """Return a hash of the solution, a target and the displayed data; if it differs, an answer is out of date."""
+    subjects, solution, program = description.subjects, description.solution, description.solution.program
+    targets = Targets(description.targets[target], solution)
+    numbers = [solution.theta, solution.lam, solution.f, program.tau, program.kinds.equal, *subjects.losses.values()]
+    shown = target, targets.names, description.train.name, subjects.names, subjects.groups, subjects.features
+    digest = hashlib.sha256(repr(shown).encode())
+    for part in (*numbers, targets.values(solution.theta)):
+        digest.update(part.detach().cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()[:32]
 
 
 def _file_name(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Fingerprints of problems: hashes of their data, weights, losses and functions.
+"""Fingerprints of problems, targets and perturbations: hashes of their data, weights, losses and functions.
 
 A loss is hashed with everything it refers to: code, closures, globals, attributes, classes, modules and their tensors.
 Code of installed packages is identified by name. An object that cannot be inspected gets a random fingerprint, so
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 
 from dif.derivatives.program import Program
 from dif.derivatives.rows import Rows
+from dif.derivatives.targets import Targets
+from dif.derivatives.weight_change import Direction
+from dif.problem.data import leaves
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import leaves
 
 READ = 2**12  # samples read per batch, so that data on disk are not loaded as a whole
 # Folders of installed code, which is identified by name.
@@ -84,6 +86,30 @@ def encode_samples(samples: SampleLosses) -> Iterator[bytes]:
     yield from ObjectEncoder().encode((samples.loss,) if samples.parted is None else samples.parted)
     for _, batch in samples.batches(at_most=READ):
         yield from map(encode_tensor, leaves(batch))
+
+
+def hash_targets(targets: Targets) -> Iterator[bytes]:
+    """Yield hashes of the losses, data and constants of the targets."""
+    if targets.rows is not None:
+        yield from encode_rows(targets.rows)
+        yield encode_tensor(targets.constant)
+    elif targets.samples is not None:
+        yield from encode_samples(targets.samples)
+
+
+def hash_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
+    """Yield hashes of the changes of weights and bounds under perturbation p, or all, and of the samples in them."""
+    yield encode_tensor(direction.dtau if p is None else direction.dtau[p])
+    if p is not None:
+        yield encode_tensor(direction.rescaling(p))
+    for block in direction.blocks:
+        mine = slice(None) if p is None or block.owner is None else block.owner == p
+        if p is None:
+            yield encode_tensor(block.alpha)
+            yield b"" if block.owner is None else encode_tensor(block.owner)
+        yield from map(encode_tensor, (block.touch, block.index[mine], block.s[mine]))
+        for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), READ):
+            yield from map(encode_tensor, leaves(batch))
 
 
 class ObjectEncoder:
@@ -209,5 +235,5 @@ def _is_installed(thing: Any) -> bool:
         return True
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     if file.startswith(_OURS):
-        return not file.startswith((f"{_OURS}/examples", f"{_OURS}/studies"))
+        return not file.startswith(f"{_OURS}/examples")
     return file.startswith(_INSTALLED)

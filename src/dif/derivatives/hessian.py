@@ -8,12 +8,11 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dif.derivatives.cost import cost
-from dif.derivatives.gauss_newton import can_map
+from dif.derivatives.losses import cost, jacobians_at_once
 from dif.derivatives.rows import Rows
 from dif.derivatives.sweeps import sample_slopes, weighted_gradients
 from dif.linalg.operator import Matrix, coordinate_curvature, positive
-from dif.runtime.user_code import UserCodeError
+from dif.runtime.guard import UserCodeError
 
 DENSE_LIMIT = 5000  # largest number of parameters for which the Hessian is assembled
 _AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # multiplications that take seconds, by device type
@@ -61,33 +60,27 @@ class Curvature:
         return self.theta
 
     @property
-    def multiplications(self) -> float:
-        """Multiplications that assembling the matrix takes; memory traffic is converted to multiplications."""
-        costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
-        return float(_PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs))
-
-    @property
     def _known(self) -> bool:
         """Whether the matrix is a sum of known matrices."""
         return self.parts is not None and not self.gauss_newton
 
     @property
-    def cheap(self) -> bool:
-        """Whether the matrix takes seconds, so that it can be assembled at every step."""
-        return self.d <= DENSE_LIMIT and self.multiplications <= self._affordable
+    def share(self) -> float:
+        """How much of the matrix this device assembles in seconds; memory traffic is converted to multiplications."""
+        costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
+        multiplications = _PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs)
+        return _AFFORDABLE.get(self.theta.device.type, 2.5e11) / max(multiplications, 1)
 
     @property
-    def _affordable(self) -> float:
-        """Multiplications that take seconds on this device."""
-        return _AFFORDABLE.get(self.theta.device.type, 2.5e11)
+    def cheap(self) -> bool:
+        """Whether the matrix takes seconds, so that it can be assembled at every step."""
+        return self.d <= DENSE_LIMIT and self.share >= 1
 
     @property
     def assembled(self) -> bool:
         """Whether the matrix is known, or may be assembled if it is needed only once."""
-        if self._known:
-            return True
-        once = _ONCE.get(self.theta.device.type, 1) * self._affordable
-        return self.d <= min(DENSE_LIMIT, _ANYWAY) or (self.d <= DENSE_LIMIT and self.multiplications <= once)
+        once = _ONCE.get(self.theta.device.type, 1)
+        return self._known or (self.d <= DENSE_LIMIT and (self.d <= _ANYWAY or once * self.share >= 1))
 
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
@@ -97,8 +90,7 @@ class Curvature:
         if self._known:
             return self
         sizes = [len(t.samples) for t in self.rows.tables]
-        share = self._affordable / max(self.multiplications, 1.0)
-        counts = [int(min(share, 1.0) * n) for n in sizes]
+        counts = [int(min(self.share, 1.0) * n) for n in sizes]
         if evaluations is not None:
             larger_share = min(evaluations / (_PER_PRODUCT * self.d), 1.0)
             enough = _SKETCH_PER_PARAMETER * self.d
@@ -125,7 +117,7 @@ class Curvature:
         """Whether the Gauss–Newton matrix can be assembled from the Jacobians of the samples."""
         samples = [table.samples for table in self.rows.tables]
         named = self.d <= DENSE_LIMIT and all(each.parted is not None for each in samples)
-        return named and all(can_map(each, self.rows.parameters, self.theta) for each in samples)
+        return named and all(jacobians_at_once(each, self.rows.parameters, self.theta) for each in samples)
 
     def metric_matrix(self, evaluations: float) -> Tensor | None:
         """Return a matrix, (d, d), that scales the coordinates: rough, but cheap; None if even that is expensive.
@@ -143,16 +135,6 @@ class Curvature:
         if self.G is not None and self.R is not None:
             G, R = torch.cat([self.G, G]), torch.cat([self.R, R])
         return replace(self, G=G, R=R, damping=self.damping + damping, plain=self.plain or self)
-
-    def to(self, dtype: torch.dtype) -> Curvature:
-        """Convert to another precision."""
-        G, R = (None if t is None else t.to(dtype) for t in (self.G, self.R))
-        assumed = None if self.assumed is None else self.assumed.to(dtype)
-        rows, theta, weights = self.rows.to(dtype), self.theta.to(dtype), self.weights.to(dtype)
-        plain = None if self.plain is None else self.plain.to(dtype)
-        return replace(
-            self, rows=rows, theta=theta, weights=weights, G=G, R=R, assumed=assumed, plain=plain, parts=None
-        )
 
     def product(self, V: Tensor) -> Tensor:
         """Return H_ρ·v for every column v of V (d, c)."""
@@ -176,9 +158,7 @@ class Curvature:
         weights = self.weights @ self.rows.C
         if self.parts is not None and self._known:
             return torch.tensordot(weights, self.parts, 1)
-        assemble = self.rows.gauss_newton if self.gauss_newton else self.rows.part_hessian
-        H = assemble(self.theta, weights)
-        return 0.5 * (H + H.T)
+        return self.rows.part_hessian(self.theta, weights, self.gauss_newton)
 
     def _add_rows(self, H: Tensor) -> Tensor:
         """Add this operator's GᵀRG and δI to an assembled matrix."""
@@ -193,10 +173,11 @@ class Curvature:
     def _rough(self) -> Tensor:
         if self._known:
             return self.dense()
-        cudnn = torch.backends.cudnn
+        cudnn, theta, weights = torch.backends.cudnn, self.theta.float(), self.weights.float()
         try:
             with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
-                H = self.to(torch.float32).product(torch.eye(self.d, device=self.theta.device)).to(self.theta)
+                single = replace(self, rows=self.rows.to(torch.float32), theta=theta, weights=weights, parts=None)
+                H = single.product(torch.eye(self.d).to(theta)).to(self.theta)
         except UserCodeError:  # a loss that works in double precision only
             return self.dense()
         return 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()

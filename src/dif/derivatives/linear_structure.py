@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.func import grad, vjp, vmap
 from torch.nn.functional import linear
 
+from dif.problem.data import map_tensors
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import map_tensors
+from dif.runtime.guard import numbers_at_once
 
 # Operators on parameters that only rearrange or select entries.
 _VIEWS = (
@@ -213,14 +214,17 @@ def assemble_hessian(
     theta: Tensor,
     batches: Iterator[tuple[slice, Any]],
     w: Tensor,
-    chunk_size: int,
+    elements: int,
 ) -> Tensor:
-    """Return Σᵢ wᵢ∇²ℓᵢ(θ), (d, d), over these batches, for a loss of linear maps; `chunk_size` columns of S at once."""
+    """Return Σᵢ wᵢ∇²ℓᵢ(θ), (d, d), over these batches, for a loss of linear maps.
+
+    `elements` is how many intermediate numbers the loss of one sample has, see `Cost`.
+    """
     total, index = None, torch.zeros(0, dtype=torch.long)
     for place, batch in batches:
         with torch.enable_grad():  # requires_grad marks what depends on θ
             _, tape = _run(samples, parameters, theta, batch, _Tape())
-        S = _second_derivative(samples, parameters, theta, batch, tape, w[place], chunk_size)
+        S = _second_derivative(samples, parameters, theta, batch, tape, w[place], elements)
         K = _assemble_upper(tape.maps, S)
         total = K if total is None else total + K
         index = torch.cat([m.index.T.reshape(-1) for m in tape.maps])
@@ -232,7 +236,7 @@ def assemble_hessian(
 
 
 def _second_derivative(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, chunk_size: int
+    samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, elements: int
 ) -> Tensor:
     """Return S = wᵢ∇²φ of each sample in its z, (C, C, n); one product serves all samples, as they do not interact."""
     shapes = [value.shape for value in tape.values]
@@ -245,6 +249,7 @@ def _second_derivative(
 
     directions = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
     pull = vjp(grad(phi), Z)[1]
+    chunk_size = max(1, numbers_at_once(theta) // max(1, len(Z) * (elements + Z.shape[1])))
     product = vmap(lambda e: pull(e)[0], chunk_size=chunk_size, randomness="same")
     return product(directions).detach().transpose(1, 2).contiguous()
 

@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives.probe import check_used, probe
+from dif.derivatives.checks import check_used, probe
 from dif.derivatives.rows import Rows, name_rows
 from dif.errors import InvalidInputError, count_words
-from dif.problem.kinds import Kinds
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
-from dif.problem.term import Constraint, Term
+from dif.problem.term import Constraint, Kinds, Term
 from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_instance
 
 
@@ -34,13 +33,7 @@ class Program:
     @classmethod
     def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
         """Check the losses and functions of a problem at θ and compile it."""
-        check_instance(
-            problem,
-            Problem,
-            "problem",
-            meaning="An objective and its constraints are stated by dif.Problem(objective, constraints).",
-            cure="Wrap a Term as dif.Problem(term).",
-        )
+        check_instance(problem, Problem, "problem", cure="state it as dif.Problem(objective, constraints)")
         terms = [problem.objective, *(c.term for c in problem.constraints)]
         functions = list({id(f): f for t in terms for _, f in t.functions}.values())
         probe(problem.samples, functions, parameters, theta)
@@ -54,10 +47,8 @@ class Program:
         rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
         if first:
             raise InvalidInputError(
-                f"The objective is a vector of length {first.numel()}.",
-                "It must be a single number.",
-                "Only a single number can be minimised.",
-                "Add up the rows inside the function, or make them constraints.",
+                f"The objective must be a single number, not a vector of length {first.numel()}; add up the rows "
+                "inside the function, or make them constraints."
             )
         tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
         kinds = ((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
@@ -97,10 +88,8 @@ class Program:
             missing = [name for name in self.problem.names if name not in multipliers]
             if unknown or missing:
                 raise InvalidInputError(
-                    f"`multipliers` has unknown names {unknown} and lacks the names {missing}.",
-                    f"It must have one entry for each of {list(self.problem.names)}.",
-                    "Each constraint has its own multipliers.",
-                    "Use the names of the constraints.",
+                    f"`multipliers` must have one entry for each of {list(self.problem.names)}, but has unknown names "
+                    f"{unknown} and lacks the names {missing}."
                 )
             multipliers = [multipliers[name] for name in self.problem.names]
         if isinstance(multipliers, Tensor) or hasattr(multipliers, "__array__"):
@@ -112,11 +101,9 @@ class Program:
         infinite = int((~torch.isfinite(flat)).sum())
         if flat.numel() != self.m or infinite:
             raise InvalidInputError(
-                f"`multipliers` has {count_words(flat.numel(), 'value')}"
-                + (f", {infinite} not finite." if infinite else "."),
-                f"It must have {count_words(self.m, 'finite value')}, one per constraint row.",
-                "Every row of every constraint has one multiplier.",
-                "Order them as the constraints, or leave them out to have them recovered from the parameters.",
+                f"`multipliers` must have {count_words(self.m, 'finite value')}, one per constraint row, not "
+                f"{count_words(flat.numel(), 'value')}{f', {infinite} not finite' if infinite else ''}; leave them out "
+                "to have them recovered from the parameters."
             )
         return flat.to(self.tau).clone()
 

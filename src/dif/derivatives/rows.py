@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from dif.derivatives.compiled_function import CompiledFunction, evaluate_function, output_slices
-from dif.derivatives.gauss_newton import can_map, gauss_newton_matrix, gauss_newton_products
+from dif.derivatives.losses import Differentiable, linearise, samples_at_once
 from dif.derivatives.sweeps import (
-    columns_per_chunk,
-    evaluate_with_pullback,
-    hessian_products,
+    gauss_newton_hessian,
     sample_losses,
     stacked_losses,
     structured_hessian,
@@ -24,11 +21,92 @@ from dif.derivatives.sweeps import (
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.term import SampleSum, Term
-from dif.runtime.distributed import is_single_process, span, sum_over_processes
-from dif.runtime.memory import retry_with_smaller_batches
+from dif.problem.term import Function, SampleSum, Term
+from dif.runtime.guard import (
+    convert_errors,
+    holds_in_all_processes,
+    is_single_process,
+    retry_with_smaller_batches,
+    span,
+    sum_over_processes,
+)
 
-_FUNCTION_COLUMNS = 256  # columns that go through a function of the parameters at once, to limit memory
+_KEPT = 2**15  # numbers that one evaluation of a function is supposed to keep
+
+
+@dataclass(frozen=True, eq=False)
+class CompiledFunction(Differentiable):
+    """A function of the parameters, evaluated at flat θ; a linear one is represented by its matrix."""
+
+    function: Function
+    parameters: Parameters
+    size: int  # rows
+    matrix: Tensor | None  # (rows, d)
+
+    @property
+    def is_nonlinear(self) -> bool:
+        """Whether it is neither linear nor a ridge."""
+        return self.matrix is None and self.function.ridge is None
+
+    @classmethod
+    def of(cls, f: Function, parameters: Parameters, theta: Tensor, size: int) -> CompiledFunction:
+        """Compile a function with this many rows for a parameter layout."""
+        if f.matrix is None:
+            return cls(f.fallbacks, f, parameters, size, None)
+        matrix = torch.atleast_2d(f.matrix).to(theta)
+        if f.of is not None:
+            padded = theta.new_zeros((len(matrix), theta.numel()))
+            number = parameters.names.index(f.of)
+            start = sum(parameters.sizes[:number])
+            padded[:, start : start + parameters.sizes[number]] = matrix
+            matrix = padded
+        return cls(f.fallbacks, f, parameters, size, matrix)
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Return φ(θ), (rows,)."""
+        if self.matrix is not None:
+            return self.matrix @ theta
+        return evaluate_function(self.function, self.parameters, theta).reshape(-1)
+
+    def memory(self, theta: Tensor) -> tuple[int, int]:
+        """Return how many numbers are inputs, and how many one evaluation is supposed to keep."""
+        return 0, _KEPT
+
+    def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
+        if self.matrix is not None:
+            return self.matrix @ theta, self.matrix
+        return self.pull(theta, torch.eye(self.size).to(theta))
+
+
+def output_slices(functions: Sequence[CompiledFunction], total: int) -> Iterator[tuple[CompiledFunction, slice]]:
+    """Yield each function with the positions of its outputs, which are the last of `total` columns."""
+    start = total - sum(f.size for f in functions)
+    for f in functions:
+        yield f, slice(start, start + f.size)
+        start += f.size
+
+
+def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
+    """Return φ(θ) after checking its shape and type."""
+    with convert_errors(f"function {f.name!r}"):
+        out = f.fn(parameters.bind(parameters.tensors(theta)))
+    if not isinstance(out, Tensor) or out.dim() > 1:
+        kind = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a value of type {type(out).__name__}"
+        raise InvalidInputError(f"The function {f.name!r} must return a tensor of shape () or (rows,), not {kind}.")
+    check_type(out, theta.dtype, f"The function {f.name!r}")
+    return out
+
+
+def check_type(out: Tensor, dtype: torch.dtype, source: str) -> None:
+    """Refuse an output of another type than the parameters."""
+    if out.dtype != dtype:
+        raise InvalidInputError(
+            f"{source} must return {dtype}, the type of the parameters, not {out.dtype}; counts and booleans have no "
+            "derivative, and other types lose digits."
+        )
+
+
 _STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
 
 
@@ -67,8 +145,8 @@ class Rows:
             tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
         outputs = {id(f): evaluate_function(f, parameters, theta).detach() for f in functions}
         compiled = tuple(CompiledFunction.of(f, parameters, theta, outputs[id(f)].numel()) for f in functions)
-        columns = {id(f.function): place for f, place in output_slices(compiled, len(position))}
         total = len(position) + sum(f.size for f in compiled)
+        columns = {id(f.function): place for f, place in output_slices(compiled, total)}
 
         blocks, shapes = [], []
         for term in terms:
@@ -89,7 +167,7 @@ class Rows:
         parameters = self.parameters.to(dtype)
         tables = tuple(Table(t.samples.to(dtype), t.sums, t.U.to(dtype)) for t in self.tables)
         functions = tuple(
-            CompiledFunction(f.function, parameters, f.size, None if f.matrix is None else f.matrix.to(dtype))
+            replace(f, parameters=parameters, matrix=None if f.matrix is None else f.matrix.to(dtype))
             for f in self.functions
         )
         return Rows(parameters, tables, functions, self.C.to(dtype))
@@ -104,30 +182,20 @@ class Rows:
     def fallbacks(self) -> set[str]:
         """What torch could not do with the losses and functions, and what is done instead."""
         losses = [table.samples.fallbacks for table in self.tables]
-        return set().union(*losses, *(f.function.fallbacks for f in self.functions))
+        return set().union(*losses, *(f.fallbacks for f in self.functions))
 
     def columns(self, table: int) -> slice:
         """Return the positions in p of the sums of a table."""
         start = sum(len(t.U) for t in self.tables[:table])
         return slice(start, start + len(self.tables[table].U))
 
-    def _function_columns(self) -> Iterator[tuple[CompiledFunction, slice]]:
-        """Yield each function with the positions of its outputs in p."""
-        return output_slices(self.functions, sum(len(t.U) for t in self.tables))
-
-    def nonlinear_rows(self) -> Tensor:
-        """Return which rows contain anything nonlinear, (R,) bool."""
-        columns = [True] * sum(len(t.U) for t in self.tables)
-        for f in self.functions:
-            columns += [f.matrix is None] * f.size
-        return (self.C[:, torch.tensor(columns, dtype=torch.bool, device=self.C.device)] != 0).any(1)
-
     def weight_ratio(self, mu: Tensor, than: Tensor) -> float:
         """Return the largest ratio of a sample's or nonlinear function's weights in Σⱼ muⱼfⱼ and Σⱼ thanⱼfⱼ."""
         first, second = mu @ self.C, than @ self.C
         tables = [(self.columns(number), table.U) for number, table in enumerate(self.tables)]
-        pairs = [(first[columns] @ U, second[columns] @ U) for columns, U in tables]
-        pairs += [(first[columns], second[columns]) for f, columns in self._function_columns() if f.matrix is None]
+        pairs = [(first[:0], second[:0]), *((first[columns] @ U, second[columns] @ U) for columns, U in tables)]
+        outputs = output_slices(self.functions, self.C.shape[1])
+        pairs += [(first[columns], second[columns]) for f, columns in outputs if f.matrix is None]
         a, b = (torch.cat(parts).abs() for parts in zip(*pairs, strict=True))
         return float((a[a > 0] / b[a > 0]).max()) if bool((a > 0).any()) else 0.0
 
@@ -143,7 +211,7 @@ class Rows:
         """Return f(θ), (R,)."""
         with torch.no_grad():
             parts = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
-            parts += [f.value(theta) for f in self.functions]
+            parts += [f(theta) for f in self.functions]
         return self.C @ torch.cat(parts)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
@@ -166,26 +234,33 @@ class Rows:
 
     @retry_with_smaller_batches
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ) with μ = weigh(f(θ)), in one forward and one backward sweep."""
-        pulls: list[Callable[[Tensor], Tensor]] = []
-        values = []
+        """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ) with μ = weigh(f(θ)).
+
+        Where every table is one batch, its graph is kept and the losses are evaluated once, otherwise twice.
+        """
+        if not holds_in_all_processes(all(self._is_one_batch(t.samples, theta) for t in self.tables), theta):
+            return self.weighted_gradient(theta, weigh(self.values(theta)))
+        pulls, values = [], []
         for table in self.tables:
-            losses, pull = self._local_losses(table, theta)
-            pulls.append(pull)
-            values.append(sum_over_processes(table.U[:, span(len(table.samples))] @ losses))
+            place, loss = next(sweep_batches(table.samples, self.parameters, theta))
+            losses, pull = linearise(loss, theta)
+            pulls.append(lambda w, pull=pull, U=table.U[:, place]: sum_over_processes(pull(w @ U)))
+            values.append(sum_over_processes(table.U[:, place] @ losses.detach()))
         for f in self.functions:
-            value, pull = f.evaluate_with_pullback(theta)
+            value, pull = linearise(f, theta)
             pulls.append(pull)
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
         weights = torch.split(weigh(f_values) @ self.C, [len(value) for value in values])
-        sample_part, function_part = torch.zeros_like(theta), torch.zeros_like(theta)
-        for number, (w, pull) in enumerate(zip(weights, pulls, strict=True)):
-            if number < len(self.tables):
-                sample_part = sample_part + pull(w @ self.tables[number].U)
-            else:
-                function_part = function_part + pull(w)
-        return f_values, (function_part + sum_over_processes(sample_part)).detach()
+        gradient = torch.zeros_like(theta)
+        for pull, w in zip(pulls, weights, strict=True):
+            gradient = gradient + pull(w).detach()
+        return f_values, gradient
+
+    def _is_one_batch(self, samples: SampleLosses, theta: Tensor) -> bool:
+        """Return whether this process's part of the samples is a single batch."""
+        local, most = span(len(samples)), samples_at_once(samples, self.parameters, theta)
+        return 0 < local.stop - local.start <= min(most, samples.batch_size or most)
 
     @retry_with_smaller_batches
     def weighted_gradient(self, theta: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,67 +268,41 @@ class Rows:
         weights, values, gradient = mu @ self.C, [], torch.zeros_like(theta)
         for number, table in enumerate(self.tables):
             w, value = weights[self.columns(number)] @ table.U, theta.new_zeros(len(table.U))
-            for place, _, loss in sweep_batches(table.samples, self.parameters, theta):
-                losses, part = loss.gradient(theta, w[place])
-                value, gradient = value + table.U[:, place] @ losses, gradient + part
+            for place, loss in sweep_batches(table.samples, self.parameters, theta):
+                losses, part = loss.pull(theta, w[None, place])
+                value, gradient = value + table.U[:, place] @ losses, gradient + part[0]
             values.append(sum_over_processes(value))
         gradient = sum_over_processes(gradient)
-        for f, columns in self._function_columns():
-            value, pull = f.evaluate_with_pullback(theta)
+        for f, columns in output_slices(self.functions, self.C.shape[1]):
+            value, pull = linearise(f, theta)
             values.append(value.detach())
             gradient = gradient + pull(weights[columns]).detach()
         return self.C @ torch.cat(values), gradient
-
-    def _local_losses(self, table: Table, theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the losses of this process's samples, and the map w → Σᵢ wᵢ∇ℓᵢ over them; w has all n weights."""
-        local, sweep = span(len(table.samples)), sweep_batches(table.samples, self.parameters, theta)
-        first = next(sweep, None)
-        if first is not None and first[0] == local and not first[2].compiled:  # keep the graph of the only batch
-            losses, pull = evaluate_with_pullback(first[2], theta)
-            return losses.detach(), lambda w: pull(w[local])
-        losses = [loss.values(theta) for _, _, loss in ([] if first is None else [first, *sweep])]
-        return torch.cat([theta.new_zeros(0), *losses]), partial(self._local_gradient, table.samples, theta)
-
-    @retry_with_smaller_batches
-    def _local_gradient(self, samples: SampleLosses, theta: Tensor, w: Tensor) -> Tensor:
-        """Return Σᵢ wᵢ∇ℓᵢ(θ) over this process's samples, batch by batch."""
-        total = torch.zeros_like(theta)
-        for place, _, loss in sweep_batches(samples, self.parameters, theta):
-            total += loss.gradient(theta, w[place])[1]
-        return total
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
         """Return Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
         return self.part_hessian(theta, mu @ self.C)
 
     @retry_with_smaller_batches
-    def part_hessian(self, theta: Tensor, weights: Tensor) -> Tensor:
-        """Return Σₖ weightsₖ ∇²pₖ(θ), (d, d), by the structure of losses of linear maps, or by products."""
-        d = theta.numel()
+    def part_hessian(self, theta: Tensor, weights: Tensor, gauss_newton: bool = False) -> Tensor:
+        """Return Σₖ weightsₖ ∇²pₖ(θ), (d, d), by the structure of the losses where they have one, else by products.
+
+        With `gauss_newton`, the part of the samples leaves out the curvature of the model.
+        """
+        d, assemble = theta.numel(), gauss_newton_hessian if gauss_newton else structured_hessian
         H, rest = theta.new_zeros((d, d)), weights.clone()
         for number, table in enumerate(self.tables):
             w, indices = self._sample_weights(number, weights)
-            if len(w) == 0 or d < _STRUCTURED:
-                continue
-            part = structured_hessian(table.samples, self.parameters, theta, w, indices)
-            if part is not None:
-                H += part
-                rest[self.columns(number)] = 0
-        if not torch.equal(rest, weights) and not self._agrees(H, theta, weights - rest):
+            if len(w) and (gauss_newton or d >= _STRUCTURED):
+                part = assemble(table.samples, self.parameters, theta, w, indices)
+                if part is not None:
+                    H += part
+                    rest[self.columns(number)] = 0
+        if not gauss_newton and not torch.equal(rest, weights) and not self._agrees(H, theta, weights - rest):
             H, rest = torch.zeros_like(H), weights
         if bool((rest != 0).any()):
-            H = H + self.hessian_products(theta, rest, torch.eye(d).to(theta))
+            H = H + self.hessian_products(theta, rest, torch.eye(d).to(theta), gauss_newton)
         return 0.5 * (H + H.T)
-
-    def gauss_newton(self, theta: Tensor, weights: Tensor) -> Tensor:
-        """Return Σₖ weightsₖ ∇²pₖ(θ), (d, d), where the part of the samples leaves out the curvature of the model."""
-        H, rest = theta.new_zeros((theta.numel(), theta.numel())), weights.clone()
-        for number, table in enumerate(self.tables):
-            w, indices = self._sample_weights(number, weights)
-            if len(w) and can_map(table.samples, self.parameters, theta):
-                H += gauss_newton_matrix(table.samples, self.parameters, theta, w, indices)
-                rest[self.columns(number)] = 0
-        return H + self.hessian_products(theta, rest, torch.eye(len(H)).to(theta), gauss_newton=True)
 
     def _agrees(self, H: Tensor, theta: Tensor, weights: Tensor) -> bool:
         """Return whether H·v agrees with autograd for a random v, with each coordinate scaled by its curvature."""
@@ -269,8 +318,6 @@ class Rows:
         """Return the nonzero weights of a table's samples, and the indices of these samples (None: all)."""
         w = weights[self.columns(table)] @ self.tables[table].U
         indices = torch.nonzero(w).reshape(-1)
-        if self.tables[table].samples.compile and 2 * len(indices) > len(w):
-            return w, None  # batches of other sizes would be compiled again
         return w[indices], indices if len(indices) < len(w) else None
 
     @retry_with_smaller_batches
@@ -279,49 +326,37 @@ class Rows:
 
         With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
-        total = torch.zeros_like(V)
-        nonlinear, alone, ridge = [], [], weights.new_zeros(())
-        for f, columns in self._function_columns():
+        total, ridge = torch.zeros_like(V), weights.new_zeros(())
+        joining: list[tuple[Tensor, CompiledFunction]] = []  # they go through the first batch, where they cost least
+        alone: list[tuple[Tensor, CompiledFunction]] = []  # they need a method of their own
+        for f, columns in output_slices(self.functions, self.C.shape[1]):
             w = weights[columns]
             if f.function.ridge is not None:
                 ridge = ridge + w[0] * f.function.ridge
             elif f.matrix is None and bool((w != 0).any()):
-                (alone if f.function.fallbacks else nonlinear).append((w, f))
+                (joining if is_single_process() and not f.fallbacks else alone).append((w, f))
 
         def function_sum(t: Tensor) -> Tensor:
             # the cast: in float32, zero-dimensional tensors become float64 under nested transforms
-            return torch.stack([(w * f.value(t)).sum().to(w.dtype) for w, f in nonlinear]).sum()
+            return torch.stack([(w * f(t)).sum().to(w.dtype) for w, f in joining]).sum()
 
-        remaining = function_sum if nonlinear else None
         for number, table in enumerate(self.tables):
             w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
             if len(w) == 0:
                 continue
-            single = table.samples.compile and not gauss_newton  # compiled code takes one column at a time
-            columns = 0 if single else V.shape[1]
-            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=columns)
-            for place, batch, loss in sweep:
+            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
+            for place, loss in sweep:
                 if gauss_newton:
-                    total += gauss_newton_products(table.samples, self.parameters, theta, batch, w[place], V)
-                    continue
-                if loss.compiled:
-                    total += torch.stack([loss.product(theta, w[place], v) for v in V.T], 1)
-                    continue
-
-                # functions join the first batch, unless it needs another method or every process would add them
-                joins = remaining if is_single_process() and not table.samples.fallbacks else None
-
-                def scalar(t: Tensor, f=loss, w=w[place], more=joins) -> Tensor:
-                    return f(t) @ w if more is None else f(t) @ w + more(t)
-
-                chunk_size = columns_per_chunk(table.samples, self.parameters, theta, place.stop - place.start)
-                total += hessian_products(scalar, theta, V, chunk_size, table.samples.fallbacks)
-                remaining = remaining if joins is None else None
+                    total += loss.gauss_newton_products(theta, w[place], V)
+                elif joining and not loss.fallbacks:
+                    total += loss.products(theta, w[place], V, function_sum)
+                    joining.clear()
+                else:
+                    total += loss.products(theta, w[place], V)
         total = sum_over_processes(total) + ridge * V
-        for w, f in alone:  # their method may differ from that of the losses
-            value = lambda t, w=w, f=f: (w * f.value(t)).sum()  # noqa: E731
-            total += hessian_products(value, theta, V, _FUNCTION_COLUMNS, f.function.fallbacks)
-        return total if remaining is None else total + hessian_products(remaining, theta, V, _FUNCTION_COLUMNS, set())
+        for w, f in alone + joining:
+            total += f.products(theta, w, V)
+        return total
 
 
 def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, ...]:
@@ -337,9 +372,7 @@ def _common_shape(term: Term, outputs: list[Tensor]) -> torch.Size:
     shapes = {out.shape for out in outputs if out.dim()} | ({term.constant.shape} if term.constant.dim() else set())
     if len(shapes) > 1:
         raise InvalidInputError(
-            f"{term!r} combines vectors of {' and '.join(str(shape[0]) for shape in shapes)} rows.",
-            "All its functions and bounds must have the same number of rows, or one row.",
-            "Functions and bounds in one expression are added and compared row by row.",
-            "Check the rows of A against the length of b.",
+            f"The functions and bounds of {term!r} must have the same number of rows, or one row, not "
+            f"{' and '.join(str(shape[0]) for shape in shapes)}; check the rows of A against the length of b."
         )
     return shapes.pop() if shapes else torch.Size([])

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.derivatives.batched_program import BatchedProgram
-from dif.derivatives.probe import check_tensors
+from dif.derivatives.checks import check_tensors
 from dif.derivatives.program import Program
 from dif.derivatives.rows import Rows, Table
+from dif.derivatives.stacked import BatchedProgram
 from dif.derivatives.sweeps import sample_losses, sample_slopes, weighted_gradients
 from dif.errors import InvalidInputError
-from dif.problem.perturbation import Addition, Perturbation, Removal, Reweighting, Shift, check_shift, empty_term_error
+from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import SampleLosses
+from dif.problem.weights import Changes, SumChange, check_shift
 from dif.runtime.inputs import check_instance
 
 
@@ -34,79 +34,64 @@ class Block:
 
 
 class Direction:
-    """The directions (δw, δτ) of P perturbations on the rows of a program."""
+    """The directions (δw, δτ) of P perturbations on the rows of a program.
 
-    def __init__(self, program: Program, perturbation: Perturbation) -> None:
-        check_perturbation(perturbation)
-        program.parameters.check_mode()
-        self.program = program
-        self.perturbation = perturbation
+    Args:
+        program: The compiled problem.
+        perturbation: What is perturbed.
+        changes: The resolved perturbation, if it is known.
+    """
+
+    def __init__(self, program: Program, perturbation: Perturbation, changes: Changes | None = None) -> None:
+        if changes is None:
+            check_perturbation(perturbation, "perturbations")
+            program.parameters.check_mode()
+            changes = Changes.of(program.problem, perturbation)
+            for addition in {id(m.added): m.added for c in changes.sums for m in c.moves if m.added}.values():
+                check_tensors(addition.new, program.parameters)
+        self.program, self.perturbation, self.changes = program, perturbation, changes
         self.P = len(perturbation)
-        self.blocks: list[Block] = []
-        self.dtau = program.tau.new_zeros((self.P, program.m))
-        for scale, piece in perturbation.pieces:
-            if isinstance(piece, Shift):
-                self._resolve_shift(scale, piece)
-            else:
-                self._resolve(scale, piece)
+        self.blocks = [block for change in changes.sums for block in self._build_blocks(change)]
+        none = program.tau.new_zeros((1, program.m)).expand(self.P, -1)
+        self.dtau = none.clone() if changes.shifts else none
+        for factor, shift in changes.shifts:
+            rows = program.rows_of(shift.constraint)
+            check_shift(shift, count := rows.stop - rows.start)
+            self.dtau[:, rows] += factor * shift.dtau.reshape(-1).to(self.dtau).expand(count)
+
+    def __getitem__(self, rows: slice) -> Direction:
+        begin, end, _ = rows.indices(self.P)
+        return self if (begin, end) == (0, self.P) else self.pick(range(begin, end))
 
     @classmethod
     def resolve_single(cls, program: Program, perturbation: Perturbation) -> Direction:
         """Resolve a single perturbation; refuse several."""
+        check_perturbation(perturbation)
         direction = cls(program, perturbation)
         if direction.P != 1:
             raise InvalidInputError(
-                f"{direction.P} perturbations were given.",
-                "There must be exactly one.",
-                "A change or a path answers one perturbation.",
-                "Select one with perturbations[i], or use scores(...), which takes many.",
+                f"{direction.P} perturbations were given where there must be one; select it with perturbations[i], or "
+                "use scores(...), which takes many."
             )
         return direction
 
-    # Resolution of perturbations
+    def pick(self, rows: Sequence[int]) -> Direction:
+        """Return the directions of some of the perturbations, which are not resolved again."""
+        return Direction(self.program, self.perturbation.pick(rows), self.changes.pick(torch.as_tensor(rows)))
 
-    def _resolve_shift(self, scale: float, piece: Shift) -> None:
-        """Add the bound changes of a shift."""
-        rows = self.program.rows_of(piece.constraint)
-        count = rows.stop - rows.start
-        check_shift(piece, count)
-        self.dtau[:, rows] += scale * piece.dtau.reshape(-1).to(self.dtau).expand(count)
-
-    def _resolve(self, scale: float, piece: Removal | Addition | Reweighting) -> None:
-        """Add the weight changes of a removal, addition or reweighting."""
-        self.program.problem.check_action(piece)
-        rows, population = self.program.rows, piece.samples.population
-        C = rows.C * self.changed_rows(piece.terms)[:, None]
-        views = [t for t, table in enumerate(rows.tables) if table.samples.population is population]
-        views = [t for t in views if bool((C[:, rows.columns(t)] != 0).any())]
-        if isinstance(piece, Addition):
-            check_tensors(piece.new, self.program.parameters)
-        refilled = any(
-            isinstance(a, Addition) and a.samples.population is population for _, a in self.perturbation.pieces
-        )
-        for t in views:
-            table, columns = rows.tables[t], rows.columns(t)
-            used = (C[:, columns] != 0).any(0)  # (k,) the sums that the changed rows use
-            if isinstance(piece, Reweighting):
-                alpha, s, index, owner = _resolve_reweighting(piece, table)
-            else:
-                alpha, s, index, owner = _resolve_entries(piece, table, used, refilled)
-            samples = piece.new.under(table.samples) if isinstance(piece, Addition) else table.samples
-            owner = owner if len(piece) == self.P else None
-            self.blocks.append(Block(C[:, columns], columns, scale * alpha, samples, owner, index, scale * s))
-
-    def changed_rows(self, terms: tuple[Any, ...] | None) -> Tensor:
-        """Return 1 for the rows of these terms (None: all rows) and 0 for the others, (1 + m,)."""
-        changed = self.program.tau.new_zeros(1 + self.program.m)
-        if terms is None:
-            return changed + 1
-        for term in terms:
-            if term is self.program.problem.objective:
-                changed[0] = 1
-            else:
-                rows = self.program.rows_of(term)
-                changed[1 + rows.start : 1 + rows.stop] = 1
-        return changed
+    def _build_blocks(self, change: SumChange) -> Iterator[Block]:
+        """Yield one block for each move; α belongs to the first."""
+        rows, like = self.program.rows, self.program.tau
+        (number,) = (t for t, table in enumerate(rows.tables) if table.samples is change.samples)
+        columns = rows.columns(number)
+        touch = rows.C[:, columns] * mark_rows(self.program, change.terms)[:, None]
+        alpha = (change.factor * change.alpha).to(like)
+        for move in change.moves:
+            samples = move.added.new.under(change.samples) if move.added else change.samples
+            owner = None if len(move.entries) < self.P else move.entries.owner.to(like.device)
+            s = (change.factor * change.renormalised(move)).to(like)
+            yield Block(touch, columns, alpha, samples, owner, move.entries.index.to(like.device), s)
+            alpha = torch.zeros_like(alpha[:1])
 
     # First-order effects
 
@@ -209,24 +194,20 @@ class Direction:
 
     def perturbed_program(self, p: int) -> Program:
         """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
-        rows = self.program.rows
-        tables = [(t.samples, t.U, (rows.C + self.rescaling(p))[:, rows.columns(i)]) for i, t in enumerate(rows.tables)]
-        functions = rows.C[:, sum(len(t.U) for t in rows.tables) :]
+        rows, C = self.program.rows, self.program.rows.C + self.rescaling(p)
+        tables = {table.samples: (table.U, C[:, rows.columns(number)]) for number, table in enumerate(rows.tables)}
         for block in self.blocks:
             mine = slice(None) if block.owner is None else block.owner == p
-            n, k = len(block.samples), block.s.shape[1]
-            U = block.s.new_zeros((k, n)).index_add(1, block.index[mine].to(block.s.device), block.s[mine].T)
-            known = [i for i, (samples, _, _) in enumerate(tables) if samples is block.samples]
-            if known:
-                samples, old, C = tables[known[0]]
-                tables[known[0]] = (samples, torch.cat([old, U]), torch.cat([C, block.touch], 1))
-            else:
-                tables.append((block.samples, U, block.touch))
+            U = block.s.new_zeros((block.s.shape[1], len(block.samples)))
+            U.index_add_(1, block.index[mine], block.s[mine].T)
+            old, touch = tables.get(block.samples, (U[:0], block.touch[:, :0]))
+            tables[block.samples] = (torch.cat([old, U]), torch.cat([touch, block.touch], 1))
+        functions = rows.C[:, sum(len(t.U) for t in rows.tables) :]
         perturbed = Rows(
             rows.parameters,
-            tuple(Table(samples, (), U) for samples, U, _ in tables),
+            tuple(Table(samples, (), U) for samples, (U, _) in tables.items()),
             rows.functions,
-            torch.cat([*(C for _, _, C in tables), functions], 1),
+            torch.cat([*(touch for _, touch in tables.values()), functions], 1),
         )
         return replace(self.program, rows=perturbed, tau=self.program.tau + self.dtau[p])
 
@@ -246,57 +227,13 @@ class Direction:
         return BatchedProgram(first.parameters, tables, first.functions, first.C[:, start:], tau)
 
 
-def find_indispensable(program: Program, samples: SampleLosses) -> dict[int, str]:
-    """Return the samples that are the only one in a term, which is undefined without them: index → term in words."""
-    terms: dict[int, str] = {}
-    for number, table in enumerate(program.rows.tables):
-        if table.samples.population is samples.population:
-            used = (program.rows.C[:, program.rows.columns(number)] != 0).any(0)
-            members = table.U != 0
-            for k in torch.nonzero(used & (members.sum(1) == 1)).reshape(-1).tolist():
-                terms[int(members[k].long().argmax())] = table.sums[k].words
-    return terms
-
-
-def _resolve_entries(piece: Removal | Addition, table: Table, used: Tensor, refilled: bool):
-    """Return alpha, s, index and owner of the Block of a removal or addition.
-
-    `refilled`: the same perturbation also adds samples, as a replacement does. A sum may then lose all its members.
-    """
-    U, entries, sign = table.U, piece.entries, 1 if isinstance(piece, Addition) else -1
-    owner, index = entries.owner.to(U.device), entries.index.to(U.device)
-    weights = _weigh_added(piece, table, used) if isinstance(piece, Addition) else U.T[index]  # (E, k)
-    counts = torch.zeros((len(entries), len(U)), dtype=torch.long, device=U.device)
-    counts.index_add_(0, owner, (weights != 0).long())  # entries of each perturbation in each sum
-    empty = ((U != 0).sum(1) == counts) & used
-    if isinstance(piece, Removal) and (piece.renormalise or not refilled) and bool(empty.any()):
-        p, k = (int(i) for i in torch.nonzero(empty)[0])
-        raise empty_term_error(f"Perturbation {p} ({piece.labels()[p]})", table.sums[k].words)
-    renormalised = torch.tensor([s.normalised and piece.renormalise for s in table.sums], device=U.device)
-    moved = U.new_zeros(counts.shape).index_add(0, owner, weights)  # their weights
-    left = U.sum(1) + sign * moved
-    alpha = torch.where(renormalised & (left != 0), -sign * moved / torch.where(left != 0, left, 1.0), 0.0)
-    return alpha, sign * (1.0 + alpha[owner]) * weights, index, owner
-
-
-def _weigh_added(piece: Addition, table: Table, used: Tensor) -> Tensor:
-    """Return the weights of added samples in the sums of a table, (E, k), before renormalisation."""
-    U, index = table.U, piece.entries.index.to(table.U.device)
-    if piece.like is not None:
-        return U.T[piece.like.to(U.device)[index]]
-    unclear = [s.words for s, is_used in zip(table.sums, used.tolist(), strict=True) if is_used and not s.everyone]
-    if unclear:
-        raise piece.membership_error(unclear)
-    weights = (U.sum(1) / (U != 0).sum(1).clamp(min=1)).expand(len(index), len(U))  # the mean weight of the members
-    return weights * torch.tensor([s.everyone for s in table.sums], device=U.device)
-
-
-def _resolve_reweighting(piece: Reweighting, table: Table):
-    """Return alpha, s, index and owner of the Block of a reweighting."""
-    U = table.U
-    index = torch.nonzero(piece.dw).reshape(-1).to(U.device)
-    s = (U.T[index] != 0) * piece.dw.to(U)[index][:, None]
-    return U.new_zeros((1, len(U))), s, index, torch.zeros_like(index)
+def mark_rows(program: Program, terms: Iterable[int]) -> Tensor:
+    """Return 1 for the rows of these terms (0: the objective, j: constraint j − 1) and 0 for others, (1 + m,)."""
+    starts = [0, 1, *(1 + program.rows_of(constraint).stop for constraint in program.problem.constraints)]
+    marked = program.tau.new_zeros(1 + program.m)
+    for number in terms:
+        marked[starts[number] : starts[number + 1]] = 1
+    return marked
 
 
 def _distinct(index: Tensor, n: int) -> tuple[Tensor | None, Tensor | slice]:
@@ -310,31 +247,20 @@ def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
     """Add entries, (E, …), to the rows of their owners in `total`; to all rows if owner is None."""
     if owner is None:
         total += entries.sum(0)
-    elif len(owner) == len(total) and bool((owner == torch.arange(len(owner), device=owner.device)).all()):
-        total += entries
     else:
         total.index_add_(0, owner, entries)
 
 
 def _not_finite_error(name: str, count: str) -> InvalidInputError:
     return InvalidInputError(
-        f"The losses or gradients of {count} perturbed samples of {name!r} are not finite.",
-        "They must all be finite.",
-        "The influence of such a sample is not defined.",
-        "Check these samples, and the loss where its derivative is infinite (sqrt or log at 0).",
+        f"The losses or gradients of {count} perturbed samples of {name!r} are not finite, so their influence is not "
+        "defined; check these samples, and the loss where its derivative is infinite (sqrt or log at 0)."
     )
 
 
 def check_perturbation(perturbation: object, name: str = "perturbation") -> None:
     """Refuse an object that is not a Perturbation."""
-    check_instance(
-        perturbation,
-        Perturbation,
-        name,
-        meaning="Perturbations are made by train.remove(...), .reweight(...), .add(...), constraint.shift(...), "
-        "or sums of these.",
-        cure="For one sample write train.remove([i]).",
-    )
+    check_instance(perturbation, Perturbation, name, cure="make it with train.remove([i]), say")
 
 
 def split_perturbation(perturbation: Perturbation, size: int = 2**14, begin: int = 0) -> Sequence[Perturbation]:

@@ -8,21 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
 from dif.estimators.assessment import Assessor, ErrorEstimate, warn_unanswered
-from dif.estimators.change import Change
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.first_order import describe_solution
-from dif.estimators.influence import Influence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
-from dif.estimators.scoring import Out, ScoredChunk, Scoring
+from dif.estimators.protocol import Out, ScoredChunk, Scoring, describe_solution
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.results.change import Change
+from dif.results.influence import Influence
 from dif.runtime.inputs import check_number
-from dif.runtime.workers import check_jobs
 
 WARN_ABOVE = 0.03  # estimated relative error above which a warning is given if no accuracy is asked for
 _CHUNK = 32  # perturbations in a chunk
@@ -42,28 +40,19 @@ class AdaptiveInfluence:
             is above 3 %.
         strict: Raise where no estimator has an answer (for example where the changed constraints contradict each
             other); False gives NaN.
-        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "adaptive"
 
-    def __init__(
-        self, solution: Solution, *, accuracy: float | None = None, strict: bool = True, show_progress: bool = True
-    ) -> None:
+    def __init__(self, solution: Solution, *, accuracy: float | None = None, strict: bool = True) -> None:
         self.solution = expect_solution(solution)
         self.accuracy = accuracy
         if accuracy is not None:
-            self.accuracy = check_number(
-                accuracy,
-                "accuracy",
-                zero=True,
-                meaning="It is the relative error that each answer may have.",
-                cure="Use 0.01 for one percent, or 0 to follow the path of every perturbation.",
-            )
-        self.strict, self.show_progress = strict, show_progress
+            self.accuracy = check_number(accuracy, "accuracy", zero=True)
+        self.strict = strict
         self._first = DirectionalInfluence(solution, strict=strict)
-        self._newton = NewtonInfluence(solution, strict=False, show_progress=False)
-        self._path = PathInfluence(solution, strict=strict, show_progress=False)
+        self._newton = NewtonInfluence(solution, strict=False)
+        self._path = PathInfluence(solution, strict=strict)
         self._assessor = Assessor(solution)
 
     def change(self, perturbation: Perturbation) -> Change:
@@ -89,55 +78,51 @@ class AdaptiveInfluence:
         return length / size if size > 0 else (0.0 if length == 0 else float("inf"))
 
     def scores(
-        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
-        show_progress: bool | None = None,
-    ) -> Influence:  # fmt: skip
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True
+    ) -> Influence:
         """Predict the change of each target by the first estimator whose error is within `accuracy`.
 
         Keywords as in `dif.Estimator`. The relative error of a perturbation is taken over all targets, each in its own
         unit: `Influence.expected_error`. The diagnostics name the estimator of each perturbation (`by`) and the
         constraints that switch (`crossed`).
         """
-        at, shown = self.solution, self.show_progress if show_progress is None else show_progress
-        targets, jobs = Targets(target, at), check_jobs(jobs)
-        units = self._assessor.measure_units(targets)
-
-        def finish(influence: Influence) -> None:
-            about = influence.diagnostics
-            unanswered, errors = about["unanswered"], about["remainders"]
-            error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
-            answered = torch.isfinite(influence.values).all(1)
-            estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
-            about["assessment"] = {
-                "rows": list(range(len(errors))),
-                "errors": errors,
-                "pooled": estimate.pooled if bool(answered.any()) else None,
-                "failed": None,
-            }
-            if unanswered:
-                warn_unanswered(unanswered, len(perturbations))
-            if self.accuracy is None:
-                _warn_inaccurate(perturbations, errors)
-
+        at, targets = self.solution, Targets(target, self.solution)
+        units, direction = self._assessor.measure_units(targets), Direction(at.program, perturbations)
         about = {**describe_solution(at), "accuracy": self.accuracy, "strict": self.strict}
-        scoring = Scoring(self.name, at, targets, perturbations, about, out, shown)
-        return scoring.run_chunks(partial(self._score, targets, units), _CHUNK, jobs, finish)
+        scoring = Scoring(self, self.name, at, targets, direction, about, out)
+        influence = scoring.fill(partial(self._score, targets, units), _CHUNK, jobs, show_progress)
+        about = influence.diagnostics
+        unanswered, errors = about["unanswered"], about["remainders"]
+        error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
+        answered = torch.isfinite(influence.values).all(1)
+        estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
+        about["assessment"] = {
+            "rows": list(range(len(errors))),
+            "errors": errors,
+            "pooled": estimate.pooled if bool(answered.any()) else None,
+            "failed": None,
+        }
+        if unanswered:
+            warn_unanswered(unanswered, len(perturbations))
+        if self.accuracy is None:
+            _warn_inaccurate(perturbations, errors)
+        return scoring.close(influence)
 
-    def _score(self, targets: Targets, units: Tensor, chunk: Perturbation) -> ScoredChunk:
+    def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> ScoredChunk:
         first, first_estimate = self._score_first_order(chunk, targets, units)
         by, rows, estimates, unanswered = [], [], [], {}
-        for p, perturbation in enumerate(chunk):
+        for p, perturbation in enumerate(chunk.perturbation):
             name, values, estimate = DirectionalInfluence.name, first[p], first_estimate[p]
             if self.accuracy is not None and not float(estimate.relative[0]) <= self.accuracy:
                 name, values, estimate = self._score_further(perturbation, targets, units, unanswered)
             by.append(name)
             rows.append(values)
             estimates.append(estimate)
-        joined = ErrorEstimate.join(estimates)
+        joined, labels = ErrorEstimate.join(estimates), chunk.perturbation.labels
         about = {
             "by": by,
             "remainders": joined.relative.double().cpu().tolist(),
-            "crossed": {p.labels[0]: names for p, names in zip(chunk, joined.switched, strict=True) if names},
+            "crossed": {label: names for label, names in zip(labels, joined.switched, strict=True) if names},
             "unanswered": unanswered,
             "error": joined.error.double().cpu().tolist(),
             "size": joined.size.double().cpu().tolist(),
@@ -147,15 +132,14 @@ class AdaptiveInfluence:
     def side_by_side(self, target: Any, perturbations: Perturbation) -> dict[str, Influence]:
         """Return the scores of DIF, of Newton's step and of the path for the same perturbations."""
         return {
-            "DIF": self._first.scores(target, perturbations, show_progress=self.show_progress, assess=0),
+            "DIF": self._first.scores(target, perturbations, assess=0),
             "Newton": self._newton.scores(target, perturbations, assess=0),
             "path": self._path.scores(target, perturbations),
         }
 
-    def _score_first_order(self, chunk: Perturbation, targets: Targets, units: Tensor) -> tuple[Tensor, ErrorEstimate]:
+    def _score_first_order(self, direction: Direction, targets: Targets, units: Tensor) -> tuple[Tensor, ErrorEstimate]:
         """Return DIF's scores, (P, T), and their estimated errors."""
-        direction = Direction(self.solution.program, chunk)
-        omega, lam = self._first.ends(chunk)
+        omega, lam = self._first.ends(self._first.linearise(direction), direction)
         values = omega @ targets.gradients(self.solution.theta)
         return values, self._assessor.estimate_errors(targets, units, direction, omega, lam, values)
 

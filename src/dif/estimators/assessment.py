@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.derivatives.batched_program import BatchedProgram
+from dif.derivatives.stacked import BatchedProgram
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, FirstOrderWarning, InvalidInputError, warn
-from dif.estimators.influence import TRUSTED
 from dif.optimality.solution import Solution
-from dif.optimality.targets import Targets
-from dif.problem.perturbation import Perturbation
+from dif.results.influence import TRUSTED
 from dif.runtime.inputs import as_index
-from dif.runtime.score_file import Values
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
@@ -31,8 +29,8 @@ _MORE_STEPS = 12  # steps at most where two are not enough
 _MORE_TOLERANCE = 1e-6  # relative KKT residual at which these stop
 _ROUNDING = 32  # differences of a target below this many eps · |target| count as rounding
 
-Ends = Callable[[list[int]], tuple[Tensor, Tensor]]  # rows → Δθ, (P, d), and the multipliers after it, (P, m)
-Assess = Callable[[Targets, Perturbation, Values, Ends], dict[str, Any]]  # returns the entry "assessment"
+# rows, and their perturbations → Δθ, (P, d), and the multipliers after it, (P, m)
+Ends = Callable[[list[int], Direction], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,25 +188,13 @@ class Assessor:
         )
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
-    def assess(self, count: object) -> Assess | None:
-        """Return a function that assesses the `count` strongest scores and as many random ones; None for 0."""
-        number = as_index(count)
-        if number is None or number < 0:
-            raise InvalidInputError(
-                f"`assess` is {count!r}.",
-                "It must be an integer of at least 0.",
-                "It is the number of the strongest predictions whose error is estimated; as many random ones are "
-                "added.",
-                f"Leave it out for {ASSESSED}, or pass 0 to skip the assessment.",
-            )
-        return partial(self._assess, number) if number else None
+    def assess(
+        self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends
+    ) -> dict[str, Any]:  # fmt: skip
+        """Estimate the errors of the `count` strongest scores and of as many random ones.
 
-    def _assess(
-        self, count: int, targets: Targets, perturbations: Perturbation, scores: Values, ends: Ends
-    ) -> dict[str, Any]:
-        """Estimate the errors of the strongest scores and of as many random ones.
-
-        Returns the entry "assessment" of `Influence.diagnostics`; warns where the scores cannot be trusted.
+        `ends` returns where the predictions of some perturbations end. Returns the entry "assessment" of
+        `Influence.diagnostics`; warns where the scores cannot be trusted.
         """
         try:
             units = self.measure_units(targets)
@@ -221,24 +207,32 @@ class Assessor:
             for begin in range(0, len(rows), size):
                 chunk = rows[begin : begin + size]
                 values = torch.stack([scores[p : p + 1][0] for p in chunk]).to(units)
-                direction = Direction(self.solution.program, perturbations.pick(chunk))
-                parts.append(self.estimate_errors(targets, units, direction, *ends(chunk), values, thorough=False))
+                some = direction.pick(chunk)
+                parts.append(self.estimate_errors(targets, units, some, *ends(chunk, some), values, thorough=False))
             estimate = ErrorEstimate.join(parts)
         except DifError as error:
             warn_untrusted(f"Their error could not be estimated: {error}")
             return {"rows": [], "errors": [], "pooled": None, "failed": str(error)}
         if not estimate.pooled <= TRUSTED:
-            worst = int((estimate.error / estimate.units).sum(1).argmax())
+            worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]]
             warn_untrusted(
                 f"Their estimated relative error is {estimate.pooled:.2g} over the {len(rows)} perturbations that were "
                 f"assessed (at most {TRUSTED:g} is accepted), and largest for "
-                f"{perturbations[rows[worst]].labels[0]!r}: the change is too large for a first-order prediction."
+                f"{worst.labels[0]!r}: the change is too large for a first-order prediction."
             )
         errors = estimate.relative.double().cpu().tolist()
         return {"rows": rows, "errors": errors, "pooled": estimate.pooled, "failed": None}
 
 
-def _choose(scores: Values, units: Tensor, count: int) -> list[int]:
+def check_assessed(count: object) -> int:
+    """Return the number of the strongest predictions that are assessed, an integer of at least 0."""
+    number = as_index(count)
+    if number is None or number < 0:
+        raise InvalidInputError(f"`assess` must be an integer of at least 0, not {count!r}; 0 skips the assessment.")
+    return number
+
+
+def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:
     """Return the rows with the `count` largest scores, each target in its own unit, then as many random others."""
     step = max(1, _SCORES_READ // max(1, scores.shape[1]))
     sizes = torch.cat(

@@ -7,11 +7,9 @@ from dataclasses import replace
 import torch
 
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.estimators.linearisation import Linearisation
-from dif.linalg.cholesky import Solver
+from dif.linalg.solvers import Solver
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
-from dif.problem.perturbation import Perturbation
 
 
 class ClassicalInfluence(FirstOrderEstimator):
@@ -41,12 +39,8 @@ class ClassicalInfluence(FirstOrderEstimator):
         strict: bool = True,
     ) -> None:
         super().__init__(solution, damping, strict, gauss_newton=gauss_newton)
-        weights = solution.program.weights(torch.zeros_like(solution.lam))
+        self.weights = solution.program.weights(torch.zeros_like(solution.lam))
         H = replace(solution.objective_curvature, gauss_newton=True) if gauss_newton else solution.objective_curvature
         none = torch.zeros(0, dtype=torch.long, device=solution.theta.device)
         system = KKTSystem.prepare(H, solution.G[:0], none.bool(), damping=self.damping, solver=solver)
-        self.linearisation = Linearisation(solution, weights, system, none, none.bool())
-
-    def linearise(self, perturbations: Perturbation) -> Linearisation:
-        """Return the linearised objective."""
-        return self.linearisation
+        self.system = system.start(none, none.bool())

@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from dif.derivatives.weight_change import check_perturbation
+from dif.derivatives.targets import Targets
+from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, InvalidInputError
-from dif.estimators.change import Change
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.estimators.influence import Influence
-from dif.estimators.linearisation import Linearisation
-from dif.estimators.reach import rows_within_reach
-from dif.linalg.cholesky import Solver
-from dif.optimality.active_set import Margin
-from dif.optimality.kkt_system import KKTSystem
+from dif.linalg.solvers import Solver
+from dif.optimality.judgement import Margin
+from dif.optimality.kkt_system import KKTSystem, Response
 from dif.optimality.solution import Solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.results.change import Change
+from dif.results.influence import Influence
 from dif.runtime.inputs import check_number
 
 _MARGIN_ROWS = 64  # rows nearest to switching whose margins are computed
+_CHUNK = 2**14  # perturbations whose rows are in memory at once
+_PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one
+_STEPS = 2**25  # entries of these steps at most: 256 MiB in double precision
+_MIXTURES = 8  # random mixtures of the perturbations, where there are more
+_MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
+_MARGIN = 3.0  # a row is within reach up to this many times the estimated move of its slack or multiplier
+_ROWS = 64  # rows at most whose moves are computed under every perturbation
+_ROUNDING = 1e-10  # relative size up to which a violation counts as rounding
+
+Work = Callable[[KKTSystem, Direction], tuple[Tensor, Response]]  # numbers for each perturbation, (P, columns)
 
 
 class DirectionalInfluence(FirstOrderEstimator):
@@ -70,71 +80,68 @@ class DirectionalInfluence(FirstOrderEstimator):
         self.title += {"auto": "", True: " (switching)", False: " (derivative)"}[switching]
         self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
         if rho is not None:
-            rho = check_number(
-                rho,
-                "rho",
-                zero=True,
-                meaning="It weighs GᵀG in H_ρ, makes H_ρ positive definite and does not change the answer.",
-                cure="Leave it out to have it chosen.",
-            )
+            rho = check_number(rho, "rho", zero=True)
         if strict:
             solution.active.check(damped=self.damping > 0 or gauss_newton)
         self._options = {"rho": rho, "damping": self.damping, "solver": solver}
-        self._weights = solution.program.weights(solution.lam)
-        self.linearisation = self._with_all_rows() if switching is True else self._derivative()
-        self._linearised: dict[tuple[int, ...], Linearisation] = {(): self.linearisation}  # by rows within reach
+        self.weights = solution.program.weights(solution.lam)
+        self.system = self._with_all_rows() if switching is True else self._derivative()
+        _ = self.system.V  # solved now, once for any number of perturbations
+        self._systems: dict[tuple[int, ...], KKTSystem] = {(): self.system}  # by rows within reach
 
-    def _derivative(self) -> Linearisation:
+    def _derivative(self) -> KKTSystem:
         """Linearise with the active rows only."""
-        at, active = self.solution, self.solution.active
+        at, active = self.at, self.at.active
         rows = torch.nonzero(active.mask(active.active)).reshape(-1)
         equal = active.mask(active.binding)[rows]
-        system = KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options)
-        return Linearisation(at, self._weights, system, rows, equal, strict=self.strict)
+        return KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options).start(rows, equal)
 
-    def _with_all_rows(self) -> Linearisation:
+    def _with_all_rows(self) -> KKTSystem:
         """Linearise with every row, each from its slack and multiplier."""
-        at = self.solution
+        at = self.at
         binding, rows = at.active.mask(at.active.binding), torch.arange(at.program.m, device=at.theta.device)
         system = KKTSystem.prepare_convex(self._curvature, at.G, at.program.kinds, binding, **self._options)
-        return Linearisation(at, self._weights, system, rows, system.firm, from_point=True, strict=self.strict)
+        checked = system.firm & at.program.kinds.one_sided
+        return system.start(rows, system.firm, at.c, at.lam, checked)
 
-    def _with_rows_within_reach(self, near: Tensor) -> Linearisation:
+    def _with_rows_within_reach(self, near: Tensor) -> KKTSystem:
         """Linearise with the active rows and those `near`, which may switch; other binding rows are equalities."""
-        at, local = self.solution, self.linearisation
+        at, local = self.at, self.system
         binding = at.active.mask(at.active.binding)
         rows = torch.nonzero(at.active.mask(at.active.active) | near).reshape(-1)
         equal, R = (binding & ~near | at.program.kinds.equal)[rows], torch.zeros_like(at.lam)
-        R[local.rows] = local.system.R
-        system = KKTSystem(self._curvature, at.G[rows], binding[rows], R[rows], local.system.solver)
+        R[local.rows] = local.R
+        system = KKTSystem(self._curvature, at.G[rows], binding[rows], R[rows], local.solver)
         if not torch.equal(equal, binding[rows]):
             try:
                 system = KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options)
             except DegenerateError:  # convex only while the binding rows hold
                 equal = binding[rows]
-        return Linearisation(at, self._weights, system, rows, equal, from_point=True, strict=False, lenient=True)
+        return system.start(rows, equal, at.c, at.lam)
 
-    def linearise(self, perturbations: Perturbation) -> Linearisation:
+    def linearise(self, direction: Direction) -> KKTSystem:
         """Return the linearised problem for these perturbations: rows they reach are added until they reach no more."""
-        check_perturbation(perturbations)
-        near, lin = self.solution.active.mask(()), self.linearisation
-        while self.switching == "auto" and bool(self.solution.program.kinds.one_sided.any()):
-            more = near | rows_within_reach(lin, perturbations)
+        near, system = self.at.active.mask(()), self.system
+        while self.switching == "auto" and bool(self.at.program.kinds.one_sided.any()):
+            more = near | self._rows_within_reach(system, direction)
             if torch.equal(more, near):
                 break
             near, numbers = more, tuple(torch.nonzero(more).reshape(-1).tolist())
-            if numbers not in self._linearised:
-                self._linearised[numbers] = self._with_rows_within_reach(near)
-            lin = self._linearised[numbers]
-        return lin
+            if numbers not in self._systems:
+                self._systems[numbers] = self._with_rows_within_reach(near)
+            system = self._systems[numbers]
+        _ = system.V
+        return system
+
+    def _raises(self, system: KKTSystem) -> bool:
+        return self.strict and system is self.system
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
         change = super().change(perturbation)
         if self.switching:
-            change.diagnostics["switched"] = bool(
-                self._find_switched(change.multipliers.flat[None] + self.solution.lam)
-            )
+            lam = change.multipliers.flat[None] + self.at.lam
+            change.diagnostics["switched"] = bool(self._find_switched(lam))
         return change
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
@@ -143,13 +150,12 @@ class DirectionalInfluence(FirstOrderEstimator):
         A sample acts through a constraint by changing its gradient (weighted by the multiplier) and its value (which
         moves the solution along with the bound). The columns add up to `scores`.
         """
-        targets = Targets(target, self.solution)
+        targets = Targets(target, self.at)
         targets.check_single("by_term")
-        lin = self.linearise(perturbations)
-        values = lin.scores_by_row(targets, perturbations).double().cpu()
-        names = ("objective", *self.solution.program.names)
-        title = f"{self.title}, by term, on {targets.names[0]}"
-        return Influence(values, perturbations, names, title, self._describe(lin))
+        names = ("objective", *self.at.program.names)
+        return self._table(
+            perturbations, names, f"by term, on {targets.names[0]}", partial(self._scores_by_row, targets)
+        )
 
     def prices(self, perturbations: Perturbation) -> Influence:
         """Predict the change of each constraint's multiplier, with one column per constraint.
@@ -157,10 +163,51 @@ class DirectionalInfluence(FirstOrderEstimator):
         A multiplier is the price of its constraint: by how much the objective falls per unit by which the bound is
         loosened. A negative entry says that the perturbation makes the constraint cheaper.
         """
-        lin = self.linearise(perturbations)
-        values = lin.multiplier_changes(perturbations).double().cpu()
-        names = self.solution.program.names
-        return Influence(values, perturbations, names, f"{self.title}, prices", self._describe(lin))
+
+        def change(system: KKTSystem, chunk: Direction) -> tuple[Tensor, Response]:
+            response = self.first_order_scores(system, system.V, chunk)[1]
+            return system.spread(response.nu, self.at.program.m), response
+
+        return self._table(perturbations, self.at.program.names, "prices", change)
+
+    def _table(self, perturbations: Perturbation, names: tuple[str, ...], title: str, work: Work) -> Influence:
+        """Return a result with one column for each of some terms."""
+        direction = Direction(self.at.program, perturbations)
+        system = self.linearise(direction)
+        values = _by_chunk(work, system, direction).double().cpu()
+        return Influence(values, perturbations, names, f"{self.title}, {title}", self._describe(system))
+
+    def _scores_by_row(self, targets: Targets, system: KKTSystem, direction: Direction) -> tuple[Tensor, Response]:
+        """Split the score of one target into the parts that act through the objective and each constraint, (P, 1 + m).
+
+        On the rows that hold after the step, ω is linear in what happens to each row: δ∇fⱼ, weighted, and δfⱼ.
+        """
+        q, at = targets.gradients(self.at.theta), self.at
+        x = system.solver.solve(q)[:, 0]  # H_ρ⁻¹q
+        response = self.first_order_scores(system, system.V, direction)[1]
+        assert system.equal is not None
+        holds = system.equal | at.program.kinds.take(system.rows).has_force(response.nu)  # (P, k)
+        patterns, which = holds[:1], torch.zeros(len(holds), dtype=torch.long, device=holds.device)
+        if len(system.rows):
+            patterns, which = torch.unique(holds, dim=0, return_inverse=True)
+        values = response.r.new_zeros((len(holds), 1 + at.program.m))
+        for number, pattern in enumerate(patterns):
+            mine = which == number
+            V = system.V[:, pattern]
+            pull, failed = torch.linalg.solve_ex(system.S[pattern][:, pattern], V.T @ q[:, 0])
+            if bool(failed):
+                raise DegenerateError(
+                    "The gradient of one active constraint depends on those of the others.",
+                    "The gradients of the constraints that hold must be independent.",
+                    "The part that acts through each of them is not unique, only their sum is.",
+                    "Drop one of them, or ask for the sum: scores().",
+                )
+            y = x - V @ pull  # H⁻¹q along the rows that hold
+            values[mine] = -direction.first_order_effects_by_row(at.theta, self.weights, at.part_gradients, y)[mine]
+            values[:, 1 + system.rows] += mine[:, None] * (system.lam * (system.G @ y))
+            moved = (system.c + response.r[:, system.rows])[:, pattern]
+            values[:, 1 + system.rows[pattern]] -= mine[:, None] * (moved * pull)
+        return values, response
 
     def margins(self, perturbations: Perturbation) -> list[Margin | None]:
         """Measure, for each row of the constraints, how far perturbations move it towards switching.
@@ -168,13 +215,13 @@ class DirectionalInfluence(FirstOrderEstimator):
         For a row that binds that is the change of its multiplier, for another row that of f − τ. The entry is None for
         equalities, and for all but the 64 rows that are nearest to switching.
         """
-        at, lin = self.solution, self.linearise(perturbations)
+        at, direction = self.at, Direction(self.at.program, perturbations)
         margins: list[Margin | None] = [None] * at.program.m
         rows = torch.nonzero(at.program.kinds.one_sided).reshape(-1)
         nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
         rows = rows[torch.argsort(nearness[rows])[:_MARGIN_ROWS]]
         if len(rows):
-            dc, dlam = (x.abs().double().cpu() for x in lin.margins(rows, perturbations))
+            dc, dlam = (x.abs().double().cpu() for x in self._moves(self.linearise(direction), rows, direction))
             answered = torch.isfinite(dc).all(1)
             for k, j in enumerate(rows.tolist()):
                 deciding = (dlam if j in at.active.binding else dc)[answered, k]
@@ -182,14 +229,95 @@ class DirectionalInfluence(FirstOrderEstimator):
                     margins[j] = Margin(float(deciding.max()), float(deciding.median()))
         return margins
 
-    def _describe(self, lin: Linearisation) -> dict[str, Any]:
-        names = self.solution.program.names
-        near = next(rows for rows, linearisation in self._linearised.items() if linearisation is lin)
-        return {**self._diagnostics, "within_reach": [names[j] for j in near]}
+    def _moves(self, system: KKTSystem, rows: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
+        """Return the changes of f − τ and of λ of some rows, (P, rows) each, NaN where unanswered."""
+        columns = torch.cat([system.V, system.solver.solve(self.at.G[rows].T)], 1)
+
+        def move(system: KKTSystem, chunk: Direction) -> tuple[Tensor, Response]:
+            values, response = self.first_order_scores(system, columns, chunk)
+            change = system.spread(response.nu, self.at.program.m)[:, rows]
+            return torch.stack([response.r[:, rows] + values, change], 1), response
+
+        dc, dlam = _by_chunk(move, system, direction).unbind(1)
+        return dc, dlam
+
+    # Constraints within reach: those that could become active or inactive within a step
+
+    def _rows_within_reach(self, system: KKTSystem, direction: Direction) -> Tensor:
+        """Return which inequalities could switch within a step though `system` does not allow them to, (m,) bool.
+
+        For a few perturbations their steps are computed. For many, mixtures of them with random signs are: the root
+        mean square of the moves of a row over the mixtures estimates √(Σₚ move²), which is at least the largest move.
+        Where `system` lets some rows switch already, the moves of the other rows are computed for every perturbation.
+        """
+        at, P, equal = self.at, direction.P, system.equal
+        assert equal is not None
+        fixed = torch.ones_like(at.program.kinds.equal)  # inequalities that cannot switch in `system`
+        fixed[system.rows] = equal
+        fixed = fixed & at.program.kinds.one_sided
+        rows = torch.nonzero(fixed).reshape(-1)
+        near = torch.zeros_like(fixed)
+        if P <= _PERTURBATIONS and P * at.theta.numel() <= _STEPS:
+            omega, response = self.steps(system, direction)
+            dc, dlam = response.r + omega @ at.G.T, system.spread(response.nu, at.program.m)
+            near[rows] = self._switches(rows, dc[:, rows], dlam[:, rows])
+            return near
+        if bool((~equal).any()) and len(rows) <= _ROWS:
+            near[rows] = self._switches(rows, *self._moves(system, rows, direction))
+            return near
+        dc, dlam = self._typical_moves(system, direction)
+        binding = at.active.mask(at.active.binding)
+        near = torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
+        return near & fixed & ~at.active.mask(at.active.weak)
+
+    def _switches(self, rows: Tensor, dc: Tensor, dlam: Tensor) -> Tensor:
+        """Return which rows are violated, or have a negative multiplier, after any of the steps, (rows,) bool.
+
+        `dc` and `dlam`, (P, rows), are the changes of f − τ and of the multipliers.
+        """
+        c, lam = self.at.c[rows], self.at.lam[rows]
+        violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
+        released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
+        return (violated | released).any(0)
+
+    def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
+        """Estimate √(Σₚ move²) of f − τ and of the multiplier of each row, (m,) each, with the equal rows only."""
+        at, equal = self.at, system.equal
+        assert equal is not None
+        Z = _MIXTURES if at.curvature.assembled else _MIXTURES_WITHOUT_HESSIAN
+        generator = torch.Generator().manual_seed(0)
+        b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
+        for begin in range(0, direction.P, _CHUNK):
+            chunk = direction[begin : begin + _CHUNK]
+            mix = (2.0 * torch.randint(0, 2, (Z, chunk.P), generator=generator) - 1.0).to(at.theta)
+            more_b, more_f = chunk.combine(mix, at.theta, self.weights, at.parts, at.part_gradients)
+            b, r = b + more_b, r + more_f[:, 1:] - mix @ chunk.dtau
+        stiffness = (system.R * r[:, system.rows])[:, equal]
+        S, V, G = system.S[equal][:, equal], system.V[:, equal], system.G[equal]
+        nu = torch.linalg.lstsq(S, (r[:, system.rows][:, equal] - b @ V - stiffness @ S).T).solution.T
+        omega = -system.solver.solve((b + (nu + stiffness) @ G).T).T
+        dlam = torch.zeros_like(r)
+        dlam[:, system.rows[equal]] = nu
+        dc = r + omega @ at.G.T
+        return torch.linalg.vector_norm(dc, dim=0) / Z**0.5, torch.linalg.vector_norm(dlam, dim=0) / Z**0.5
+
+    def _describe(self, system: KKTSystem) -> dict[str, Any]:
+        near = next(rows for rows, linearised in self._systems.items() if linearised is system)
+        return {**self._diagnostics, "within_reach": [self.at.program.names[j] for j in near]}
 
     def _find_switched(self, lam: Tensor) -> Tensor:
         if not self.switching:
             return super()._find_switched(lam)
-        active = self.solution.active
-        forced = self.solution.program.kinds.has_force(lam)
+        active = self.at.active
+        forced = self.at.program.kinds.has_force(lam)
         return (active.mask(active.binding) & ~forced | active.mask(active.inactive) & forced).any(1)
+
+
+def _by_chunk(work: Work, system: KKTSystem, direction: Direction) -> Tensor:
+    """Return what `work` returns for chunks of the perturbations, joined, with NaN where unanswered."""
+    parts = []
+    for begin in range(0, direction.P, _CHUNK):
+        values, response = work(system, direction[begin : begin + _CHUNK])
+        values[~response.answered] = float("nan")
+        parts.append(values)
+    return torch.cat(parts)

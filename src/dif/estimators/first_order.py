@@ -2,65 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dif.derivatives.weight_change import Direction, check_perturbation, split_perturbation
-from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
-from dif.estimators.change import Change
-from dif.estimators.influence import Influence
-from dif.estimators.linearisation import Linearisation
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
+from dif.derivatives.targets import Targets
+from dif.derivatives.weight_change import Direction
+from dif.errors import DegenerateError
+from dif.estimators.assessment import ASSESSED, Assessor, check_assessed, warn_unanswered
+from dif.estimators.protocol import Out, ScoredChunk, Scoring, describe_solution, differences
 from dif.linalg.multiplier_qp import no_step_error
+from dif.optimality.kkt_system import KKTSystem, Response
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.results.change import Change
+from dif.results.influence import Influence
 from dif.runtime.inputs import check_number
-from dif.runtime.workers import check_jobs, run_in_order
 
 _SLOPES = 2**25  # slopes in memory at once: 256 MiB in double precision
 _STEPS = 2**25  # entries of Δθ in memory at once: likewise
 _CHUNKS = 64  # largest number of chunks, memory permitting: each is a sweep over the data
 _SMALLEST = 2**14  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
+_SWEEP_OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep over the data
 
 
 class FirstOrderEstimator:
-    """Abstract: estimators that answer from a linearised problem."""
+    """Abstract: estimators that answer from a linearised problem.
+
+    min (b − Gᵀλ₀)ᵀω + ½ωᵀHω  s.t.  c₀ + r + Gω = 0 on equal rows, ≤ 0 on the other rows, where b and r are linear in
+    the perturbation. An estimator sets `system` (H, G and where the rows start) and `weights`, (1 + m,): the weight of
+    each row in b, (1, λ̄) for the Lagrangian. `at` is the point of linearisation.
+    """
 
     name = ""
+    system: KKTSystem
+    weights: Tensor
 
     def __init__(self, solution: Solution, damping: float, strict: bool, **settings: Any) -> None:
-        self.solution, self.strict = expect_solution(solution), strict
+        self.solution = self.at = expect_solution(solution)
+        self.strict = strict
         self.title = self.name  # name and variant, shown in results
-        self.damping = check_number(
-            damping,
-            "damping",
-            zero=True,
-            meaning="Damping, δ in H + δI, makes up for missing curvature and changes the answer.",
-            cure="Use 0 for the exact answer.",
-        )
+        self.damping = check_number(damping, "damping", zero=True)
         if strict:
             solution.check()
         self._assessor = Assessor(solution)
         self._diagnostics = {**describe_solution(solution), "damping": self.damping, **settings, "strict": strict}
 
-    def linearise(self, perturbations: Perturbation) -> Linearisation:
+    def linearise(self, direction: Direction) -> KKTSystem:
         """Return the linearised problem that answers for these perturbations."""
-        raise NotImplementedError
+        return self.system
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
-        direction = Direction.resolve_single(self.solution.program, perturbation)
-        lin = self.linearise(perturbation)
-        omega, response = lin.steps(direction)
-        if self.strict and response.unanswered:
-            raise no_step_error(*next(iter(response.unanswered.items())))
-        diagnostics = {**self._describe(lin), **lin.work, "unanswered": response.unanswered}
-        return Change.of(self.solution.program, omega[0], lin.multiplier_change(response.nu)[0], diagnostics)
+        direction = Direction.resolve_single(self.at.program, perturbation)
+        system = self.linearise(direction)
+        omega, response = self.steps(system, direction)
+        if self.strict and response.failed:
+            raise no_step_error(perturbation.labels[0], response.failed[0])
+        reasons = _by_label(direction, response)
+        diagnostics = {**self._describe(system), **self._describe_work(system), "unanswered": reasons}
+        dlam = system.spread(response.nu, self.at.program.m)[0]
+        return Change.of(self.at.program, omega[0], dlam, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -71,92 +75,126 @@ class FirstOrderEstimator:
         Args:
             target: A Term, a list of Terms, a dict of Terms by name, or Samples (one target per sample).
             perturbations: One or many.
-            out: File for the scores, ending in .npy or .zarr.
+            out: File for the scores, ending in .npy.
             jobs: Processes that share the work.
             show_progress: Show a progress bar on a terminal or in a notebook.
             assess: Number of the strongest predictions, and of random others, whose error is estimated:
                 `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
                 cannot be trusted. 0 skips this.
         """
-        check_perturbation(perturbations, "perturbations")
-        jobs, check, lin = check_jobs(jobs), self._assessor.assess(assess), self.linearise(perturbations)
-        targets = Targets(target, lin.at)
-        most = min(_SLOPES // (len(lin.rows) + len(targets.names)), max(_SMALLEST, len(perturbations) // _CHUNKS))
-        size = chunk_size(len(perturbations), most, jobs)
-        Q = targets.gradients(lin.at.theta)
+        assessed, direction = check_assessed(assess), Direction(self.at.program, perturbations)
+        system, targets = self.linearise(direction), Targets(target, self.at)
+        Q = targets.gradients(self.at.theta)
+        columns = torch.cat([system.V, system.solver.solve(Q)], 1)  # (d, k + T)
+        most = min(_SLOPES // columns.shape[1], max(_SMALLEST, direction.P // _CHUNKS))
+        scoring = Scoring(self, self.title, self.at, targets, direction, self._describe(system), out)
+        influence = scoring.fill(partial(self._score, system, columns), most, jobs, show_progress)
+        influence.diagnostics.update(self._describe_work(system))
+        if influence.diagnostics["unanswered"]:
+            warn_unanswered(influence.diagnostics["unanswered"], direction.P)
+        if assessed:
+            ends = lambda _, chunk: self.ends(system, chunk)  # noqa: E731
+            found = self._assessor.assess(assessed, targets, direction, influence.stored, ends)
+            influence.diagnostics["assessment"] = found
+        return scoring.close(influence)
 
-        def score(begin: int) -> Iterator[ScoredChunk]:
-            columns = torch.cat([lin.system.V, lin.system.solver.solve(Q)], 1)  # (d, k + T)
-            return run_in_order(
-                partial(self._score, lin, columns), split_perturbation(perturbations, size, begin), jobs
-            )
-
-        def finish(influence: Influence) -> None:
-            influence.diagnostics.update(lin.work)
-            if influence.diagnostics["unanswered"]:
-                warn_unanswered(influence.diagnostics["unanswered"], len(perturbations))
-            if check is not None:
-                ends = lambda rows: self.ends(perturbations.pick(rows), lin)  # noqa: E731
-                influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
-
-        return Scoring(self.title, lin.at, targets, perturbations, self._describe(lin), out, show_progress).run(
-            score, size, finish
-        )
-
-    def _score(self, lin: Linearisation, columns: Tensor, chunk: Perturbation) -> ScoredChunk:
-        values, response = lin.scores(columns, Direction(self.solution.program, chunk))
-        switched = self._find_switched(self.solution.lam + lin.multiplier_change(response.nu))
-        about = {"switched": int(switched.sum()), "unanswered": response.unanswered}
+    def _score(self, system: KKTSystem, columns: Tensor, direction: Direction) -> ScoredChunk:
+        values, response = self.first_order_scores(system, columns, direction)
+        lam = self.solution.lam + system.spread(response.nu, self.at.program.m)
+        about = {"switched": int(self._find_switched(lam).sum()), "unanswered": _by_label(direction, response)}
         return ScoredChunk(values.double().cpu(), about)
+
+    def first_order_scores(self, system: KKTSystem, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
+        """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
+        at, k = self.at, len(system.G)
+        b, df = direction.first_order_effects(at.theta, self.weights, at.parts, at.part_gradients, columns)
+        response = self._respond(system, b[:, :k], df[:, 1:] - direction.dtau, direction)
+        return -b[:, k:] - response.w @ (system.G @ columns[:, k:]), response
+
+    def steps(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Response]:
+        """Return Δθ, (P, d), NaN where there is no answer; and the response."""
+        at, P = self.at, direction.P
+        b = r = None
+        if P > 1 and sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
+            b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
+            r = df[:, 1:]
+        if b is None or r is None or not bool(torch.isfinite(b).all() and torch.isfinite(r).all()):  # names the sample
+            first = [direction.first_order(p, at.theta, at.parts, at.part_gradients) for p in range(P)]
+            b, r = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df[1:] for df, _ in first])
+        response = self._respond(system, b @ system.V, r - direction.dtau, direction)
+        return system.complete(b, response), response
+
+    def _respond(self, system: KKTSystem, bV: Tensor, r: Tensor, direction: Direction) -> Response:
+        """Solve for the multipliers; with strict, raise where there are none."""
+        response = system.respond(bV, r)
+        if response.failed and self._raises(system):
+            p, reason = next(iter(response.failed.items()))
+            raise no_step_error(direction.perturbation[p].labels[0], reason)
+        if system.sign_checked is not None:
+            for p in torch.nonzero((response.nu[:, system.sign_checked] < 0).any(1)).reshape(-1).tolist():
+                error = self._released_error(system, response.nu[p])
+                if self._raises(system):
+                    raise error
+                response.w[p] = float("nan")
+                response.failed[p] = str(error)
+        return response
+
+    def _raises(self, system: KKTSystem) -> bool:
+        """Whether a perturbation without an answer raises, instead of giving NaN."""
+        return self.strict
+
+    def _released_error(self, system: KKTSystem, nu: Tensor) -> DegenerateError:
+        assert system.sign_checked is not None
+        j = int(torch.where(system.sign_checked, nu, float("inf")).argmin())
+        return DegenerateError(
+            f"The multiplier of {self.at.program.names[int(system.rows[j])]} would be {float(nu[j]):.3g} after the "
+            "step.",
+            "The multiplier of an inequality must be at least 0.",
+            "The constraint becomes inactive, but the Lagrangian is convex only while it holds, so the linearised "
+            "problem has no minimum.",
+            "Use switching=False for the derivative, or Retraining for the change itself.",
+        )
 
     def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """Return the difference of each target between θ̄ and θ̄ + Δθ; `scores` has its first-order part, qᵀΔθ."""
-        lin = self.linearise(perturbations)
-        targets, size = Targets(target, lin.at), max(1, _STEPS // lin.at.theta.numel())
+        direction = Direction(self.at.program, perturbations)
+        system, targets = self.linearise(direction), Targets(target, self.at)
 
-        def work(chunk: Perturbation) -> ScoredChunk:
-            omega, response = lin.steps(Direction(lin.at.program, chunk))
-            return ScoredChunk(differences(lin.at, targets, omega), {"unanswered": response.unanswered})
+        def work(chunk: Direction) -> ScoredChunk:
+            omega, response = self.steps(system, chunk)
+            return ScoredChunk(differences(self.at, targets, omega), {"unanswered": _by_label(chunk, response)})
 
-        title = f"{self.title}, re-evaluated"
-        scoring = Scoring(title, lin.at, targets, perturbations, self._describe(lin), None, show_progress)
-        return scoring.run_chunks(work, size, 1, lambda influence: influence.diagnostics.update(lin.work))
+        title, about = f"{self.title}, re-evaluated", self._describe(system)
+        scoring = Scoring(self, title, self.at, targets, direction, about)
+        influence = scoring.fill(work, max(1, _STEPS // self.at.theta.numel()), 1, show_progress)
+        influence.diagnostics.update(self._describe_work(system))
+        return influence
 
-    def ends(self, perturbations: Perturbation, lin: Linearisation | None = None) -> tuple[Tensor, Tensor]:
+    def ends(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
-        lin = self.linearise(perturbations) if lin is None else lin
-        omega, response = lin.steps(Direction(lin.at.program, perturbations))
-        lam = lin.at.lam.expand(len(omega), -1)
-        return omega, lam + lin.multiplier_change(response.nu) if lin.has_multipliers else lam
+        omega, response = self.steps(system, direction)
+        lam = self.at.lam.expand(len(omega), -1)
+        return omega, lam if system.equal is None else lam + system.spread(response.nu, self.at.program.m)
 
-    def _describe(self, lin: Linearisation) -> dict[str, Any]:
+    def _describe(self, system: KKTSystem) -> dict[str, Any]:
         """Return what results say about the point and the settings."""
         return self._diagnostics
+
+    def _describe_work(self, system: KKTSystem) -> dict[str, Any]:
+        """Return diagnostics of the solves, and of what torch could not do with the losses."""
+        solver = system.solver
+        return {
+            "solver": type(solver).__name__,
+            "solver_residual": solver.residual,
+            "solver_steps": solver.steps,
+            "fallbacks": sorted(self.at.program.rows.fallbacks),
+        }
 
     def _find_switched(self, lam: Tensor) -> Tensor:
         """Return for which perturbations a constraint has switched, (P,) bool, from λ after their steps, (P, m)."""
         return torch.zeros(len(lam), dtype=torch.bool)
 
 
-def describe_residuals(solution: Solution) -> dict[str, float]:
-    """Describe how far the point is from a solution."""
-    kkt = solution.kkt
-    return {
-        "stationarity": kkt.stationarity,
-        "feasibility": kkt.feasibility,
-        "complementarity": kkt.complementarity,
-    }
-
-
-def describe_solution(solution: Solution) -> dict[str, Any]:
-    """Describe the point on which an answer rests: residuals, active set, existence of the derivative."""
-    active = solution.active
-    return {
-        "kkt": describe_residuals(solution),
-        "binding": [active.names[j] for j in active.binding],
-        "weak": [active.names[j] for j in active.weak],
-        "uncertain": [active.names[j] for j in active.uncertain],
-        "smallest_margin": float(active.margins.abs().min()) if len(active.names) else None,
-        "licq": active.licq,
-        "curvature": active.curvature,
-    }
+def _by_label(direction: Direction, response: Response) -> dict[str, str]:
+    """Return why perturbations have no answer, by label."""
+    return {direction.perturbation[p].labels[0]: reason for p, reason in response.failed.items()}

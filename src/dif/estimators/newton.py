@@ -9,21 +9,20 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.weight_change import Direction, check_perturbation
+from dif.derivatives.targets import Targets
+from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
-from dif.estimators.assessment import ASSESSED, Assessor
-from dif.estimators.change import Change
-from dif.estimators.first_order import describe_solution
-from dif.estimators.influence import Influence
-from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
-from dif.linalg.cholesky import Solver
+from dif.estimators.assessment import ASSESSED, Assessor, check_assessed
+from dif.estimators.protocol import ONE_BY_ONE, Out, ScoredChunk, Scoring, describe_solution, differences
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.operator import Matrix, Operator
+from dif.linalg.solvers import Solver
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.runtime.workers import check_jobs
+from dif.results.change import Change
+from dif.results.influence import Influence
+from dif.runtime.work import check_jobs
 
 _STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed: 256 MiB
 
@@ -41,14 +40,12 @@ class NewtonInfluence:
         solution: A certified solution.
         strict: Raise where the point is not a solution or is degenerate, or where a step does not exist. False records
             the former and gives NaN for the latter.
-        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "Newton"
 
-    def __init__(self, solution: Solution, *, strict: bool = True, show_progress: bool = True) -> None:
+    def __init__(self, solution: Solution, *, strict: bool = True) -> None:
         self.solution = expect_solution(solution)
-        self.show_progress = show_progress
         self.strict = strict
         if strict:
             solution.check()
@@ -61,48 +58,50 @@ class NewtonInfluence:
 
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
-        omega, lam, reason = self._step(perturbation)
+        omega, lam, reason = self._step(Direction.resolve_single(self.solution.program, perturbation))
         diagnostics = {**self._diagnostics, "unanswered": reason}
         return Change.of(self.solution.program, omega, lam - self.solution.lam, diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
-        show_progress: bool | None = None, assess: int = ASSESSED,
+        show_progress: bool = True, assess: int = ASSESSED,
     ) -> Influence:  # fmt: skip
         """Return the difference of each target between θ̄ and the end of the step.
 
         Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
-        check_perturbation(perturbations)
-        at, check, jobs = self.solution, self._assessor.assess(assess), check_jobs(jobs)
-        targets, shown = Targets(target, at), self.show_progress if show_progress is None else show_progress
-        fits = len(perturbations) * at.theta.numel() <= _STEPS
-        taken: list[_Step] | None = [] if check is not None and fits and jobs == 1 and out is None else None
+        at, assessed, jobs = self.solution, check_assessed(assess), check_jobs(jobs)
+        direction, targets = Direction(at.program, perturbations), Targets(target, at)
+        fits = direction.P * at.theta.numel() <= _STEPS
+        taken: list[_Step] | None = [] if assessed and fits and jobs == 1 and out is None else None
 
-        def ends(rows: list[int]) -> tuple[Tensor, Tensor]:
-            steps = [self._step(perturbations[p]) if taken is None else taken[p] for p in rows]
+        def ends(rows: list[int], chunk: Direction) -> tuple[Tensor, Tensor]:
+            steps = self._steps(chunk) if taken is None else [taken[p] for p in rows]
             return torch.stack([omega for omega, _, _ in steps]), torch.stack([lam for _, lam, _ in steps])
 
-        def finish(influence: Influence) -> None:
-            if check is not None:
-                influence.diagnostics["assessment"] = check(targets, perturbations, influence.stored, ends)
+        scoring = Scoring(self, self.name, at, targets, direction, self._diagnostics, out)
+        influence = scoring.fill(partial(self._score, targets, taken), ONE_BY_ONE, jobs, show_progress)
+        if assessed:
+            found = self._assessor.assess(assessed, targets, direction, influence.stored, ends)
+            influence.diagnostics["assessment"] = found
+        return scoring.close(influence)
 
-        scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        return scoring.run_chunks(partial(self._score, targets, taken), ONE_BY_ONE, jobs, finish)
-
-    def _score(self, targets: Targets, taken: list[_Step] | None, chunk: Perturbation) -> ScoredChunk:
+    def _score(self, targets: Targets, taken: list[_Step] | None, direction: Direction) -> ScoredChunk:
         """Score a chunk of perturbations; the steps are added to the list `taken`, where given."""
-        steps = [self._step(perturbation) for perturbation in chunk]
+        steps = self._steps(direction)
         if taken is not None:
             taken.extend(steps)
-        reasons = {p.labels[0]: reason for p, (_, _, reason) in zip(chunk, steps, strict=True) if reason}
+        labels = direction.perturbation.labels
+        reasons = {label: reason for label, (_, _, reason) in zip(labels, steps, strict=True) if reason}
         values = differences(self.solution, targets, [omega for omega, _, _ in steps])
         return ScoredChunk(values, {"unanswered": reasons})
 
-    def _step(self, perturbation: Perturbation) -> _Step:
+    def _steps(self, direction: Direction) -> list[_Step]:
+        return [self._step(direction[p : p + 1]) for p in range(direction.P)]
+
+    def _step(self, direction: Direction) -> _Step:
         """Take the step of one perturbation; NaN where it does not exist (unless strict)."""
         at = self.solution
-        direction = Direction.resolve_single(at.program, perturbation)
         weights = at.program.weights(at.lam)
         df, DJ = direction.first_order(0, at.theta, at.parts, at.part_gradients)
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
@@ -111,7 +110,7 @@ class NewtonInfluence:
             return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver), ""
         except DegenerateError as error:
             if self.strict:
-                error.add_note(f"This is the step of the perturbation {perturbation.labels[0]!r}.")
+                error.add_note(f"This is the step of the perturbation {direction.perturbation.labels[0]!r}.")
                 raise
             nan = float("nan")
             return torch.full_like(at.theta, nan), torch.full_like(at.lam, nan), str(error)

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.derivatives.targets import Targets
+from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, InvalidInputError, few
-from dif.estimators.change import Change
-from dif.estimators.first_order import describe_solution
-from dif.estimators.influence import Influence
-from dif.estimators.scoring import ONE_BY_ONE, Out, ScoredChunk, Scoring, differences
+from dif.estimators.protocol import ONE_BY_ONE, Out, ScoredChunk, Scoring, describe_solution, differences
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
+from dif.results.change import Change
+from dif.results.influence import Influence
 from dif.runtime.inputs import as_numbers, check_count
-from dif.runtime.workers import check_jobs
 from dif.solving.continuation import Path, PathFollower
 from dif.solving.fit import resolve_tolerance
 
@@ -37,24 +36,17 @@ class PathInfluence:
         max_steps: Limit on steps per perturbation, each a gradient and a solve.
         strict: Raise where the point is not a solution or is degenerate, or where a path cannot be continued; False
             gives NaN for the latter.
-        show_progress: Default of the argument of `scores` with that name.
     """
 
     name = "path"
 
     def __init__(
-        self, solution: Solution, *, tol: float | None = None, max_steps: int = 5000, strict: bool = True,
-        show_progress: bool = True,
-    ) -> None:  # fmt: skip
+        self, solution: Solution, *, tol: float | None = None, max_steps: int = 5000, strict: bool = True
+    ) -> None:
         self.solution = expect_solution(solution)
         self.tol = resolve_tolerance(tol, solution.theta)
-        self.max_steps = check_count(
-            max_steps,
-            "max_steps",
-            meaning="It limits the steps along one path.",
-            cure="Leave it out for the default.",
-        )
-        self.strict, self.show_progress = strict, show_progress
+        self.max_steps = check_count(max_steps, "max_steps")
+        self.strict = strict
         if strict:
             solution.check()
             solution.active.check()
@@ -83,20 +75,19 @@ class PathInfluence:
         return Change.of(at.program, path.thetas[-1] - at.theta, path.multipliers[-1] - at.lam, diagnostics)
 
     def scores(
-        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
-        show_progress: bool | None = None,
-    ) -> Influence:  # fmt: skip
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True
+    ) -> Influence:
         """Return the difference of each target between start and end of each path. Keywords as in `dif.Estimator`."""
-        at, shown = self.solution, self.show_progress if show_progress is None else show_progress
-        targets = Targets(target, at)
-        scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        return scoring.run_chunks(partial(self._score, targets), ONE_BY_ONE, check_jobs(jobs))
+        at, targets = self.solution, Targets(target, self.solution)
+        direction = Direction(at.program, perturbations)
+        scoring = Scoring(self, self.name, at, targets, direction, self._diagnostics, out)
+        return scoring.close(scoring.fill(partial(self._score, targets), ONE_BY_ONE, jobs, show_progress))
 
-    def _score(self, targets: Targets, chunk: Perturbation) -> ScoredChunk:
+    def _score(self, targets: Targets, chunk: Direction) -> ScoredChunk:
         moves: list[Tensor] = []
         unanswered: dict[str, str] = {}
         events: dict[str, list[str]] = {}
-        for perturbation in chunk:
+        for perturbation in chunk.perturbation:
             try:
                 path = self.follow(perturbation)
             except DifError as error:

@@ -8,15 +8,13 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.errors import DegenerateError, NotConvergedError
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.estimators.linearisation import Linearisation
-from dif.linalg.cholesky import DenseCholesky, Solver, prepare
 from dif.linalg.operator import Matrix
+from dif.linalg.solvers import DenseCholesky, Solver, prepare
+from dif.optimality.judgement import Scales
 from dif.optimality.kkt_system import KKTSystem
-from dif.optimality.residuals import Scales
 from dif.optimality.solution import Solution
-from dif.problem.perturbation import Perturbation
 from dif.runtime.inputs import check_number
-from dif.solving.newton import damped_newton
+from dif.solving.batched_newton import damped_newton
 
 _ITERATIONS = 400  # largest number of Newton steps, halved ones included; ill-conditioned penalties need many
 _SHORTEST = 1e-12  # smallest fraction of a Newton step that is tried
@@ -28,6 +26,8 @@ class PenaltyInfluence(FirstOrderEstimator):
     As printed it is taken at the constrained solution θ̄. There the cubic term of an inequality has no curvature, so
     only equalities contribute. With `at_minimiser=True` it is taken at the minimiser of the penalised objective, where
     inequalities are slightly violated and contribute too. Samples in constraints contribute as well.
+
+    Its Δλ is the change of the first derivatives of the penalties.
 
     Args:
         solution: A certified solution.
@@ -46,30 +46,23 @@ class PenaltyInfluence(FirstOrderEstimator):
         damping: float = 0.0, strict: bool = True, solver: Solver = None,
     ) -> None:  # fmt: skip
         for name, weight in (("rho", rho), ("k", k)):
-            check_number(
-                weight,
-                f"penalty weight {name}",
-                zero=False,
-                meaning="It is the price of violating a constraint.",
-                cure="Pass a large number such as 100, or use ClassicalInfluence for no penalty at all.",
-            )
+            check_number(weight, f"penalty weight {name}")
         self.rho, self.k = float(rho), float(k)
         super().__init__(solution, damping, strict, rho=self.rho, k=self.k, at_minimiser=at_minimiser)
         program = solution.program
-        at = Solution.of_program(program, self._minimiser(), solution.lam) if at_minimiser else solution
+        if at_minimiser:
+            self.at = Solution.of_program(program, self._minimiser(), solution.lam)
+        at = self.at
         # at θ̄ inequalities are met, up to rounding, so that their cubes vanish
         c = at.c if at_minimiser else torch.where(program.kinds.equal, at.c, 0.0)
-        weights, stiffness = self._forces(c)
-        plain = Curvature(program.rows, at.theta, weights) if bool(weights[1:].any()) else at.objective_curvature
+        self.weights, stiffness = self._forces(c)
+        constrained = bool(self.weights[1:].any())
+        plain = Curvature(program.rows, at.theta, self.weights) if constrained else at.objective_curvature
         H = plain.with_rows(at.G, stiffness)
         every = torch.arange(program.m, device=at.theta.device)
         prepared, _ = prepare(H, at.G[:0], damping=self.damping, solver=solver)
         system = KKTSystem(H, at.G, torch.ones_like(every).bool(), stiffness, prepared)
-        self.linearisation = Linearisation(at, weights, system, every, None)
-
-    def linearise(self, perturbations: Perturbation) -> Linearisation:
-        """Return the linearised penalised objective. Its Δλ is the change of the first derivatives of the penalties."""
-        return self.linearisation
+        self.system = system.start(every, None)
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of the rows, (1 + m,), and the second derivatives of the penalties, (m,).

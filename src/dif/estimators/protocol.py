@@ -1,13 +1,33 @@
-"""The interface of every estimator."""
+"""The interface of every estimator, and the loop that fills its scores chunk by chunk."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
-from dif.estimators.change import Change
-from dif.estimators.influence import Influence
+import torch
+from torch import Tensor
+
+from dif.derivatives.fingerprint import hash_all, hash_direction, hash_targets
+from dif.derivatives.targets import Targets
+from dif.derivatives.weight_change import Direction
+from dif.errors import InvalidInputError
+from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
+from dif.results.change import Change
+from dif.results.influence import Influence, Origin, describe_scores
+from dif.runtime.guard import is_single_process
+from dif.runtime.score_array import FileScores, MemoryScores
+from dif.runtime.work import check_jobs, progress, run_in_order
+
+Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy
+ONE_BY_ONE = 16  # perturbations in a chunk, for estimators that solve them one by one: little is lost on interruption
+_SHARES = 4  # chunks per job, so that jobs finish at about the same time
+_HASHED = 2**14  # perturbations hashed at once
 
 
 @runtime_checkable
@@ -42,9 +62,135 @@ class Estimator(Protocol):
         Args:
             target: A Term, a list of Terms, a dict of Terms by name, or Samples (one target per sample).
             perturbations: One or many.
-            out: File for the scores, ending in .npy or .zarr, filled as they are computed. After an interruption the
-                same call resumes.
+            out: File for the scores, ending in .npy, filled as they are computed. After an interruption the same call
+                resumes.
             jobs: Processes that share the work (joblib; its `parallel_config` chooses the backend).
             show_progress: Show a progress bar on a terminal or in a notebook.
         """
         ...
+
+
+@dataclass(frozen=True)
+class ScoredChunk:
+    """The scores of consecutive perturbations."""
+
+    values: Tensor  # (P, T), float64, on the CPU
+    about: dict[str, Any]  # diagnostics of the chunk: numbers, lists and dicts, see `_join`
+
+
+class Scoring:
+    """One call of `scores`: what is scored, where the scores go, and the loop that fills them.
+
+    Args:
+        estimator: The result remembers it.
+        name: Of the estimator, as results show it.
+        at: The point of which the scores are.
+        targets: Targets.
+        direction: The perturbations, resolved.
+        diagnostics: What the result says about the point and the settings.
+        out: File for the scores; None keeps them in memory.
+    """
+
+    def __init__(
+        self, estimator: Estimator, name: str, at: Solution, targets: Targets, direction: Direction,
+        diagnostics: dict[str, Any], out: Out = None,
+    ) -> None:  # fmt: skip
+        self.direction, self.out = direction, out
+        self.shape = (direction.P, len(targets.names))
+        self._about = (name, targets, at, diagnostics)
+        self._origin = Origin(at, targets, estimator)
+
+    def fill(
+        self, work: Callable[[Direction], ScoredChunk], most: int, jobs: int = 1, show_progress: bool = True
+    ) -> Influence:
+        """Score chunks of at most `most` perturbations, each by one call of `work`."""
+        size = chunk_size(self.direction.P, most, jobs := check_jobs(jobs))
+
+        def score(begin: int) -> Iterator[ScoredChunk]:
+            ends = range(begin, self.direction.P, size)
+            return run_in_order(work, [self.direction[start : start + size] for start in ends], jobs)
+
+        return self.collect(score, show_progress)
+
+    def collect(self, score: Callable[[int], Iterable[ScoredChunk]], show_progress: bool) -> Influence:
+        """Collect the scores; rows that a file has already are not computed again.
+
+        Args:
+            score: Returns the chunks from a given row on.
+            show_progress: Show a progress bar.
+        """
+        name, targets, _, diagnostics = self._about
+        perturbations = self.direction.perturbation
+        sheet = MemoryScores(self.shape) if self.out is None else self._open(self.out)
+        influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics), origin=self._origin)
+        if sheet.done < len(perturbations):
+            with progress(name, len(perturbations), show_progress) as report:
+                for chunk in score(sheet.done):
+                    sheet.write(chunk.values, **chunk.about)
+                    report(sheet.done)
+        for key in sheet.pieces[0].keys() - {"end", "checksum"}:
+            influence.diagnostics[key] = _join([piece[key] for piece in sheet.pieces])
+        self._sheet = sheet
+        return influence
+
+    def close(self, influence: Influence) -> Influence:
+        """Complete the file of a result whose diagnostics are complete, and return the result."""
+        if isinstance(self._sheet, FileScores):
+            self._sheet.finish(influence.describe())
+        return influence
+
+    def _open(self, out: str | os.PathLike[str]) -> FileScores:
+        """Open the file of the scores; its fingerprint is a hash of all that they depend on."""
+        name, targets, at, diagnostics = self._about
+        if not is_single_process():
+            raise InvalidInputError(
+                "`out` must be None inside dif.sharded(), where all processes would write the same file; save the "
+                "result in one process, or share the work by jobs=."
+            )
+        settings = f"{name} {targets.names} {json.dumps(diagnostics, sort_keys=True)}"
+        chunks = (self.direction[begin : begin + _HASHED] for begin in range(0, self.direction.P, _HASHED))
+        changes = chain.from_iterable(map(hash_direction, chunks))
+        digest = hash_all(chain([settings.encode()], changes, [at.identity], hash_targets(targets))).hex()
+        perturbations = self.direction.perturbation
+        about = describe_scores(name, diagnostics, targets.names, perturbations, perturbations.index)
+        return FileScores(out, self.shape, digest, about)
+
+
+def _join(entries: list[Any]) -> Any:
+    """Combine one entry of the diagnostics of all chunks: merge dicts, concatenate lists, add numbers."""
+    if all(isinstance(entry, dict) for entry in entries):
+        return {label: value for entry in entries for label, value in entry.items()}
+    if all(isinstance(entry, list) for entry in entries):
+        return [value for entry in entries for value in entry]
+    return sum(entries)
+
+
+def chunk_size(count: int, most: int, jobs: int) -> int:
+    """Return how many of `count` perturbations make a chunk: at most `most`, and several chunks for each job."""
+    return max(1, most if jobs == 1 else min(most, -(-count // (_SHARES * abs(jobs)))))
+
+
+def differences(at: Solution, targets: Targets, moves: Iterable[Tensor]) -> Tensor:
+    """Return the difference of each target between θ̄ and θ̄ + Δθ, for each Δθ, (P, T)."""
+    before = targets.values(at.theta)
+    return torch.stack([targets.values(at.theta + move) - before for move in moves]).double().cpu()
+
+
+def describe_residuals(solution: Solution) -> dict[str, float]:
+    """Describe how far the point is from a solution."""
+    kkt = solution.kkt
+    return {"stationarity": kkt.stationarity, "feasibility": kkt.feasibility, "complementarity": kkt.complementarity}
+
+
+def describe_solution(solution: Solution) -> dict[str, Any]:
+    """Describe the point on which an answer rests: residuals, active set, existence of the derivative."""
+    active = solution.active
+    return {
+        "kkt": describe_residuals(solution),
+        "binding": [active.names[j] for j in active.binding],
+        "weak": [active.names[j] for j in active.weak],
+        "uncertain": [active.names[j] for j in active.uncertain],
+        "smallest_margin": float(active.margins.abs().min()) if len(active.names) else None,
+        "licq": active.licq,
+        "curvature": active.curvature,
+    }

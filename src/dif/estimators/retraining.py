@@ -3,34 +3,118 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from dif.derivatives.fingerprint import hash_all, hash_direction
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, NotConvergedError
-from dif.estimators.change import Change
-from dif.estimators.first_order import describe_residuals
-from dif.estimators.influence import Influence
-from dif.estimators.rerun import rerun, runs_at_once
-from dif.estimators.retraining_cache import RetrainingCache
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, chunk_size, differences
+from dif.estimators.protocol import Out, ScoredChunk, Scoring, chunk_size, describe_residuals, differences
 from dif.optimality.solution import Solution, expect_solution
-from dif.optimality.targets import Targets
 from dif.problem.perturbation import Perturbation
-from dif.problem.sample_losses import HARMLESS
-from dif.runtime.limits import Limits
-from dif.runtime.user_code import is_unsupported
-from dif.runtime.workers import check_jobs, run_unordered
+from dif.problem.sample_losses import PLAIN_ATTENTION
+from dif.results.change import Change
+from dif.results.influence import Influence
+from dif.runtime.archive import read_archive, write_archive
+from dif.runtime.guard import is_unsupported
+from dif.runtime.inputs import expect_folder
+from dif.runtime.work import Limits, check_jobs, run_unordered
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
-from dif.solving.checkpoint import FitState
-from dif.solving.fit import Found, check_limits, resolve_tolerance, solve
-from dif.solving.run import Run
+from dif.solving.fit import FitState, Found, check_limits, resolve_tolerance, solve
+from dif.training.adjoint import rerun, runs_at_once
+from dif.training.run import Run
+
+_KIND = "retrainings"  # of file
+
+
+@dataclass(frozen=True, eq=False)
+class RetrainingCache:
+    """A folder with one file (npz, no pickle) per chunk of retrainings: θ, λ and residuals, for any target.
+
+    The key of a retraining is a hash of the solution, its problem, the tolerance and the perturbation. A chunk that was
+    solved together is written to one file, complete or not at all, so that interrupted runs resume with bit-identical
+    results. Where some of a chunk need further stages, the others are written before that. Retrainings that did not
+    reach the tolerance are kept as warm starts.
+    """
+
+    folder: Path
+    solution: Solution
+    tol: float
+
+    @classmethod
+    def open(cls, folder: str | os.PathLike[str], solution: Solution, tol: float) -> RetrainingCache:
+        """Open the cache in a folder, which is created if it is missing."""
+        return cls(expect_folder(folder, "keep"), solution, tol)
+
+    def load(self, direction: Direction) -> dict[int, Found]:
+        """Return the cached retrainings of these perturbations by their number, finished or not."""
+        cached: dict[int, Found] = {}
+        index = self._build_index()
+        for p in range(direction.P) if index else ():
+            ends = [self._read(path, row) for path, row in index.get(self._key(direction, p), [])]
+            if ends:
+                cached[p] = min(ends, key=lambda end: end.residual / end.goal)
+        return cached
+
+    def save(self, direction: Direction, numbers: Sequence[int], ends: Sequence[Found]) -> None:
+        """Write the retrainings of the perturbations with these numbers to one file, all or none."""
+        about = {
+            "names": [self._key(direction, p) for p in numbers],
+            "perturbations": [direction.perturbation[p].labels[0] for p in numbers],
+            "residual": [end.residual for end in ends],
+            "goal": [end.goal for end in ends],
+            "iterations": [end.iterations for end in ends],
+        }
+        arrays = {part: torch.stack([getattr(end, part) for end in ends]) for part in ("theta", "lam")}
+        suffix = "" if all(end.reached for end in ends) else "-unfinished"
+        name = hash_all([" ".join(about["names"]).encode()]).hex()[:32]
+        write_archive(self.folder / f"{name}{suffix}.npz", _KIND, arrays, about)
+
+    def _build_index(self) -> dict[str, list[tuple[Path, int]]]:
+        """List the retrainings that are in the folder now: key → files and rows that hold it."""
+        index: dict[str, list[tuple[Path, int]]] = {}
+        for path in sorted(self.folder.glob(f"{'[0-9a-f]' * 32}*.npz")):  # not files of others
+            for row, key in enumerate(_load_file(path)[1]["names"]):
+                index.setdefault(key, []).append((path, row))
+        return index
+
+    def _read(self, path: Path, row: int) -> Found:
+        """Read one retraining."""
+        (arrays, about), like = _load_file(path), self.solution
+        theta, lam = (torch.from_numpy(arrays[name][row]) for name in ("theta", "lam"))
+        numbers = (about[name][row] for name in ("residual", "goal", "iterations"))
+        return Found(theta.to(like.theta), lam.to(like.lam), *numbers)
+
+    def _key(self, direction: Direction, p: int) -> str:
+        """Hash everything that the retraining of perturbation p depends on."""
+        about = f"{self.tol!r} {direction.perturbation[p].labels}"
+        return hash_all((about.encode(), self._identity, *hash_direction(direction, p))).hex()[:32]
+
+    @cached_property
+    def _identity(self) -> bytes:
+        return self.solution.identity
+
+
+def _load_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Return θ, (P, d), and λ, (P, m), in a file, and their description."""
+    return _load_version(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=2)  # the retrainings of a file are asked for one after the other
+def _load_version(path: Path, modified: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """Read a file as it was modified at that time."""
+    return read_archive(path, _KIND, "Delete the file; its retrainings are then solved again.")
+
 
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
@@ -52,8 +136,6 @@ class Retraining:
         max_iter: Limit on the iterations per perturbation.
         strict: Raise where the point is not a solution, or a retraining fails; False records it and gives NaN.
         keep: Folder for finished retrainings. Those found there are not solved again, so interrupted runs resume.
-        jobs: Default of `scores`.
-        show_progress: Default of `scores`.
     """
 
     name = "retraining"
@@ -66,8 +148,6 @@ class Retraining:
         max_iter: int = 20_000,
         strict: bool = True,
         keep: str | os.PathLike[str] | None = None,
-        jobs: int = 1,
-        show_progress: bool = True,
     ) -> None:
         self._run = solution if isinstance(solution, Run) else None
         solution = solution.point if isinstance(solution, Run) else expect_solution(solution)
@@ -75,9 +155,7 @@ class Retraining:
         self.tol = resolve_tolerance(tol, solution.theta)
         check_limits(max_iter, None)
         self.max_iter = max_iter
-        self.jobs = check_jobs(jobs)
         self.strict = strict
-        self.show_progress = show_progress
         if strict and self._run is None:
             solution.check()
             solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
@@ -88,8 +166,7 @@ class Retraining:
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ of one perturbation, by solving the changed problem."""
         at = self.solution
-        Direction.resolve_single(at.program, perturbation)  # refuses more than one
-        ((end, failure),) = self._retrain(perturbation)
+        ((end, failure),) = self._retrain(Direction.resolve_single(at.program, perturbation))
         nan = float("nan")
         dtheta = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
         dlam = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
@@ -102,87 +179,86 @@ class Retraining:
         return Change.of(at.program, dtheta, dlam, diagnostics)
 
     def scores(
-        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int | None = None,
-        show_progress: bool | None = None,
-    ) -> Influence:  # fmt: skip
+        self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True
+    ) -> Influence:
         """Return the actual difference of each target after retraining. Keywords as in `dif.Estimator`."""
-        at, shown = self.solution, self.show_progress if show_progress is None else show_progress
-        targets, jobs = Targets(target, at), self.jobs if jobs is None else check_jobs(jobs)
+        at, targets, jobs = self.solution, Targets(target, self.solution), check_jobs(jobs)
+        direction = Direction(at.program, perturbations)
 
         def score(begin: int) -> Iterator[ScoredChunk]:
-            remaining = perturbations[begin:]
-            for perturbation, (end, failure) in zip(remaining, self._retrain(remaining, jobs), strict=True):
+            remaining = direction[begin:]
+            labels = remaining.perturbation.labels
+            for label, (end, failure) in zip(labels, self._retrain(remaining, jobs), strict=True):
                 solved = None if failure is not None else end
                 move = torch.full_like(at.theta, float("nan")) if solved is None else solved.theta - at.theta
                 about = {
                     "residuals": [float("nan") if end is None else end.residual],
-                    "failed": {perturbation.labels[0]: str(failure)} if solved is None else {},
+                    "failed": {label: str(failure)} if solved is None else {},
                 }
                 yield ScoredChunk(differences(at, targets, [move]), about)
 
-        scoring = Scoring(self.name, at, targets, perturbations, self._diagnostics, out, shown)
-        scoring.check()
-        influence = scoring.run(score, 1)
+        scoring = Scoring(self, self.name, at, targets, direction, self._diagnostics, out)
+        influence = scoring.close(scoring.collect(score, show_progress))
         return influence if self._run is None else replace(influence, origin=None)  # the end of a run solves nothing
 
-    def _retrain(self, perturbations: Perturbation, jobs: int = 1) -> Iterator[Outcome]:
+    def _retrain(self, direction: Direction, jobs: int = 1) -> Iterator[Outcome]:
         """Solve each changed problem and yield where it ended, in order. With strict, failures are raised."""
-        cached = {} if self._cache is None else self._cache.load(perturbations)
+        cached = {} if self._cache is None else self._cache.load(direction)
         if self._run is not None:
-            yield from self._train_again(self._run, perturbations, cached)
+            yield from self._train_again(self._run, direction, cached)
             return
         outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
-        unfinished = [([p], perturbations[p], end) for p, end in cached.items() if not end.reached]
-        if len(outcomes) < len(perturbations) and self._batched is None:
+        unfinished = [([p], direction[p : p + 1], end) for p, end in cached.items() if not end.reached]
+        if len(outcomes) < direction.P and self._batched is None:
             with suppress(DifError):  # where the curvature at the solution does not allow it
                 self._batched = BatchedNewton(self.solution)
-        tasks = [*self._split(perturbations, cached, jobs), *unfinished]
+        tasks = [*self._split(direction, cached, jobs), *unfinished]
         ready = run_unordered(self._solve_task, [task[1:] for task in tasks], jobs)
-        for p in range(len(perturbations)):
+        for p in range(direction.P):
             while p not in outcomes:
                 number, solved = next(ready)
                 outcomes |= dict(zip(tasks[number][0], solved, strict=True))
             yield outcomes.pop(p)
 
     def _split(
-        self, perturbations: Perturbation, cached: Container[int], jobs: int
-    ) -> Iterator[tuple[list[int], Perturbation, None]]:
+        self, direction: Direction, cached: Container[int], jobs: int
+    ) -> Iterator[tuple[list[int], Direction, None]]:
         """Yield chunks of the perturbations that are not cached: their numbers and themselves.
 
         Chunk boundaries do not depend on the cache, since rounding depends on which problems are solved together.
         """
         size = programs_at_once(self.solution)
         size = size if self._cache is None else min(size, _CACHED_CHUNK)
-        size = chunk_size(len(perturbations), size, jobs)
-        for begin in range(0, len(perturbations), size):
-            chunk = range(begin, min(begin + size, len(perturbations)))
+        size = chunk_size(direction.P, size, jobs)
+        for begin in range(0, direction.P, size):
+            chunk = range(begin, min(begin + size, direction.P))
             for is_cached, group in groupby(chunk, lambda p: p in cached):
                 if not is_cached:
                     numbers = list(group)  # consecutive
-                    yield numbers, perturbations[numbers[0] : numbers[-1] + 1], None
+                    yield numbers, direction[numbers[0] : numbers[-1] + 1], None
 
-    def _train_again(self, run: Run, perturbations: Perturbation, cached: dict[int, Found]) -> Iterator[Outcome]:
+    def _train_again(self, run: Run, direction: Direction, cached: dict[int, Found]) -> Iterator[Outcome]:
         """Train on the changed data and yield where each training ended, in order; finished chunks are cached."""
         size = runs_at_once(run) if self._cache is None else min(runs_at_once(run), _CACHED_CHUNK)
-        for begin in range(0, len(perturbations), size):
-            numbers = range(begin, min(begin + size, len(perturbations)))
+        for begin in range(0, direction.P, size):
+            numbers = range(begin, min(begin + size, direction.P))
             if not all(p in cached for p in numbers):
-                chunk = perturbations[begin : numbers.stop]
-                ((thetas, lams),) = rerun(run, chunk)
+                chunk = direction[begin : numbers.stop]
+                ((thetas, lams),) = rerun(run, chunk.perturbation)
                 ends = [Found(theta, lam, residual=0.0, goal=1.0) for theta, lam in zip(thetas, lams, strict=True)]
                 cached |= dict(zip(numbers, ends, strict=True))
                 if self._cache is not None:
-                    self._cache.save(Direction(self.solution.program, chunk), range(len(chunk)), ends)
+                    self._cache.save(chunk, range(chunk.P), ends)
             for p in numbers:
-                failure = None if bool(torch.isfinite(cached[p].theta).all()) else _divergence_error(perturbations[p])
+                diverged = not bool(torch.isfinite(cached[p].theta).all())
+                failure = _divergence_error(direction.perturbation[p]) if diverged else None
                 if failure is not None and self.strict:
                     raise failure
                 yield cached[p], failure
 
-    def _solve_task(self, task: tuple[Perturbation, Found | None]) -> list[Outcome]:
+    def _solve_task(self, task: tuple[Direction, Found | None]) -> list[Outcome]:
         """Solve a chunk of perturbations, or a single one from where an earlier run stopped."""
-        chunk, start = task
-        direction = Direction(self.solution.program, chunk)
+        direction, start = task
         return self.solve_together(direction) if start is None else [self._solve_single(direction, 0, start)]
 
     def solve_together(self, direction: Direction) -> list[Outcome]:
@@ -223,7 +299,7 @@ class Retraining:
         (P, 1 + m). Yields nothing where the model cannot be mapped over parameters.
         """
         at, batched = self.solution, self._batched
-        if batched is None or at.program.rows.fallbacks - HARMLESS:
+        if batched is None or at.program.rows.fallbacks - {PLAIN_ATTENTION}:
             return
         partly = lambda share: Direction(at.program, share * direction.perturbation).stack_programs()  # noqa: E731
         try:

@@ -9,21 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives.step import Weights, default_weights
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, InvalidInputError
-from dif.estimators.backward_sweep import sweep_back
-from dif.estimators.change import Change
-from dif.estimators.influence import Influence
-from dif.estimators.rerun import rerun
-from dif.estimators.scoring import Out, ScoredChunk, Scoring, differences
-from dif.estimators.training_weights import RunPerturbation
-from dif.optimality.targets import Targets
+from dif.estimators.protocol import Out, ScoredChunk, Scoring, differences
+from dif.problem.data import map_tensors
 from dif.problem.perturbation import Perturbation
-from dif.problem.structure import map_tensors
+from dif.results.change import Change
+from dif.results.influence import Influence
 from dif.runtime.inputs import as_index, check_instance
-from dif.runtime.workers import check_jobs
-from dif.solving.run import Run
+from dif.runtime.work import check_jobs
+from dif.training.adjoint import rerun, sweep_back
+from dif.training.run import Run
+from dif.training.step import Weights
+from dif.training.weights import RunPerturbation
 
 _UNRELATED = 0.5  # cosine of predicted and actual changes at or below which they have nothing to do with each other
 
@@ -45,21 +44,10 @@ class UnrolledInfluence:
     name = "unrolled"
 
     def __init__(self, run: Run, *, since: int = 0, strict: bool = True) -> None:
-        check_instance(
-            run,
-            Run,
-            "run",
-            meaning="It differentiates through the steps of a training run.",
-            cure="Train with dif.Training(...).run(); for a solution of `fit` use DirectionalInfluence.",
-        )
+        check_instance(run, Run, "run", cure="pass dif.Training(...).run()")
         number = as_index(since)
         if number is None or not 0 <= number <= run.loop.length:
-            raise InvalidInputError(
-                f"`since` is {since!r}.",
-                f"It must be an integer from 0 to {run.loop.length}, the number of steps.",
-                "Perturbations take effect at that step.",
-                "Leave it out for the first step.",
-            )
+            raise InvalidInputError(f"`since` must be an integer from 0 to {run.loop.length} (the end), not {since!r}.")
         self.run, self.since, self.strict = run, number, strict
 
     def change(self, perturbation: Perturbation) -> Change:
@@ -69,12 +57,8 @@ class UnrolledInfluence:
         change, tangent = self._resolve(perturbation), map_tensors(loop.initial, torch.zeros_like)
         for t in range(self.since, loop.length):
             batch = change.batch(t)
-            weights, default = change.weights(t, batch, 0, 1), default_weights(loop.program, batch)
-            dweights = Weights(
-                tuple(x[0] - y for x, y in zip(weights.a, default.a, strict=True)),
-                tuple(x[0] - y for x, y in zip(weights.b, default.b, strict=True)),
-                weights.dtau[0],
-            )
+            moved = change.move(t, batch, 0, 1)
+            dweights = Weights(tuple(x[0] for x in moved.a), tuple(x[0] for x in moved.b), moved.dtau[0])
             tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, dweights)
         dtheta, dlam = loop.step.read_point(tangent)
         return Change.of(loop.program, _check_finite(dtheta, self.strict), dlam, {"since": self.since})
@@ -91,12 +75,7 @@ class UnrolledInfluence:
         check_jobs(jobs)
         count = as_index(probe)
         if count is None or count < 0:
-            raise InvalidInputError(
-                f"`probe` is {probe!r}.",
-                "It must be an integer ≥ 0.",
-                "So many of the perturbations are carried out to check the predictions.",
-                "Leave it out for 4, or pass 0 to skip the check.",
-            )
+            raise InvalidInputError(f"`probe` must be an integer ≥ 0, not {probe!r}.")
         targets = Targets(target, self.run.point)
 
         def score(begin: int) -> Iterator[ScoredChunk]:
@@ -107,9 +86,10 @@ class UnrolledInfluence:
                 about["probe"] = self._probe(count, targets, perturbations, values)
             yield ScoredChunk(values, about)
 
-        scoring = Scoring(self.name, self.run.point, targets, perturbations, {"since": self.since}, out, False)
-        scoring.check()
-        return replace(scoring.run(score, len(perturbations)), origin=None)  # the end of a run solves nothing
+        direction = Direction(self.run.point.program, perturbations)
+        scoring = Scoring(self, self.name, self.run.point, targets, direction, {"since": self.since}, out)
+        influence = scoring.close(scoring.collect(score, False))
+        return replace(influence, origin=None)  # the end of a run solves nothing
 
     def by_term(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
         """Return through which row each perturbation acts on one target: the objective and each constraint."""

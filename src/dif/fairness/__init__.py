@@ -1,6 +1,5 @@
-"""Fairness by name: constraints and metrics of groups, in smooth form. Uses only the public names of dif."""
+"""Fairness by name: constraints and metrics of groups, in smooth form. Uses the public names of dif."""
 
-from dif.fairness.columns import check_order
 from dif.fairness.constraints import (
     bounded_group_loss,
     demographic_parity,
@@ -8,9 +7,10 @@ from dif.fairness.constraints import (
     equalised_odds,
     error_rate_parity,
     false_positive_rate_parity,
+    read_moment,
 )
 from dif.fairness.metrics import compare_metrics, smooth_metrics
-from dif.fairness.moments import read_moment
+from dif.runtime.inputs import check_order
 
 __all__ = [
     "bounded_group_loss",

@@ -1,4 +1,4 @@
-"""Fairness constraints by name, on views of the samples of the objective."""
+"""Fairness constraints by name, on views of the samples of the objective, and as fairlearn states them (moments)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.fairness.columns import as_array, check, check_function, check_order
-from dif.fairness.groups import Groups, read_labels
+from dif import InvalidInputError
+from dif.fairness.groups import Groups, check_function, read_labels
+from dif.runtime.inputs import check_order, describe, read_array
 
 PerSample = Callable[[Any, Any], Tensor]  # of the params and a batch: one number per sample
 Link = Callable[[Tensor], Tensor] | None
@@ -131,13 +132,10 @@ class _Rule:
 
     def __post_init__(self) -> None:
         _read_number(self.bound, "bound")
-        check(
-            0 < _read_number(self.ratio, "ratio") <= 1,
-            f"`ratio` is {self.ratio!r}.",
-            "It must be above 0 and at most 1.",
-            "It is the smallest ratio of the mean of a group and the mean of all samples.",
-            "Pass 0.8 for the four-fifths rule, or leave it out and pass bound= for a difference.",
-        )
+        if not 0 < _read_number(self.ratio, "ratio") <= 1:
+            raise InvalidInputError(
+                f"`ratio` must be above 0 and at most 1, such as 0.8 for the four-fifths rule, not {self.ratio!r}."
+            )
 
     def compare(self, name: str, group: dif.Term, everyone: dif.Term) -> list[dif.Constraint]:
         """Return the constraints on the mean of one group."""
@@ -169,13 +167,11 @@ def _compare_groups(
         masks = {group: inside & (weights > 0) for group, inside in groups.split().items()}
         sizes = {group: float(weights[inside].sum()) for group, inside in masks.items()}
         empty = [group for group, size in sizes.items() if size == 0]
-        check(
-            not empty,
-            f"Group {empty[0] if empty else ''!r} has no samples in {rule.name}{words and ', ' + words[:-2]}.",
-            "Every group must have samples with the label and control feature in question, of weight above 0.",
-            "The mean of such a group is not defined.",
-            "Merge the group with another one, leave out the control feature, or choose a constraint without labels.",
-        )
+        if empty:
+            raise InvalidInputError(
+                f"Group {empty[0]!r} has no samples in {rule.name}{words and ', ' + words[:-2]}, so its mean is not "
+                "defined; merge it with another one, or leave out the control feature."
+            )
         follows = rule.ratio == 1 and (len(sizes) == 2 or rule.bound == 0)  # from the constraints of the others
         implied = max(sizes, key=lambda group: sizes[group]) if follows else None
         for group, inside in masks.items():
@@ -216,16 +212,109 @@ def _read_groups(train: dif.Samples, sensitive_features: Any) -> Groups:
 
 def _check_samples(train: object) -> dif.Samples:
     """Return Samples; refuse other objects."""
-    meaning, cure = "Fairness constraints are about the samples of the objective.", "Pass the Samples of the objective."
-    found = f"`train` is of type {type(train).__name__}."
-    check(isinstance(train, dif.Samples), found, "It must be a dif.Samples.", meaning, cure)
-    return train  # type: ignore[return-value]
+    if not isinstance(train, dif.Samples):
+        raise InvalidInputError(f"`train` must be the dif.Samples of the objective, not {describe(train)}.")
+    return train
 
 
 def _read_number(value: Any, name: str) -> float:
     """Return a finite number ≥ 0 as a float."""
-    number = as_array(value)
-    valid = number.ndim == 0 and number.dtype.kind in "iuf" and bool(np.isfinite(number)) and float(number) >= 0
-    meaning = "It limits how far groups may differ, or the loss of each."
-    check(valid, f"`{name}` is {value!r}.", "It must be one finite number ≥ 0.", meaning, "Pass a single number.")
+    number = read_array(value)
+    if number.ndim or number.dtype.kind not in "iuf" or not np.isfinite(number) or float(number) < 0:
+        raise InvalidInputError(f"`{name}` must be one finite number ≥ 0, not {value!r}.")
     return float(number)
+
+
+# Constraints of fairlearn
+
+_OF_RATES = {
+    "TruePositiveRateParity": equal_opportunity,
+    "FalsePositiveRateParity": false_positive_rate_parity,
+    "EqualizedOdds": equalised_odds,
+}
+_SMOOTH_LOSSES = ("SquareLoss", "ZeroOneLoss")  # those of fairlearn with a smooth counterpart
+_READABLE = ("DemographicParity", *_OF_RATES, "ErrorRateParity", "BoundedGroupLoss")
+
+
+def _name_moment(moment: Any) -> str:
+    """Return the name of a moment of fairlearn that has a smooth counterpart; refuse everything else by name.
+
+    A BoundedGroupLoss must have a bound and a loss with a smooth counterpart.
+    """
+    name, a_class = type(moment).__name__, isinstance(moment, type)
+    if a_class or not type(moment).__module__.startswith("fairlearn.") or name not in _READABLE:
+        found = f"the class {moment.__name__}" if a_class else f"of type {name}"
+        raise InvalidInputError(
+            f"The constraint must be an object of one of fairlearn's classes {', '.join(_READABLE)}, not {found}; "
+            "state other smooth constraints yourself: compare means of train.view(...)."
+        )
+    if name == "BoundedGroupLoss":
+        loss = type(moment.reduction_loss).__name__
+        if loss not in _SMOOTH_LOSSES:
+            raise InvalidInputError(
+                f"The loss of the BoundedGroupLoss must be one of fairlearn's {', '.join(_SMOOTH_LOSSES)}, which have "
+                f"a smooth counterpart, not of type {loss}."
+            )
+        if moment.upper_bound is None:
+            raise InvalidInputError("The `upper_bound` of the BoundedGroupLoss must be a number, not None.")
+    return name
+
+
+def read_moment(
+    moment: Any,
+    train: dif.Samples,
+    *,
+    sensitive_features: Any,
+    score: PerSample | None = None,
+    labels: Any = None,
+    loss: PerSample | None = None,
+    link: Link = torch.sigmoid,
+    sample_weight: Any = None,
+    control_features: Any = None,
+) -> list[dif.Constraint]:
+    """Return the smooth counterparts of a moment of fairlearn, such as DemographicParity(difference_bound=0.05).
+
+    Only the kind of the moment and its bounds are read, not the data that it may have loaded.
+
+    Args:
+        moment: A DemographicParity, TruePositiveRateParity, FalsePositiveRateParity, EqualizedOdds, ErrorRateParity
+            or BoundedGroupLoss of fairlearn.reductions.
+        train: The samples of the objective.
+        sensitive_features: The group of each sample.
+        score: The score of the model, for the first four.
+        labels: The label of each sample, for those with positive rates and for EqualizedOdds.
+        loss: The smooth error of each sample, for the last two: the probability of the wrong label for ErrorRateParity
+            and ZeroOneLoss, the squared error for SquareLoss. Fairlearn clips the latter to a range; dif does not, so
+            that its constraint is the stricter one.
+        link: The smooth stand-in for the decision score > 0.
+        sample_weight: Weights of the samples in the means.
+        control_features: Groups are compared within each value of these columns. BoundedGroupLoss takes none, as in
+            fairlearn.
+
+    Raises:
+        InvalidInputError: The moment has no smooth counterpart, or an argument that it needs is missing.
+    """
+    name = _name_moment(moment)
+    shared = {"sensitive_features": sensitive_features, "sample_weight": sample_weight}
+    if name == "BoundedGroupLoss":
+        if control_features is not None:
+            raise InvalidInputError(
+                "`control_features` must be None with a BoundedGroupLoss, which compares no groups; pass both columns "
+                "as sensitive features, and the loss of each combination is bounded."
+            )
+        return bounded_group_loss(train, bound=moment.upper_bound, loss=_require(loss, "loss", name), **shared)
+    limits = {"bound": moment.eps, "ratio": moment.ratio, "control_features": control_features}
+    if name == "ErrorRateParity":
+        return error_rate_parity(train, _require(loss, "loss", name), **limits, **shared)
+    options = {**limits, **shared, "link": link}
+    if name == "DemographicParity":
+        return demographic_parity(train, _require(score, "score", name), **options)
+    labels = _require(labels, "labels", name)
+    return _OF_RATES[name](train, _require(score, "score", name), labels=labels, **options)
+
+
+def _require(value: Any, argument: str, moment: str) -> Any:
+    """Return an argument that a moment needs; refuse None."""
+    if value is None:
+        raise InvalidInputError(f"`{argument}` must be passed for {moment}, not None.")
+    return value

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.fairness.columns import as_array, check, read_values
+from dif import InvalidInputError
+from dif.runtime.inputs import describe, read_array, read_column
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,24 +28,18 @@ class Groups:
         >>> Groups.of(["b", "a", "b"], 3)
         Groups(names=('a', 'b'), members=tensor([1, 0, 1]))
         """
-        values = as_array(features)
-        given = f"an array of shape {values.shape}" if values.ndim else f"of type {type(features).__name__}"
-        check(
-            values.ndim in (1, 2) and len(values) == count and values.size > 0,
-            f"`{name}` is {'None' if features is None else given}, for {count} samples.",
-            f"It must have shape ({count},), or ({count}, k) for k features.",
-            "It says to which group each sample belongs.",
-            "Pass a column of the data, with the samples in the same order.",
-        )
+        values = read_array(features)
+        if values.ndim not in (1, 2) or len(values) != count or values.size == 0:
+            raise InvalidInputError(
+                f"`{name}` must have shape ({count},), or ({count}, k) for k features, not {describe(features)}."
+            )
         rows = [tuple(row) for row in values.reshape(count, -1).tolist()]
         missing = sum(any(_is_missing(value) for value in row) for row in rows)
-        check(
-            not missing,
-            f"`{name}` is missing for {missing} of {count} samples.",
-            "Every sample must have a value.",
-            "A sample without a group belongs to no constraint.",
-            'Give these samples a group of their own, such as "unknown", or leave them out.',
-        )
+        if missing:
+            raise InvalidInputError(
+                f"`{name}` is missing for {missing} of {count} samples; give these a group of their own, such as "
+                '"unknown", or leave them out.'
+            )
         try:
             order = sorted(set(rows))
         except TypeError:  # numbers and texts together
@@ -58,14 +53,11 @@ class Groups:
         """Return itself; refuse a single group, and groups of one sample."""
         sizes = Counter(self.members.tolist())
         alone = [self.names[g] for g, size in sizes.items() if size == 1]
-        found = f"{len(self.names)} groups, {len(alone)} of them with one sample" if alone else "1 group"
-        check(
-            len(self.names) > 1 and not alone,
-            f"`sensitive_features` has {found}.",
-            "It must have at least 2 groups, each with at least 2 samples.",
-            "Groups are compared by their means, which must exist without any one sample.",
-            "Merge small groups, or divide a continuous feature into ranges.",
-        )
+        if len(self.names) < 2 or alone:
+            raise InvalidInputError(
+                f"`sensitive_features` must have at least 2 groups of at least 2 samples each, not {len(self.names)}, "
+                f"{len(alone)} of them with one sample; merge small groups, or divide a continuous feature into ranges."
+            )
         return self
 
     def split(self) -> dict[str, Tensor]:
@@ -79,16 +71,19 @@ def read_labels(labels: Any, count: int) -> Tensor:
     >>> read_labels([0, 1, 1], 3)
     tensor([False,  True,  True])
     """
-    values = read_values(labels, "labels", count)
+    values = read_column(labels, "labels", count)
     found = set(values.tolist())
-    check(
-        found in ({0, 1}, {-1, 1}),
-        f"`labels` contains {', '.join(map(repr, sorted(found, key=str)[:4]))}.",
-        "It must contain 0 and 1, −1 and 1, or False and True.",
-        "The rates of a group are taken over the samples with one of two labels.",
-        "Pass the label of every sample; encode the positive one as 1.",
-    )
+    if found not in ({0, 1}, {-1, 1}):
+        shown = ", ".join(map(repr, sorted(found, key=str)[:4]))
+        raise InvalidInputError(f"`labels` must contain 0 and 1, −1 and 1, or False and True, not {shown}.")
     return torch.as_tensor(np.array(values == 1))
+
+
+def check_function(value: Any, name: str) -> Any:
+    """Return the function that was passed as the argument `name`."""
+    if not callable(value):
+        raise InvalidInputError(f"`{name}` must be a function with one number per sample, not {describe(value)}.")
+    return value
 
 
 def _is_missing(value: Any) -> bool:

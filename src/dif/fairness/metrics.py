@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.fairness.columns import check, check_function, check_order, count_samples, read_data, read_numbers
+from dif import InvalidInputError
 from dif.fairness.constraints import Link, PerSample
-from dif.fairness.groups import Groups
+from dif.fairness.groups import Groups, check_function
+from dif.runtime.inputs import check_order, describe, read_array, read_numbers
 
 # Metrics of decisions as functions of the weights of true and false positives, and of false and true negatives
 _OF_COUNTS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
@@ -80,8 +81,8 @@ def smooth_metrics(
     parts = data if isinstance(data, tuple) else (data,)
     columns = {"labels": labels, "sensitive_features": sensitive_features, "control_features": control_features}
     check_order(**{f"data[{k}]": part for k, part in enumerate(parts)}, **columns, sample_weight=sample_weight)
-    data = read_data(data)
-    tables = _Table.read(labels, sensitive_features, link, sample_weight, control_features, count_samples(data))
+    data = _read_data(data)
+    tables = _Table.read(labels, sensitive_features, link, sample_weight, control_features, _count_samples(data))
     for table in tables:
         table.check_defined(names)
 
@@ -172,22 +173,15 @@ class _Table:
         if link is not None and set(true.tolist()) == {-1.0, 1.0}:
             true = (true + 1) / 2
         strange = sorted(set(true.tolist()) - {0.0, 1.0})
-        check(
-            link is None or not strange,
-            f"`labels` contains {strange[0] if strange else 0:g}.",
-            "It must contain only 0 and 1, or −1 and 1.",
-            "Metrics of decisions are about two labels.",
-            "Encode the labels, or pass link=None for the metrics of a regression.",
-        )
+        if link is not None and strange:
+            raise InvalidInputError(
+                f"`labels` must contain only 0 and 1, or −1 and 1, not {strange[0]:g}; pass link=None for the metrics "
+                "of a regression."
+            )
         groups = Groups.of(sensitive_features, len(true)).split()
         taken = [name for name in groups if name in _SUMMARIES]
-        check(
-            not taken,
-            f"A group in `sensitive_features` is called {taken[0] if taken else ''!r}.",
-            f"It must not be called {', '.join(_SUMMARIES)}.",
-            "Targets of this name are about all groups.",
-            "Rename the group.",
-        )
+        if taken:
+            raise InvalidInputError(f"A group in `sensitive_features` must not be called {taken[0]!r}.")
         ones = torch.ones_like(true)
         weights = (
             ones if sample_weight is None else read_numbers(sample_weight, "sample_weight", len(true), negative=False)
@@ -207,24 +201,20 @@ class _Table:
         for name, metric in names.items():
             values = self._values(metric, lambda mask: torch.full((int(mask.sum()),), 0.5, dtype=torch.float64))
             undefined = [where for where, value in values.items() if not value.isfinite()]
-            check(
-                not undefined,
-                f"The metric {name!r} is not defined for {self.control}{undefined[0] if undefined else ''}.",
-                "Every group must have samples that the metric counts, of weight above 0.",
-                "A rate is divided by the number of samples with one label, and this number is 0.",
-                "Merge the group with another one, leave it out, or choose another metric.",
-            )
+            if undefined:
+                raise InvalidInputError(
+                    f"The metric {name!r} is not defined for {self.control}{undefined[0]}, which has no samples that "
+                    "it counts; merge the group with another one, or choose another metric."
+                )
 
     def values(self, metric: str, scores: Tensor) -> dict[str, Tensor]:
         """Return a smoothed metric overall, of each group, and the difference and ratio of the groups."""
         shape = tuple(getattr(scores, "shape", ()))
-        check(
-            shape == tuple(self.labels.shape),
-            f"`score` returned {f'shape {shape}' if isinstance(scores, Tensor) else type(scores).__name__}.",
-            f"It must return a tensor of shape {tuple(self.labels.shape)}.",
-            "There is one score for each label.",
-            "Pass the data of the same samples as `labels`, and flatten a column of scores with [:, 0].",
-        )
+        if shape != tuple(self.labels.shape):
+            given = f"shape {shape}" if isinstance(scores, Tensor) else type(scores).__name__
+            raise InvalidInputError(
+                f"`score` must return a tensor of shape {tuple(self.labels.shape)}, one score per label, not {given}."
+            )
         return self._values(metric, lambda mask: scores[mask] if self.link is None else self.link(scores[mask]))
 
     def _values(self, metric: str, predict: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -260,13 +250,9 @@ class _Table:
 
 def _read_scores(scores: Any, count: int) -> dict[str, Tensor]:
     """Return the scores of each model by its name, each (count,)."""
-    check(
-        isinstance(scores, Mapping) and len(scores) > 0,
-        f"`scores` is {'an empty dict' if isinstance(scores, Mapping) else f'of type {type(scores).__name__}'}.",
-        "It must be a dict with the scores of at least one model.",
-        "Each model has its own columns in the result, under its name.",
-        'Pass {"model": model.decision_function(X)}, or model.predict(X) of a regression.',
-    )
+    if not isinstance(scores, Mapping) or not scores:
+        given = "an empty dict" if isinstance(scores, Mapping) else describe(scores)
+        raise InvalidInputError(f"`scores` must be a dict with the scores of at least one model by name, not {given}.")
     return {name: read_numbers(values, f"scores[{name!r}]", count) for name, values in scores.items()}
 
 
@@ -277,20 +263,42 @@ def _read_metrics(metrics: Any, link: Link) -> dict[str, str]:
     found = {name: str(getattr(metric, "__name__", type(metric).__name__)) for name, metric in given.items()}
     homes = {name: str(getattr(metric, "__module__", "")) for name, metric in given.items()}
     wrong = [n for n in given if found[n] not in table or not homes[n].startswith(_HOMES)]
-    check(
-        bool(given) and not wrong,
-        _describe_metric(metrics, wrong[0]) if wrong else "`metrics` is an empty dict.",
-        f"It must be one of the functions {', '.join(table)} of fairlearn.metrics or sklearn.metrics.",
-        "A smooth counterpart is known only for these.",
-        "Use one of them, or state the target yourself, as a mean of dif.Samples or a dif.Function.",
-    )
+    if not given or wrong:
+        shown = _describe_metric(metrics, wrong[0]) if wrong else "`metrics` is an empty dict"
+        raise InvalidInputError(
+            f"{shown}; it must be one of the functions {', '.join(table)} of fairlearn.metrics or sklearn.metrics, "
+            "which have a smooth counterpart."
+        )
     return found
 
 
 def _describe_metric(metrics: Any, name: str) -> str:
-    """Return a sentence about a metric without a smooth counterpart: where it was given, and what it is."""
+    """Begin a sentence about a metric without a smooth counterpart: where it was given, and what it is."""
     place, metric = (f"`metrics[{name!r}]`", metrics[name]) if isinstance(metrics, Mapping) else ("`metrics`", metrics)
     if not hasattr(metric, "__name__"):
-        return f"{place} is of type {type(metric).__name__}."
+        return f"{place} is of type {type(metric).__name__}"
     owner = "the" if str(metric.__module__).startswith(_HOMES) else "your own"
-    return f"{place} is {owner} function {metric.__name__}."
+    return f"{place} is {owner} function {metric.__name__}"
+
+
+def _read_data(data: Any) -> Any:
+    """Return data with its arrays, data frames and series as tensors; frames become (rows, columns) in float64."""
+    if isinstance(data, Mapping):
+        return {name: _read_data(part) for name, part in data.items()}
+    if isinstance(data, tuple):
+        return tuple(_read_data(part) for part in data)
+    if hasattr(data, "columns"):
+        return torch.stack([read_numbers(data[name], str(name)) for name in data.columns], 1)
+    if isinstance(data, Tensor) or (not isinstance(data, list) and not hasattr(data, "__array__")):
+        return data
+    values = read_array(data)
+    return torch.as_tensor(np.array(values)) if values.dtype.kind in "biuf" else read_numbers(values, "data")
+
+
+def _count_samples(data: Any) -> int | None:
+    """Return the length of the tensors in data, which must be the same; None if there are none."""
+    parts = data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else [data]
+    lengths = list(dict.fromkeys(len(part) for part in parts if isinstance(part, Tensor) and part.dim()))
+    if len(lengths) > 1:
+        raise InvalidInputError(f"The parts of `data` must have the same number of samples, not {lengths}.")
+    return lengths[0] if lengths else None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.errors import NotConvergedError
-from dif.linalg.operator import Operator, check_operator
+from dif.linalg.operator import Operator
 from dif.linalg.preconditioner import (
     Preconditioner,
     ScaledOperator,
@@ -18,6 +18,7 @@ from dif.linalg.preconditioner import (
     invert,
     negative_curvature_error,
 )
+from dif.runtime.inputs import check_instance
 
 _PATIENCE = 300  # iterations without progress after which the routine gives up
 _CHECK = 30  # iterations of the test for negative curvature, before a preconditioner is built
@@ -109,7 +110,7 @@ class ConjugateGradients:
         rank: int = 64,
         preconditioner: Preconditioner | None = None,
     ) -> None:
-        check_operator(curvature)
+        check_instance(curvature, Operator, "curvature")
         self.curvature = ScaledOperator(curvature, curvature.scale().sqrt())
         self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
         self.max_iter = max_iter

@@ -8,8 +8,6 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from dif.runtime.inputs import check_instance
-
 
 @runtime_checkable
 class Operator(Protocol):
@@ -57,10 +55,6 @@ class Operator(Protocol):
         """Return the matrix, (d, d), in single precision if that is cheaper."""
         ...
 
-    def to(self, dtype: torch.dtype) -> Operator:
-        """Convert to another precision."""
-        ...
-
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
@@ -102,21 +96,6 @@ class Matrix:
     def rough(self) -> Tensor:
         """Return the matrix, (d, d), as it is."""
         return self.H
-
-    def to(self, dtype: torch.dtype) -> Matrix:
-        """Convert to another precision."""
-        return Matrix(self.H.to(dtype))
-
-
-def check_operator(curvature: object) -> None:
-    """Refuse what is not an Operator."""
-    check_instance(
-        curvature,
-        Operator,
-        "curvature",
-        meaning="The solver works with products of the curvature and vectors.",
-        cure="Let an estimator build the solver: DirectionalInfluence(solution, solver=dif.ConjugateGradients).",
-    )
 
 
 def coordinate_curvature(H: Tensor) -> Tensor:

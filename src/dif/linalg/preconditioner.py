@@ -9,8 +9,47 @@ import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError
-from dif.linalg.metric import Metric
 from dif.linalg.operator import Operator
+
+_FLOOR = 1e-7  # eigenvalues are raised to this, relative to the largest, so that flat directions do not get huge steps
+
+
+@dataclass(frozen=True, eq=False)
+class Metric:
+    """u = |Λ|^½ Qᵀ √D θ, where Λ and Q are eigenvalues and eigenvectors of D^−½ H D^−½; u = √D θ without them."""
+
+    root: Tensor  # (d,) √D
+    size: Tensor | float = 1.0  # (d,) |Λ|^½, raised to the floor
+    vectors: Tensor | None = None  # (d, d) Q
+
+    def with_eigenpairs(self, eigenvalues: Tensor, vectors: Tensor) -> Metric:
+        """Return the metric of these eigenvalues and eigenvectors of the scaled Hessian."""
+        size = eigenvalues.abs()
+        return Metric(self.root, size.clamp(min=_FLOOR * float(size.max())).sqrt(), vectors)
+
+    def to_u(self, theta: Tensor) -> Tensor:
+        """Map θ to u."""
+        scaled = self.root * theta
+        return self.size * (scaled if self.vectors is None else self.vectors.T @ scaled)
+
+    def to_theta(self, u: Tensor) -> Tensor:
+        """Map u to θ."""
+        scaled = u / self.size
+        return (scaled if self.vectors is None else self.vectors @ scaled) / self.root
+
+    def map_gradient(self, g: Tensor) -> Tensor:
+        """Map a gradient with respect to θ to one with respect to u."""
+        scaled = g / self.root
+        return (scaled if self.vectors is None else self.vectors.T @ scaled) / self.size
+
+    def scale_hessian(self, H: Tensor) -> Tensor:
+        """Return D^−½ H D^−½."""
+        return H / self.root / self.root[:, None]
+
+    def apply(self, R: Tensor) -> Tensor:
+        """Return Q |Λ|⁻¹ Qᵀ r for every column r of R (d, c), in the coordinates √D·θ."""
+        return R if self.vectors is None else self.vectors @ ((R.T @ self.vectors) / self.size**2).T
+
 
 _BUDGET = 24_000  # evaluations of all losses that building a preconditioner may cost
 

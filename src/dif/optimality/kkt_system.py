@@ -7,7 +7,7 @@ batched retraining and the path.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,12 +15,27 @@ import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError
-from dif.linalg.cholesky import LinearSolver, Solver, prepare
 from dif.linalg.multiplier_qp import no_step_error, solve_reduced_qp
 from dif.linalg.operator import Operator
-from dif.problem.kinds import Kinds
+from dif.linalg.solvers import LinearSolver, Solver, prepare
+from dif.problem.term import Kinds
 
 Solve = Callable[[Tensor], Tensor]  # applies an inverse of H_ρ to columns
+
+
+@dataclass(frozen=True)
+class Response:
+    """How the rows of a KKT system respond to P perturbations."""
+
+    r: Tensor  # (P, m) the change of f − τ at θ̄, of all rows of the problem
+    nu: Tensor  # (P, k) multipliers of the rows afterwards
+    w: Tensor  # (P, k) the weights of the rows in ω = −H_ρ⁻¹(b + Gᵀw); NaN where there is no answer
+    failed: dict[int, str]  # reasons, by number p
+
+    @property
+    def answered(self) -> Tensor:
+        """Perturbations that have an answer, (P,) bool."""
+        return torch.isfinite(self.w).all(1)
 
 
 @dataclass(eq=False)
@@ -33,10 +48,16 @@ class KKTSystem:
     """
 
     H: Operator  # ∇²L
-    G: Tensor  # (m, d) gradients of the rows
-    firm: Tensor  # (m,) bool
-    R: Tensor  # (m,) diagonal, zero on rows that are not firm
+    G: Tensor  # (k, d) gradients of the rows
+    firm: Tensor  # (k,) bool
+    R: Tensor  # (k,) diagonal, zero on rows that are not firm
     solver: LinearSolver  # for H_ρ
+    # Where perturbations start, for `respond`
+    rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # (k,) numbers in the problem
+    c: Tensor = field(default_factory=lambda: torch.zeros(0))  # (k,) values of the rows; 0 for the derivative
+    lam: Tensor = field(default_factory=lambda: torch.zeros(0))  # (k,) their multipliers; 0 for the derivative
+    equal: Tensor | None = None  # (k,) bool, rows solved as equalities; None: rows without multipliers (penalties)
+    sign_checked: Tensor | None = None  # (k,) bool, equalities whose multipliers must stay ≥ 0
     # the rows of the last call of `_eliminate` and their V, by whether the solve was exact
     _columns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
@@ -46,9 +67,9 @@ class KKTSystem:
 
         Args:
             H: ∇²L.
-            G: (m, d) gradients of the rows.
-            firm: (m,) bool, rows that hold as equalities.
-            options: `solver`, `rho` and `damping`, as in `dif.linalg.cholesky.prepare`.
+            G: (k, d) gradients of the rows.
+            firm: (k,) bool, rows that hold as equalities.
+            options: `solver`, `rho` and `damping`, as in `dif.linalg.solvers.prepare`.
         """
         prepared, R_firm = prepare(H, G[firm], **options)
         R = G.new_zeros(len(G))
@@ -63,37 +84,59 @@ class KKTSystem:
         except DegenerateError:
             return cls.prepare(H, G, kinds.equal | binding, **options)
 
+    def start(
+        self, rows: Tensor, equal: Tensor | None, c: Tensor | None = None, lam: Tensor | None = None,
+        sign_checked: Tensor | None = None,
+    ) -> KKTSystem:  # fmt: skip
+        """Return this system with the point at which perturbations start.
+
+        Args:
+            rows: (k,) the numbers of the rows among those of the problem.
+            equal: (k,) bool, rows solved as equalities; None where rows have no multipliers (penalties).
+            c: (m,) values of all rows of the problem; None: zero, which gives the derivative.
+            lam: (m,) their multipliers; None likewise.
+            sign_checked: (k,) bool, inequalities solved as equalities, whose multipliers must stay ≥ 0.
+        """
+        zero = torch.zeros_like(self.R)
+        c, lam = zero if c is None else c[rows], zero if lam is None else lam[rows]
+        return replace(self, rows=rows, equal=equal, c=c, lam=lam, sign_checked=sign_checked)
+
     @cached_property
     def V(self) -> Tensor:
-        """H_ρ⁻¹Gᵀ, (d, m)."""
+        """H_ρ⁻¹Gᵀ, (d, k)."""
         return self.solver.solve(self.G.T)
 
     @cached_property
     def S(self) -> Tensor:
-        """G H_ρ⁻¹ Gᵀ, (m, m)."""
+        """G H_ρ⁻¹ Gᵀ, (k, k)."""
         return self.G @ self.V
 
-    def solve_rows(
-        self, gV: Tensor, c: Tensor, lam: Tensor, equal: Tensor | None
-    ) -> tuple[Tensor, Tensor, dict[int, str]]:
-        """Solve for the multipliers without forming the step.
+    def respond(self, bV: Tensor, r: Tensor) -> Response:
+        """Find the multipliers after perturbations that change ∇L by b and the values of the rows by r.
 
         Args:
-            gV: (P, m) the products gᵀV.
-            c: (P, m) values of the rows.
-            lam: (m,) multipliers that g contains.
-            equal: (m,) bool, rows solved as equalities; None for rows without multipliers (penalties).
-
-        Returns:
-            ν, (P, m); the weights w, (P, m), of the rows in ω = −H_ρ⁻¹(g + Gᵀw); and why there is no solution, by
-            number p of those that have none.
+            bV: (P, k) the products bᵀV.
+            r: (P, m), of all rows of the problem.
         """
+        c = self.c + r[:, self.rows]
         stiffness = self.R * c
-        moved = c - gV - stiffness @ self.S
-        if equal is None:
-            return lam + self.R * moved, stiffness, {}
-        nu, failed = solve_multipliers(self.S, moved, lam.expand_as(c), equal)
-        return nu, nu - lam + stiffness, failed
+        moved = c - bV - stiffness @ self.S
+        if self.equal is None:
+            return Response(r, self.lam + self.R * moved, stiffness, {})
+        nu, failed = solve_multipliers(self.S, moved, self.lam.expand_as(c), self.equal)
+        return Response(r, nu, nu - self.lam + stiffness, failed)
+
+    def complete(self, b: Tensor, response: Response) -> Tensor:
+        """Return ω, (P, d), by one solve for all; NaN where there is no answer."""
+        omega, answered = torch.full_like(b, float("nan")), response.answered
+        omega[answered] = -self.solver.solve((b + response.w @ self.G)[answered].T).T
+        return omega
+
+    def spread(self, nu: Tensor, m: int) -> Tensor:
+        """Return Δλ on all m rows of the problem, (P, m), for multipliers ν of these rows."""
+        change = nu.new_zeros((len(nu), m))
+        change[:, self.rows] = nu - self.lam
+        return change
 
     def step(
         self, g: Tensor, c: Tensor, lam: Tensor, rows: Tensor, equal: Tensor, solve: Solve | None = None

@@ -3,39 +3,145 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dif.derivatives.checks import Kink, find_kinks
+from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash_all
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.kinks import Kink, explain, find_kinks
-from dif.derivatives.loss_checks import check_slopes
 from dif.derivatives.program import PerConstraint, Program
-from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotASolutionError, count_words, few
-from dif.optimality.active_set import ActiveSet
-from dif.optimality.finding import BAD, GOOD, Finding
-from dif.optimality.part_hessians import assemble_parts
-from dif.optimality.residuals import KKT, Scales, residuals
-from dif.optimality.solution_file import read_solution, write_solution
-from dif.optimality.targets import Targets
+from dif.derivatives.targets import Targets
+from dif.errors import InvalidInputError, count_words, few
+from dif.optimality.certificate import Certificate, judge_solution
+from dif.optimality.judgement import KKT, ActiveSet, Finding, Scales, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
-from dif.runtime.inputs import check_instance, check_number
-from dif.runtime.text_table import TextTable
+from dif.runtime.archive import read_archive, write_archive
+from dif.runtime.inputs import check_instance, check_number, expect_folder
+from dif.runtime.text import TextTable
+from dif.runtime.work import progress
 
-_MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
-_UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
-_BENT = 10.0  # ratio of finite-difference to exact curvature above which the point is on a kink
-_OFF = 10.0  # largest gap between the slopes by differences and by the gradient, in units of step · curvature
-_NOISE = 50.0  # rounding error of a sum of losses, as a multiple of eps · (sum of absolute values)
-_CANCELLING = 1e6  # ratio of a constraint's force and the objective's gradient above which forces cancel each other
-# What to do about a point that is not a solution
-_POLISH = "Train on, or polish it: dif.fit(problem, solution.params). If that does not converge, add a ridge."
+_COLUMNS = 128  # columns per file: seconds of work, where all columns take minutes
+
+
+def assemble_parts(
+    program: Program, theta: Tensor, keep: str | os.PathLike[str] | None = None, show_progress: bool = True
+) -> Tensor:
+    """Return ∇²pₖ(θ) of the parts of the rows f = C·p, (K, d, d).
+
+    Any Σⱼ μⱼ∇²fⱼ(θ) is a sum of these. Each costs as many Hessian-vector products as there are parameters, over the
+    samples of that part. With `keep`, a folder, finished columns are written there; a later call reads them.
+    """
+    rows, d = program.rows, theta.numel()
+    folder = None if keep is None else expect_folder(keep, "keep")
+    name = "" if folder is None else hash_all((encode_tensor(theta), fingerprint_program(program))).hex()[:16]
+    count, samples = rows.C.shape[1], sum(len(table.U) for table in rows.tables)
+    parts, identity = theta.new_zeros((count, d, d)), torch.eye(d).to(theta)
+    with progress("Hessian", count * d, show_progress) as report:
+        for k, unit in enumerate(torch.eye(count).to(theta)):
+            for begin in range(0, d, _COLUMNS):
+                columns = slice(begin, begin + _COLUMNS)
+                multiply = partial(rows.hessian_products, theta, unit, identity[:, columns])
+                file = None if folder is None or k >= samples else folder / f"{name}-{k}-{begin}.npz"
+                parts[k, :, columns] = multiply() if file is None else _keep_columns(file, multiply).to(theta)
+                report(k * d + min(d, begin + _COLUMNS))
+    return 0.5 * (parts + parts.mT)
+
+
+def _keep_columns(file: Path, multiply: Callable[[], Tensor]) -> Tensor:
+    """Return columns of a Hessian from a file, or compute and write them if it is missing or damaged."""
+    with suppress(FileNotFoundError, InvalidInputError):
+        return torch.from_numpy(read_archive(file, "columns of a Hessian", name=file.name)[0]["columns"])
+    found = multiply()
+    write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
+    return found
+
+
+_MOST_ENTRIES = 3  # parameters that an error names
+
+
+def write_solution(path: str | os.PathLike[str], program: Program, theta: Tensor, lam: Tensor, tol: float) -> None:
+    """Write θ̄, λ̄, the tolerance and what identifies the problem."""
+    fingerprint = fingerprint_program(program).hex()
+    if fingerprint != fingerprint_program(program).hex():
+        raise InvalidInputError(
+            "A loss or function of the problem refers to an object that cannot be inspected, so the problem would "
+            "never be recognised again; take that object (an open file, a lock) out, or save solution.params with "
+            "torch.save."
+        )
+    about = {**describe_program(program), "problem": fingerprint, "tol": tol}
+    write_archive(path, "solution", {"theta": theta, "lam": lam}, about)
+
+
+def read_solution(
+    path: str | os.PathLike[str], problem: Problem, parameters: Parameters, theta: Tensor
+) -> tuple[Program, Tensor, Tensor, float]:
+    """Return the compiled problem, and θ̄, λ̄ and the tolerance of a file, which must be a solution of this problem.
+
+    The parameters are compared first: with others, the losses of the problem may fail.
+    """
+    arrays, about = read_archive(path, "solution")
+    layout = [_name_entry(name, shape) for name, shape in about["params"]]
+    _check_parameters(path, parameters, layout, about["dtype"])
+    program = Program.of(problem, parameters, theta)
+    wanted = describe_program(program)
+    different = [f"{key} {about[key]}, not {wanted[key]}" for key in wanted if about[key] != wanted[key]]
+    if not different and about["problem"] != fingerprint_program(program).hex():
+        different = ["the same parameters and constraints, but other data, weights, bounds or code"]
+    if different:
+        raise InvalidInputError(
+            f"The solution file {os.fspath(path)!r} belongs to another problem: it has {'; '.join(different)}; "
+            "state the problem as when it was saved, or fit this one."
+        )
+    theta, lam = (torch.from_numpy(arrays[name]).to(parameters.device, parameters.dtype) for name in ("theta", "lam"))
+    return program, theta, lam, about["tol"]
+
+
+def _check_parameters(path: str | os.PathLike[str], parameters: Parameters, layout: list[str], dtype: str) -> None:
+    """Refuse parameters of other names, shapes or dtype than those in the file."""
+    given = [_name_entry(name, shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
+    if (given, _name_dtype(parameters)) == (layout, dtype):
+        return
+    found, kept = ([entry for entry in one if entry not in other] for one, other in ((given, layout), (layout, given)))
+    if found or kept:
+        words = f"they have {_list(found)}, and the file has {_list(kept)}"
+    elif given != layout:
+        words = "they have the same entries in another order"
+    else:
+        words = f"they have dtype {_name_dtype(parameters)}, and the file has {dtype}"
+    raise InvalidInputError(
+        f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
+        "pass the parameters of the model that was saved, with any values."
+    )
+
+
+def _name_entry(name: str, shape: Iterable[int]) -> str:
+    return f"{name} of shape {tuple(shape)}"
+
+
+def _list(entries: list[str]) -> str:
+    """Return the first entries as text."""
+    more = len(entries) - _MOST_ENTRIES
+    return (", ".join(entries[:_MOST_ENTRIES]) + (f" and {more} more" if more > 0 else "")) or "nothing else"
+
+
+def _name_dtype(parameters: Parameters) -> str:
+    return str(parameters.dtype).removeprefix("torch.")
+
+
+def describe_program(program: Program) -> dict[str, Any]:
+    """Return what can be compared in words between a file and a program."""
+    parameters = program.parameters
+    layout = [[name, list(shape)] for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
+    return {"params": layout, "dtype": _name_dtype(parameters), "constraints": list(program.names)}
 
 
 class Solution:
@@ -71,6 +177,7 @@ class Solution:
 
     def _set(self, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None) -> None:
         self.program = program
+        self.made_by = b""  # identity of the training run that ended here
         self.part_hessians: Tensor | None = None  # (K, d, d), see `assemble`
         self.theta = theta.detach()
         self.parts, self.part_gradients = program.rows.part_gradients(
@@ -90,7 +197,7 @@ class Solution:
         kinds, lam = self.program.kinds, torch.zeros_like(self.c)
         if len(lam) == 0:
             return lam
-        scales = self._objective_scales()
+        scales = self.objective_scales
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
         rows = torch.nonzero(kinds.at_bound(scales.slack(self.c), reach) & (scales.norms > 0)).reshape(-1)
         if len(rows) == 0:
@@ -114,7 +221,8 @@ class Solution:
         weights = self.program.weights(torch.zeros_like(self.c))
         return Curvature(self.program.rows, self.theta, weights, parts=self.part_hessians)
 
-    def _objective_scales(self) -> Scales:
+    @property
+    def objective_scales(self) -> Scales:
         """The units of rows and multipliers without the constraints' curvature."""
         return Scales.of(self.theta, self.J, self.objective_curvature.own, self.objective_curvature.noise)
 
@@ -133,6 +241,12 @@ class Solution:
     def multipliers(self) -> PerConstraint:
         """λ̄ per constraint: by position, by name or by the Constraint."""
         return PerConstraint.of(self.program, self.lam)
+
+    @property
+    def identity(self) -> bytes:
+        """Hash of θ̄, λ̄ and all that led to them: the problem, or the training run."""
+        origin = self.made_by or fingerprint_program(self.program)
+        return hash_all((encode_tensor(self.theta), encode_tensor(self.lam), origin))
 
     @property
     def objective(self) -> float:
@@ -207,9 +321,14 @@ class Solution:
         return residuals(self.scales, gradient, self.c, self.lam, self.program.kinds)
 
     @property
+    def goal(self) -> float:
+        """The residual that counts as solved: the tolerance, or what rounding allows."""
+        return max(self.tol, 16 * self.kkt.rounding)
+
+    @property
     def converged(self) -> bool:
         """Whether the KKT residual is within the tolerance."""
-        return self.kkt.residual <= max(self.tol, 16 * self.kkt.rounding)
+        return self.kkt.residual <= self.goal
 
     @cached_property
     def kinks(self) -> tuple[Kink, ...]:
@@ -225,139 +344,20 @@ class Solution:
             self.program.names, self.scales, self.c, self.lam, self.program.kinds, self.G, self.curvature, tolerance
         )
 
-    def optimality(self) -> Finding:
-        """Judge whether the optimality conditions hold."""
-        kkt, what = self.kkt, "Is it a solution?"
-        found = f"The relative KKT residual is {kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})"
-        allowed = f"It must be at most {max(self.tol, 16 * kkt.rounding):.1g}."
-        if self.converged:
-            return Finding(what, GOOD, f"{found}.", "The optimality conditions hold.", allowed=allowed)
-        kinds, slack = self.program.kinds, self.scales.slack(self.c)
-        parts = {
-            "stationarity": None,
-            "feasibility": kinds.violation(-slack),
-            "complementarity": kinds.complementarity(slack, self.scales.multiplier(self.lam)),
-        }
-        worst = max(parts, key=lambda part: getattr(kkt, part))
-        by_row = parts[worst]
-        where = "" if by_row is None else f" of {self.program.names[int(by_row.argmax())]}"
-        cure = explain(self.kinks) if self.kinks else _POLISH
-        return Finding(
-            what,
-            BAD,
-            f"{found}; {worst}{where} is the largest part.",
-            "The point does not solve the problem, so there is no solution whose change could be predicted.",
-            cure,
-            allowed,
-            NotASolutionError,
-            "strict=False goes on regardless and records the residual.",
-        )
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Whether this is a solution at which derivatives can be trusted, judged once."""
+        return tuple(judge_solution(self))
 
-    def bounded_multipliers(self) -> Finding:
-        """Judge whether the multipliers are bounded: some point must lie strictly inside the constraints."""
-        what, size = "Are the multipliers finite?", float(self.lam.abs().max()) if len(self.lam) else 0.0
-        meaning = "A point strictly inside the constraints exists."
-        good = Finding(what, GOOD, f"The largest multiplier is {size:.3g}.", meaning)
-        if not bool(((self.lam != 0) & self.program.rows.nonlinear_rows()[1:]).any()):
-            return good
-        nothing, weights = torch.zeros_like(self.lam), self.program.weights
-        if self.program.rows.weight_ratio(weights(self.lam), than=weights(nothing)) < _MODERATE:
-            return good
-        ratio = float(self.curvature.scale().max() / self.objective_curvature.scale().max())
-        if ratio <= _UNBOUNDED:
-            return good
-        row = int(self.lam.abs().argmax())
-        return Finding(
-            what,
-            BAD,
-            f"The multiplier of {self.program.names[row]} is {float(self.lam[row]):.3g}; with it the Lagrangian curves "
-            f"{ratio:.1e} times as much as the objective.",
-            "Multipliers grow without bound where no point lies strictly inside the constraint (no Slater point): the "
-            "solution has no derivative there.",
-            "Loosen the bound, or state what it fixes as equalities.",
-            f"The ratio must be below {_UNBOUNDED:.0e}.",
-            DegenerateError,
-        )
+    @cached_property
+    def certificate(self) -> Certificate:
+        """All that is known about this point, good and bad, judged once."""
+        return Certificate.judge(self, self.findings)
 
     def check(self) -> None:
         """Raise where this is not a solution at which derivatives can be trusted."""
-        for finding in self.findings():
+        for finding in self.findings:
             finding.check()
-
-    def findings(self) -> Iterator[Finding]:
-        """Judge the point: each finding supposes that those before it are good."""
-        yield self.optimality()
-        if self.converged and self.program.m:
-            multipliers = self.feasibility() or self.bounded_multipliers()
-            yield multipliers
-            if multipliers.verdict == BAD:
-                return
-        if self.converged:
-            yield self.derivatives()
-
-    def derivatives(self) -> Finding:
-        """Compare the gradient and the curvature with differences of the Lagrangian along a random direction."""
-        what = "Are the derivatives right?"
-        eps = torch.finfo(self.theta.dtype).eps
-        h, weights = eps**0.25, self.program.weights(self.lam)
-        draw = torch.randn(self.theta.numel(), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        v = draw.to(self.theta) * torch.minimum(1 / self.scales.root, 1 + self.theta.abs())
-        for table in self.program.rows.tables:
-            check_slopes(table.samples, self.program.parameters, self.theta, v)
-        before, after = (float(weights @ self.program.rows.values(self.theta + sign * h * v)) for sign in (-1, 1))
-        slope, bend = (after - before) / (2 * h), (before - 2 * float(weights @ self.f) + after) / h**2
-        H = self.curvature
-        Hv = H.dense() @ v if H.cheap else H.product(v[:, None])[:, 0]
-        along, curved = float(weights @ self.J @ v), float(v @ Hv)
-        noise = _NOISE * eps * float(weights.abs() @ self.f.abs())
-        if abs(bend) > _BENT * abs(curved) + noise / h**2:
-            return Finding(
-                what,
-                BAD,
-                f"The curvature along a random direction is {bend:.3g} by differences of the Lagrangian and "
-                f"{curved:.3g} by its second derivative.",
-                "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
-                "Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
-                f"The two must differ by less than a factor of {_BENT:g}.",
-                DegenerateError,
-            )
-        if abs(slope - along) > _OFF * h * max(abs(curved), abs(bend)) + noise / h:
-            return Finding(
-                what,
-                BAD,
-                f"The slope of the Lagrangian along a random direction is {slope:.3g} by differences, but {along:.3g} "
-                "by its gradient.",
-                "What torch returns as the gradient is not the derivative of the losses.",
-                "Look for .detach(), torch.no_grad() or a custom backward in the losses.",
-                f"The two must differ by less than {_OFF * h:.1g} of its curvature.",
-                InvalidInputError,
-            )
-        found = f"Slope {along:.3g} and curvature {curved:.3g} along a random direction agree with differences."
-        return Finding(what, GOOD, found, "Torch returns the derivatives of the losses.")
-
-    def feasibility(self) -> Finding | None:
-        """Judge whether huge multipliers hide a violated constraint; None if they do not.
-
-        Multipliers weight the samples that set the units of `kkt`, so huge ones make every residual look small. Here
-        violations are measured in the units of the objective alone.
-        """
-        forces = self.lam.abs() * torch.linalg.vector_norm(self.G, dim=1)
-        if not bool((forces > _CANCELLING * self.J[0].norm()).any()):
-            return None
-        found = self.program.kinds.violation(-self._objective_scales().slack(self.c))
-        worst = int(found.argmax())
-        if float(found[worst]) <= self.tol:
-            return None
-        return Finding(
-            "Are the multipliers finite?",
-            BAD,
-            f"{self.program.names[worst]} is violated by {float(self.c[worst].abs()):.4g}, and its multiplier is "
-            f"{float(self.lam[worst]):.1e}.",
-            "The constraints contradict each other: their forces cancel and grow without bound.",
-            "Loosen that bound, or drop one of the constraints in conflict with it.",
-            "A solution violates no constraint.",
-            InfeasibleError,
-        )
 
     def __str__(self) -> str:
         size, state = count_words(self.theta.numel(), "parameter"), "Solution" if self.converged else "NOT a solution"
@@ -380,26 +380,14 @@ class Solution:
 
 def expect_solution(thing: object) -> Solution:
     """Return a Solution; refuse other objects, and models that are in training mode."""
-    solution = check_instance(
-        thing,
-        Solution,
-        "solution",
-        meaning="Influence is defined at a solution of a problem.",
-        cure="Solve the problem with dif.fit(problem, params), or pass your own as dif.Solution(problem, params).",
-    )
+    solution = check_instance(thing, Solution, "solution", cure="find it with dif.fit(problem, params)")
     solution.program.parameters.check_mode()
     return solution
 
 
 def check_tolerance(tol: float) -> float:
     """Check a tolerance."""
-    return check_number(
-        tol,
-        "tol",
-        zero=False,
-        meaning="It is the relative KKT residual at which a problem counts as solved.",
-        cure="Leave it out for the default.",
-    )
+    return check_number(tol, "tol")
 
 
 def check_gradients(program: Program, J: Tensor) -> None:

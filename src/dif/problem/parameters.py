@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dif.errors import InvalidInputError, few
-from dif.problem.structure import cast
+from dif.problem.data import cast
 
 
 class BoundModule(dict[str, Tensor]):
@@ -60,12 +60,9 @@ def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
     own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
     unmatched = [p for p in patterns if not any(fnmatchcase(name, p) for name in own)]
     if unmatched or not patterns:
-        names_found = f"No parameter matches {', '.join(map(repr, unmatched))}." if unmatched else "`names` is empty."
         raise InvalidInputError(
-            names_found,
-            "Each name or pattern must match a parameter of an nn.Module.",
-            "A name that matches nothing would make no parameter variable.",
-            f"The parameters are {few(list(own))}." if own else "Pass the module first, then the names.",
+            "`names` must be names or patterns of parameters of an nn.Module, which here are "
+            f"{few(list(own)) or 'none'}, not {unmatched or names!r}."
         )
     selected = {n: t.detach() for n, t in own.items() if any(fnmatchcase(n, p) for p in patterns)}
     return BoundModule(module, selected, _copy_fixed(module, selected))
@@ -101,10 +98,8 @@ class Parameters:
             tensors = dict(params)
         else:
             raise InvalidInputError(
-                f"`params` is of type {type(params).__name__}.",
-                "It must be a dict of tensors or an nn.Module.",
-                "The names of the parameters are needed to pass them to your loss.",
-                'Wrap a single tensor as {"theta": tensor}.',
+                f"`params` must be a dict of tensors or an nn.Module, not of type {type(params).__name__}; wrap a "
+                'single tensor as {"theta": tensor}.'
             )
         _check_tensors(tensors)
         if module is not None:
@@ -151,49 +146,34 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
     """Refuse parameters that cannot form one finite vector in double or single precision."""
     if not tensors:
         raise InvalidInputError(
-            "`params` has no tensor to optimise.",
-            "It must have at least one floating-point tensor.",
-            "Without a parameter there is nothing to optimise.",
-            "Pass at least one tensor; of a module, at least one parameter with requires_grad=True.",
+            "`params` must have at least one tensor to optimise; of a module, one with requires_grad=True."
         )
     for name, t in tensors.items():
         if is_lazy(t):
             raise InvalidInputError(
-                f"The parameter {name!r} is a lazy parameter without a shape.",
-                "It must be initialised.",
-                "The module has not seen data yet, so it does not know its own size.",
-                "Call the module once on a batch before you pass it.",
+                f"The parameter {name!r} is lazy and has no shape yet; call the module once on a batch."
             )
         if not isinstance(t, Tensor) or not t.is_floating_point():
             raise InvalidInputError(
-                f"The parameter {name!r} is of type {t.dtype if isinstance(t, Tensor) else type(t).__name__}.",
-                "It must be a floating-point tensor.",
-                "Only real-valued parameters can be differentiated.",
-                "Convert it with torch.as_tensor(value, dtype=torch.float64).",
+                f"The parameter {name!r} must be a floating-point tensor, not of type "
+                f"{t.dtype if isinstance(t, Tensor) else type(t).__name__}."
             )
     for what in ("dtype", "device"):
         kinds = {name: getattr(t, what) for name, t in tensors.items()}
         if len(set(kinds.values())) > 1:
             raise InvalidInputError(
-                f"The parameters differ in {what} ({', '.join(f'{n}: {k}' for n, k in kinds.items())}).",
-                f"All parameters must have the same {what}.",
-                "The parameters are joined to one vector, flat θ.",
-                "Convert all parameters with .to(...) first; float64 is best for influence.",
+                f"All parameters must have the same {what}, not {', '.join(f'{n}: {k}' for n, k in kinds.items())}."
             )
     for name, t in tensors.items():
         if t.dtype not in (torch.float32, torch.float64) or t.device.type == "meta" or t.layout != torch.strided:
             raise InvalidInputError(
-                f"The parameter {name!r} is {t.dtype}, {t.layout}, on {t.device}.",
-                "It must be float64 or float32, dense (torch.strided), and on a device that holds values.",
-                "Second derivatives need these digits, sparse tensors do not flatten, and the meta device is empty.",
-                "Convert it with .to(torch.float64) or .to_dense().",
+                f"The parameter {name!r} must be float64 or float32, dense (.to_dense()), and on a device that holds "
+                f"values; it is {t.dtype}, {t.layout}, on {t.device}."
             )
         if not bool(torch.isfinite(t).all()):
             raise InvalidInputError(
-                f"The parameter {name!r} has {int((~torch.isfinite(t)).sum())} NaN or infinite of {t.numel()} entries.",
-                "All entries must be finite.",
-                "A point that is not finite cannot be a solution or a start.",
-                "Train again from a finite start, with a smaller step if training diverged.",
+                f"The parameter {name!r} has {int((~torch.isfinite(t)).sum())} NaN or infinite of {t.numel()} entries; "
+                "all must be finite."
             )
 
 
@@ -230,8 +210,6 @@ def _refuse_training_mode(module: nn.Module) -> None:
     ]
     if training:
         raise InvalidInputError(
-            f"The model has modules in training mode: {', '.join(training)}.",
-            "Dropout, batch norm and modules with running statistics must be in evaluation mode.",
-            "Their losses are random, or depend on the other samples of the batch, so no sample has its own influence.",
-            "Call model.eval() before you pass the model to dif.",
+            f"The model has modules in training mode: {', '.join(training)}. Their losses are random, or depend on the "
+            "other samples; call model.eval()."
         )

@@ -1,4 +1,4 @@
-"""Perturbations of the data and the bounds, as the user states them; `Direction` resolves them to δw and δτ."""
+"""Perturbations of the data and the bounds, as the user states them; `weights` resolves them to changes of weights."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ class Entries:
         return cls(torch.cumsum(sizes, 0), torch.tensor([i for indices in lists for i in indices], dtype=torch.long))
 
     @classmethod
+    def of_all(cls, index: Tensor) -> Entries:
+        """Build one perturbation of all these samples."""
+        return cls(torch.tensor([0, len(index)]), index)
+
+    @classmethod
     def singles(cls, index: Tensor) -> Entries:
         """Build perturbations of one sample each."""
         return cls(torch.arange(len(index) + 1), index)
@@ -41,12 +46,26 @@ class Entries:
         """The perturbation that each entry belongs to, (E,)."""
         return torch.repeat_interleave(torch.arange(len(self)), self.start.diff())
 
-    def pick(self, rows: Tensor) -> Entries:
-        """Return the listed perturbations, in that order."""
+    def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where the entries of the listed perturbations start, in that order, and the place of each here."""
         first, sizes = self.start[rows], self.start[rows + 1] - self.start[rows]
         start = torch.cat([torch.zeros_like(first[:1]), torch.cumsum(sizes, 0)])
-        place = torch.arange(int(start[-1])) + torch.repeat_interleave(first - start[:-1], sizes)
+        return start, torch.arange(int(start[-1])) + torch.repeat_interleave(first - start[:-1], sizes)
+
+    def pick(self, rows: Tensor) -> Entries:
+        """Return the listed perturbations, in that order."""
+        start, place = self.find(rows)
         return Entries(start, self.index[place])
+
+    def expand(self, P: int) -> Entries:
+        """Return P perturbations: these, or P times the single one."""
+        return self if len(self) == P else self.pick(torch.zeros(P, dtype=torch.long))
+
+    def keep(self, which: Tensor) -> Entries:
+        """Return only the entries where the mask is true."""
+        kept = torch.zeros(len(which) + 1, dtype=torch.long)
+        kept[1:] = which.cumsum(0)
+        return Entries(kept[self.start], self.index[which])
 
     def describe(self) -> list[str]:
         """List the first few samples of each perturbation as text."""
@@ -86,6 +105,11 @@ class _Single:
 class Removal(_PerSamples):
     """Remove samples, in every view of them, from each of `terms` that contains them."""
 
+    @property
+    def is_single(self) -> bool:
+        """Whether each perturbation removes one sample."""
+        return bool((self.entries.start.diff() == 1).all())
+
     def labels(self) -> list[str]:
         """Describe each perturbation."""
         return [f"remove {self.samples.population.name}[{text}]" for text in self.entries.describe()]
@@ -104,15 +128,6 @@ class Addition(_PerSamples):
     def labels(self) -> list[str]:
         """Describe each perturbation."""
         return [f"add {self.new.name}[{text}]" for text in self.entries.describe()]
-
-    def membership_error(self, terms: Sequence[str]) -> InvalidInputError:
-        """Build the error for terms that do not tell whether the new samples belong to them."""
-        return InvalidInputError(
-            f"The membership of the samples added to {self.samples.name!r} is unknown in {', '.join(terms)}.",
-            "It must be known in every term.",
-            "Only you know whether a new sample is in a masked mean, or what it weighs in a weighted sum.",
-            "Pass like=i, a sample with the same memberships, or terms=[…].",
-        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,38 +156,6 @@ class Shift(_Single):
         return [f"shift {self.constraint.name or 'a constraint'} by {self.written}"]
 
 
-def check_shift(shift: Shift, rows: int) -> None:
-    """Refuse a shift that has neither one value nor one for each row of its constraint."""
-    if shift.dtau.dim() and shift.dtau.numel() != rows:
-        raise InvalidInputError(
-            f"The shift of {shift.constraint.name or 'a constraint'} has {shift.dtau.numel()} values.",
-            "It must have 1 value." if rows == 1 else f"It must have 1 value, or {rows}.",
-            "A shift moves every row alike, or each by its own amount.",
-            "Pass one number, or one per row.",
-        )
-
-
-def unused_error(samples: SampleLosses) -> InvalidInputError:
-    """Build the error for a perturbation of samples that the problem does not have."""
-    return InvalidInputError(
-        f"Samples {samples.name!r} cannot be perturbed: no term of the problem uses these samples.",
-        "At least one term must use them.",
-        "Samples are told apart by identity.",
-        "Perturb the Samples from which the objective or the constraints were built. A problem to which samples were "
-        "added has new ones: take them from solution.problem.samples.",
-    )
-
-
-def empty_term_error(perturbation: str, term: str) -> InvalidInputError:
-    """Build the error for a perturbation after which a term has no samples; both are given in words."""
-    return InvalidInputError(
-        f"{perturbation} leaves no samples in {term!r}.",
-        "At least one sample must remain.",
-        "A term without samples is not defined, so there is nothing to retrain.",
-        "Remove fewer samples, restrict the removal with terms=[…], or drop the term.",
-    )
-
-
 Action = Removal | Addition | Reweighting | Shift  # what one summand of a Perturbation does
 
 
@@ -182,16 +165,27 @@ class Perturbation:
 
     Perturbations can be scaled and added: `0.01 * removal + shift`. Both summands have equally many perturbations, or
     one of them has a single perturbation, which is added to each of the other's. `perturbation[3]` and
-    `perturbation[10:20]` select some of them. Adding two renormalised removals adds their directions; to remove two
-    samples together write `remove([i, j])`.
+    `perturbation[10:20]` select some of them. Whole perturbations that are added are carried out together:
+    `remove([i]) + remove([j])` is `remove([i, j])`, and `remove([i]) + add(new, like=i)` is `replace([i], new)`. A
+    factor scales the direction of all that is carried out together, and scaled summands add their directions.
     """
 
-    pieces: tuple[tuple[float, Action], ...]  # (factor, action), summed
+    pieces: tuple[tuple[float, tuple[Action, ...]], ...]  # (factor, actions that are carried out together), summed
 
     __array_ufunc__ = None  # numpy numbers on the left use our reflected operators
 
+    @classmethod
+    def of(cls, action: Action) -> Perturbation:
+        """Build from one action."""
+        return cls(((1.0, (action,)),))
+
+    @property
+    def actions(self) -> tuple[tuple[float, Action], ...]:
+        """All actions, with the factor of each."""
+        return tuple((c, action) for c, actions in self.pieces for action in actions)
+
     def __len__(self) -> int:
-        return max(len(action) for _, action in self.pieces)
+        return max(len(action) for _, action in self.actions)
 
     def __getitem__(self, key: int | slice) -> Perturbation:
         P = len(self)
@@ -199,10 +193,8 @@ class Perturbation:
             begin, end, step = key.indices(P)
             if step != 1 or end <= begin:
                 raise InvalidInputError(
-                    f"{P} perturbations were indexed with {key}.",
-                    f"A slice must be a non-empty range with step 1 inside 0 … {P}.",
-                    "Perturbations are stored in consecutive rows.",
-                    "Use perturbations.pick([0, 2, 4]) to select others, at least one.",
+                    f"Perturbations must be indexed by a non-empty range inside 0 … {P} with step 1, not by {key}; "
+                    "use perturbations.pick([0, 2, 4]) to select others."
                 )
         else:
             number = as_index(key)
@@ -220,18 +212,14 @@ class Perturbation:
         numbers = [as_index(row) for row in given]
         wrong = [row for row, number in zip(given, numbers, strict=True) if number is None or not 0 <= number < P]
         if wrong or not given:
-            found = f"includes {few(wrong, quoted=True)}" if wrong else "is empty" if listed else f"is {rows!r}"
-            raise InvalidInputError(
-                f"`rows` {found}.",
-                f"It must be a list of integers from 0 to {P - 1}, at least one.",
-                "Each row is the number of one perturbation.",
-                "Count from 0 in the order in which they were created.",
-            )
+            found = few(wrong, quoted=True) if wrong else "an empty list" if listed else repr(rows)
+            raise InvalidInputError(f"`rows` must be a list of integers from 0 to {P - 1}, not {found}.")
         return self._pick(torch.tensor(numbers))
 
     def _pick(self, rows: Tensor) -> Perturbation:
         P = len(self)
-        return Perturbation(tuple((c, action.pick(rows) if len(action) == P else action) for c, action in self.pieces))
+        pick = lambda action: action.pick(rows) if len(action) == P else action  # noqa: E731
+        return Perturbation(tuple((c, tuple(map(pick, actions))) for c, actions in self.pieces))
 
     def __iter__(self):
         """Yield the perturbations one at a time."""
@@ -244,27 +232,21 @@ class Perturbation:
             return NotImplemented
         if len(self) != len(other) and 1 not in (len(self), len(other)):
             raise InvalidInputError(
-                f"{len(self)} + {len(other)} perturbations were added.",
-                "Both must have equally many, or one of them a single perturbation.",
-                "Perturbations are added pair by pair.",
-                "Select equally many of each, for example with perturbation[:k].",
+                f"{len(self)} + {len(other)} perturbations cannot be added; both must be equally many, or one of them "
+                "a single one."
             )
-        return Perturbation(self.pieces + other.pieces)
+        pieces = self.pieces + other.pieces
+        whole = tuple(action for c, actions in pieces if c == 1.0 for action in actions)
+        scaled = tuple((c, actions) for c, actions in pieces if c != 1.0)
+        return Perturbation(((1.0, whole), *scaled) if whole else scaled)
 
     __radd__ = __add__
 
     def __mul__(self, factor: object) -> Perturbation:
         if isinstance(factor, str) or not hasattr(factor, "__float__") or getattr(factor, "ndim", 0):
             raise TypeError(f"A Perturbation can be multiplied by one number, not by {type(factor).__name__}.")
-        scale = check_number(
-            factor,
-            "the factor of a perturbation",
-            zero=True,
-            negative=True,
-            meaning="It says how much of the perturbation is carried out.",
-            cure="Use 1 for all of it, 0.01 for a hundredth, -1 for the opposite.",
-        )
-        return Perturbation(tuple((scale * c, action) for c, action in self.pieces))
+        scale = check_number(factor, "the factor of a perturbation", zero=True, negative=True)
+        return Perturbation(tuple((scale * c, actions) for c, actions in self.pieces))
 
     __rmul__ = __mul__
 
@@ -278,16 +260,22 @@ class Perturbation:
     def labels(self) -> list[str]:
         """A description of each perturbation."""
         P, columns = len(self), []
-        for c, action in self.pieces:
+        for c, action in self.actions:
             labels = [text if c == 1.0 else f"{c:g} × {text}" for text in action.labels()]
             columns.append(labels if len(labels) == P else labels * P)
         return columns[0] if len(columns) == 1 else [" + ".join(row) for row in zip(*columns, strict=True)]
 
     @property
+    def removal(self) -> tuple[float, Removal] | None:
+        """The factor and the removal, where the perturbations consist of nothing else; otherwise None."""
+        (c, action), *others = self.actions
+        return None if others or not isinstance(action, Removal) else (c, action)
+
+    @property
     def removed(self) -> tuple[SampleLosses, Tensor] | None:
         """The samples that P complete removals of one sample each remove, and their indices, (P,); otherwise None."""
-        (c, action), *others = self.pieces
-        if others or c != 1.0 or not isinstance(action, Removal) or bool((action.entries.start.diff() != 1).any()):
+        c, action = self.removal or (0.0, None)
+        if action is None or c != 1.0 or not action.is_single:
             return None
         return action.samples.population, action.entries.index
 

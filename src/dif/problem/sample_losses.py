@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dif.errors import InvalidInputError, count_words, few
-from dif.problem.data_source import Storage
-from dif.problem.structure import map_tensors
-from dif.runtime.inputs import as_index, check_count, check_instance
-from dif.runtime.user_code import convert_errors
+from dif.errors import InvalidInputError, few
+from dif.problem.data import Storage, map_tensors
+from dif.runtime.guard import convert_errors
+from dif.runtime.inputs import as_index, check_count
 
-# Entries of `fallbacks` that change how a loss is evaluated, but not what can be done with it
+# Entry of `fallbacks` that changes how a loss is evaluated, but not what can be done with it
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
-NOT_COMPILED = "evaluated without compilation: torch could not compile the loss"
-HARMLESS = frozenset({PLAIN_ATTENTION, NOT_COMPILED})
 NO_SECOND_BACKWARD = (
     "Hessian-vector products by forward over reverse mode: an operator has no correct second backward pass"
 )
@@ -37,44 +34,26 @@ class SampleLosses:
         name: str = "samples",
         batch_size: int | None = None,
         outputs: Callable[[Any, Any], Tensor] | None = None,
-        compile: bool = False,
     ) -> None:
         if not callable(loss):
             raise InvalidInputError(
-                f"`loss` of Samples {name!r} is of type {type(loss).__name__}.",
-                "It must be a callable loss(params, batch).",
-                "In Samples(loss, data) the loss comes first.",
-                "Pass a function that returns one loss per sample.",
+                f"`loss` of Samples {name!r} must be a callable loss(params, batch), not of type {type(loss).__name__}."
             )
         if outputs is not None and not callable(outputs):
             raise InvalidInputError(
-                f"`outputs` of Samples {name!r} is of type {type(outputs).__name__}.",
-                "It must be a callable outputs(params, batch).",
-                "The loss takes the outputs of the model in place of the params.",
-                "Pass a function that returns the outputs of the model for a batch, or leave it out.",
+                f"`outputs` of Samples {name!r} must be a callable outputs(params, batch), not of type "
+                f"{type(outputs).__name__}."
             )
         if batch_size is not None:
-            batch_size = check_count(
-                batch_size,
-                f"`batch_size` of Samples {name!r}",
-                meaning="It is the number of samples per pass.",
-                cure="Leave it out to take as many as fit into memory.",
-            )
+            batch_size = check_count(batch_size, f"`batch_size` of Samples {name!r}")
         self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name = name
         self.storage = Storage.of(data, name)
         self.population: SampleLosses = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
-        self.compile = check_instance(
-            compile,
-            bool,
-            "compile",
-            meaning="It says whether torch.compile is used.",
-            cure="Pass True or False.",
-        )
-        self.kernels: dict[Any, Any] = {}  # compiled derivatives, see `dif.derivatives.batch_losses`
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
+        self.kinks: dict[int, Any] = {}  # where kinks were looked for last, and found, by number of parameters
         self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what is done instead
 
@@ -95,10 +74,8 @@ class SampleLosses:
         if shape != (count,):
             returned = f"a tensor of shape {shape}" if isinstance(shape, tuple) else f"an object of type {shape}"
             raise InvalidInputError(
-                f"The loss of Samples {self.name!r} returned {returned}.",
-                f"It must return a tensor of shape ({count},) for a batch of {count}.",
-                "dif needs the loss of each sample by itself, before any mean or sum.",
-                'Leave the reduction out (reduction="none", no .mean()) and squeeze extra dimensions.',
+                f"The loss of Samples {self.name!r} must return a tensor of shape ({count},) for a batch of {count}, "
+                f"one loss per sample without any mean or sum, not {returned}."
             )
         return out
 
@@ -130,10 +107,8 @@ class SampleLosses:
         return self if indices is None else self.with_data(self.storage.choose(indices))
 
     def to(self, dtype: torch.dtype) -> Self:
-        """Return the same samples with floating-point data in another precision; they are not compiled again."""
-        other = self.with_data(self.storage.to(dtype))
-        other.compile = False
-        return other
+        """Return the same samples with floating-point data in another precision."""
+        return self.with_data(self.storage.to(dtype))
 
     def same_loss(self, other: SampleLosses) -> bool:
         """Return whether both evaluate the same loss function, on whatever data."""
@@ -151,23 +126,15 @@ class SampleLosses:
         index = [as_index(i) for i in given]
         unknown = [g for g, i in zip(given, index, strict=True) if i is None or not 0 <= i < len(self)]
         if unknown or not index:
-            found = f"the given indices include {few(unknown, quoted=True)}" if index else "no index was given"
+            found = few(unknown, quoted=True) if index else "an empty list"
             raise InvalidInputError(
-                f"Samples {self.name!r} has {count_words(len(self), 'sample')}, but {found}.",
-                f"Indices must be integers from 0 to {len(self) - 1}, at least one.",
-                "No such sample exists." if index else "Nothing would change.",
-                "Count from 0 in the order of the data. Write a slice as range(begin, end), and a mask as "
-                "torch.nonzero(mask)[:, 0].",
+                f"Indices of Samples {self.name!r} must be integers from 0 to {len(self) - 1}, at least one, not "
+                f"{found}; write a slice as range(begin, end), and a mask as torch.nonzero(mask)[:, 0]."
             )
         known = [i for i in index if i is not None]
         if len(set(known)) < len(known):
             repeated = sorted(i for i, times in Counter(known).items() if times > 1)
-            raise InvalidInputError(
-                f"The sample indices {few(repeated)} of {self.name!r} were given more than once.",
-                "Each index may be given at most once.",
-                "A sample can be removed only once.",
-                "Pass sorted(set(indices)).",
-            )
+            raise InvalidInputError(f"The sample indices {few(repeated)} of {self.name!r} were given more than once.")
         return known
 
     def with_data(self, storage: Storage, population: SampleLosses | None = None) -> Self:

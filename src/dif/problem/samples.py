@@ -9,13 +9,11 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.problem.data_source import Storage
+from dif.problem.data import Storage, describe
 from dif.problem.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import describe
 from dif.problem.term import SampleSum, Term
-from dif.runtime.frames import check_order
-from dif.runtime.inputs import as_numbers, as_tensor, check_instance, check_list
+from dif.runtime.inputs import as_numbers, as_tensor, check_instance, check_labels, check_list
 
 
 class Samples(SampleLosses):
@@ -35,9 +33,6 @@ class Samples(SampleLosses):
         outputs: The outputs of the model for a batch, `outputs(params, batch)` → (n, ...); the loss then takes these
             instead of the params, `loss(outputs, batch)`. Gauss–Newton curvature needs the two separately, and `fit`
             uses it where the Hessian is expensive.
-        compile: Compile the loss and its derivatives with torch.compile. Compiling takes up to a minute; it pays on a
-            GPU where a model is evaluated on all data hundreds of times. Where torch cannot compile the loss, it is
-            evaluated as usual, and the diagnostics say so.
 
     >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
     >>> train.mean(), len(train)
@@ -63,7 +58,7 @@ class Samples(SampleLosses):
         Perturbation(1: remove train[2])
         """
         name = f"view of {self.name}" if name is None else name
-        other = Samples(loss, self.storage, name, self.batch_size, outputs, self.compile)
+        other = Samples(loss, self.storage, name, self.batch_size, outputs)
         other.population = self.population
         return other
 
@@ -97,35 +92,29 @@ class Samples(SampleLosses):
         each mean stays (the paper's ε).
         """
         entries = Entries.of([self.check_indices(indices)])
-        return self._perturb(Removal(self, entries, renormalise, _terms(terms)))
+        return Perturbation.of(Removal(self, entries, renormalise, _terms(terms)))
 
     def remove_each(
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per sample, of all samples or of those listed."""
         index = torch.arange(len(self)) if indices is None else torch.tensor(self.check_indices(indices))
-        return self._perturb(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
+        return Perturbation.of(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
 
     def remove_groups(
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per group of samples."""
-        listed = check_list(
-            groups,
-            "groups",
-            allowed="It must be a list of lists of indices, at least one.",
-            meaning="Each group is one perturbation.",
-            cure="Write remove_groups([[1, 2], [5]]), or remove([1, 2]) for a single group.",
-        )
+        listed = check_list(groups, "groups", "lists of indices")
         entries = Entries.of([self.check_indices(group) for group in listed])
-        return self._perturb(Removal(self, entries, renormalise, _terms(terms)))
+        return Perturbation.of(Removal(self, entries, renormalise, _terms(terms)))
 
     def reweight(self, dw: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """Return one perturbation that adds dw[i] to the weight of sample i in each term in which that is not 0.
 
         The added weight is multiplied by the coefficient of the term.
         """
-        return self._perturb(Reweighting(self, self._vector(dw, "dw"), _terms(terms)))
+        return Perturbation.of(Reweighting(self, self._vector(dw, "dw"), _terms(terms)))
 
     def add(
         self,
@@ -143,7 +132,7 @@ class Samples(SampleLosses):
         """
         new = self._new_samples(data, "new")
         entries = Entries.of([list(range(len(new)))])
-        return self._perturb(Addition(self, entries, renormalise, _terms(terms), new, self._like(like, len(new))))
+        return Perturbation.of(Addition(self, entries, renormalise, _terms(terms), new, self._like(like, len(new))))
 
     def replace(self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """Return one perturbation that replaces the data of these samples, for example with a corrected label."""
@@ -151,15 +140,13 @@ class Samples(SampleLosses):
         new = self._new_samples(data, "corrected")
         if len(new) != len(index):
             raise InvalidInputError(
-                f"There are {len(new)} new for {len(index)} old samples of {self.name!r}.",
-                "There must be as many new samples as old ones.",
-                "Each new sample takes the place of one old sample.",
-                "Keep the first dimension: the data of one sample are data[i:i+1].",
+                f"There must be as many new as old samples of {self.name!r}, not {len(new)} for {len(index)}; the "
+                "data of one are data[i:i+1]."
             )
         removal = Removal(self, Entries.of([index]), False, _terms(terms))
         entries = Entries.of([list(range(len(new)))])
         addition = Addition(self, entries, False, _terms(terms), new, torch.tensor(index))
-        return self._perturb(removal) + self._perturb(addition)
+        return Perturbation.of(removal) + Perturbation.of(addition)
 
     def _new_samples(self, data: Any, kind: str) -> Samples:
         """Return Samples of new data with the same loss; refuse data of another structure, shape or dtype."""
@@ -168,10 +155,8 @@ class Samples(SampleLosses):
         old_structure, new_structure = describe(self.storage.one()), describe(new.storage.one())
         if old_structure != new_structure:
             raise InvalidInputError(
-                f"The new data for {self.name!r} have the structure {new_structure}.",
-                f"They must have the structure {old_structure}.",
-                "New samples go through the same loss as the old ones.",
-                "Use the structure, shapes and dtypes of the data, with the samples first: data[i:i+1].",
+                f"The new data for {self.name!r} must have the structure {old_structure}, not {new_structure}; the "
+                "data of one sample are data[i:i+1]."
             )
         new.name = name
         return new
@@ -189,17 +174,12 @@ class Samples(SampleLosses):
         members = torch.where(self._mask(where), given, 0.0)
         if bool((given < 0).any()) or not bool((members > 0).any()):
             raise InvalidInputError(
-                f"The vector `weights` of {self.name!r} has {int((given < 0).sum())} entries below 0, and "
-                f"{int((members > 0).sum())} above 0 where the mask is true.",
-                "No entry may be below 0, and at least one must be above 0 where the mask is true.",
-                "A weighted mean divides by the sum of the weights.",
-                "Pass weights ≥ 0, or use Samples.weighted for a sum with weights of any sign.",
+                f"The vector `weights` of {self.name!r} must have no entry below 0 and at least one above 0 where "
+                f"the mask is true, not {int((given < 0).sum())} below 0 and {int((members > 0).sum())} above 0; "
+                "Samples.weighted takes any sign."
             )
         words = f"weighted mean of {'' if where is None else f'{int((members > 0).sum())} of '}{self.name}"
         return Term(sums=((1.0, SampleSum(self, members / members.sum(), True, False, words)),))
-
-    def _perturb(self, action: Removal | Addition | Reweighting) -> Perturbation:
-        return Perturbation(((1.0, action),))
 
     def _mask(self, where: Any) -> Tensor:
         """Return a mask as a boolean tensor, (n,); None means all samples."""
@@ -209,17 +189,14 @@ class Samples(SampleLosses):
         mask = as_tensor(where, f"the mask `where` of {self.name!r}").cpu()
         if mask.dtype != torch.bool or mask.shape != (len(self),) or not bool(mask.any()):
             raise InvalidInputError(
-                f"The mask `where` of {self.name!r} is {mask.dtype}, shape {tuple(mask.shape)}, "
-                f"{int((mask != 0).sum())} true.",
-                f"It must be torch.bool, shape ({len(self)},), with at least one true.",
-                "The mask says over which samples the term is taken.",
-                "Build it by a comparison, such as group == 2.",
+                f"The mask `where` of {self.name!r} must be torch.bool, shape ({len(self)},), with at least one "
+                f"true; it is {mask.dtype}, shape {tuple(mask.shape)}, {int((mask != 0).sum())} true."
             )
         return mask
 
     def _check_order(self, column: Any, what: str) -> None:
         """Refuse a mask or a vector that has the labels of these samples in another order."""
-        check_order(column, self.storage.labels(torch.arange(len(self))), what, "the samples")
+        check_labels(column, self.storage.labels(torch.arange(len(self))), what, "the samples")
 
     def _vector(self, values: Any, what: str) -> Tensor:
         """Return one finite number per sample as a float64 tensor, (n,)."""
@@ -227,11 +204,9 @@ class Samples(SampleLosses):
         vector = as_numbers(values, f"`{what}` of {self.name!r}")
         if vector.shape != (len(self),) or not bool(torch.isfinite(vector).all()) or not bool((vector != 0).any()):
             raise InvalidInputError(
-                f"The vector `{what}` of {self.name!r} has shape {tuple(vector.shape)}, "
-                f"{int((~torch.isfinite(vector)).sum())} not finite, {int((vector != 0).sum())} nonzero entries.",
-                f"It must have shape ({len(self)},), with all entries finite and at least one nonzero.",
-                "One weight per sample is needed.",
-                "Pass a vector as long as the data.",
+                f"The vector `{what}` of {self.name!r} must have shape ({len(self)},), with all entries finite and "
+                f"at least one nonzero; it has shape {tuple(vector.shape)}, {int((~torch.isfinite(vector)).sum())} "
+                f"not finite, {int((vector != 0).sum())} nonzero entries."
             )
         return vector.clone()
 
@@ -244,23 +219,14 @@ class Samples(SampleLosses):
         index = [i for old in (like if isinstance(like, Iterable) else [like]) for i in self.check_indices([old])]  # type: ignore[list-item]
         if len(index) not in (1, count):
             raise InvalidInputError(
-                f"`like` has {len(index)} indices for {count} new samples.",
-                f"It must have 1 or {count} indices.",
-                "Each new sample takes the memberships of one old sample.",
-                "Pass the index of one old sample, or one index per new sample.",
+                f"`like` must have 1 or {count} indices, one for each new sample, not {len(index)}."
             )
         return torch.tensor(index).expand(count)
 
 
 def expect_samples(thing: object) -> Samples:
     """Return Samples; refuse other objects."""
-    return check_instance(
-        thing,
-        Samples,
-        "samples",
-        meaning="The samples to remove are chosen from Samples, by index.",
-        cure="Pass the Samples object from which the objective or the constraints were built.",
-    )
+    return check_instance(thing, Samples, "samples")
 
 
 def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:
@@ -269,10 +235,5 @@ def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:
         return None
     listed = tuple(terms) if isinstance(terms, list | tuple) else (terms,)
     if not listed:
-        raise InvalidInputError(
-            "`terms` is an empty list.",
-            "It must be a list of problem.objective or constraints of the problem.",
-            "Nothing would change.",
-            "Leave `terms` out to act on every term.",
-        )
+        raise InvalidInputError("`terms` must list problem.objective or constraints of the problem, at least one.")
     return listed

@@ -1,10 +1,11 @@
-"""Terms (weighted sums of sample losses and smooth functions) and the constraints made by comparing them."""
+"""Terms (weighted sums of sample losses and smooth functions), and constraints, made by comparing them."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from numbers import Real
 from typing import Any
 
@@ -12,10 +13,80 @@ import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
-from dif.problem.kinds import Kind
 from dif.problem.perturbation import Perturbation, Shift
 from dif.problem.sample_losses import SampleLosses
 from dif.runtime.inputs import as_numbers, as_tensor, check_number
+
+
+class Kind(Enum):
+    """The kind of one constraint."""
+
+    EQUAL = "=="
+    AT_MOST = "<="
+
+    @property
+    def symbol(self) -> str:
+        """Return the kind as one character of a formula."""
+        return {"==": "=", "<=": "≤"}[self.value]
+
+
+@dataclass(frozen=True, eq=False)
+class Kinds:
+    """The kinds of all rows: f = τ with any λ on equal rows; f ≤ τ, λ ≥ 0 and λ(f − τ) = 0 on the others.
+
+    In the methods, c is f − τ, slack is τ − f and force is λ; slack and force may be scaled by their caller.
+    """
+
+    equal: Tensor  # (m,) bool
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Kind, int]], device: torch.device) -> Kinds:
+        """Build from the kind and the number of rows of each constraint."""
+        is_equal = {Kind.EQUAL: True, Kind.AT_MOST: False}  # a kind that is not listed here is refused
+        equal = [is_equal[kind] for kind, count in rows for _ in range(count)]
+        return cls(torch.tensor(equal, dtype=torch.bool, device=device))
+
+    def take(self, rows: Tensor) -> Kinds:
+        """Return the kinds of some rows."""
+        return Kinds(self.equal[rows])
+
+    @property
+    def one_sided(self) -> Tensor:
+        """Rows that can switch between binding and inactive, (m,) bool."""
+        return ~self.equal
+
+    def project(self, lam: Tensor) -> Tensor:
+        """Return the admissible multipliers nearest to λ, (..., m)."""
+        return torch.where(self.equal, lam, lam.clamp(min=0))
+
+    def violation(self, c: Tensor) -> Tensor:
+        """Measure how far each row is from being met, (..., m)."""
+        return torch.where(self.equal, c.abs(), c.clamp(min=0))
+
+    def complementarity(self, slack: Tensor, force: Tensor) -> Tensor:
+        """Measure how far each row is from λ(f − τ) = 0: min(slack, force); a negative force counts in full."""
+        gap = torch.where(force < 0, -force, torch.minimum(slack.clamp(min=0), force))
+        return torch.where(self.equal, torch.zeros_like(gap), gap)
+
+    def inadmissible(self, lam: Tensor) -> Tensor:
+        """Return which rows have a multiplier of the wrong sign, (..., m) bool."""
+        return self.one_sided & (lam < 0)
+
+    def at_bound(self, slack: Tensor, tolerance: float) -> Tensor:
+        """Return which rows are active, (m,) bool: equal rows, and those with a slack of at most the tolerance."""
+        return self.equal | (slack <= tolerance)
+
+    def has_force(self, force: Tensor, tolerance: float = 0.0) -> Tensor:
+        """Return which rows act on the solution, (..., m) bool: equal rows, and those with a force above the tolerance.
+
+        Dropping one of these constraints would move the solution.
+        """
+        return self.equal | (force > tolerance)
+
+    def penalty(self, c: Tensor, rho: float, k: float) -> tuple[Tensor, Tensor]:
+        """Return the first two derivatives of the paper's penalty of each row: ½ρc² if equal, else k·max(c, 0)³."""
+        over = c.clamp(min=0)
+        return torch.where(self.equal, rho * c, 3 * k * over**2), torch.where(self.equal, rho, 6 * k * over)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +152,7 @@ class Expression(ABC):
         if number is None or number.dim() > 0:
             return NotImplemented
         if float(number) == 0:
-            raise InvalidInputError(
-                "A Term was divided by 0.",
-                "The divisor must not be 0.",
-                "A Term divided by 0 is not defined.",
-                "Divide by the number of samples or groups.",
-            )
+            raise InvalidInputError("A Term cannot be divided by 0.")
         return self * (1.0 / float(number))
 
     def __le__(self, other: object) -> Constraint:
@@ -144,14 +210,12 @@ class Function(Expression):
     matrix: Tensor | None = None  # the constant derivative of a linear function
     of: str | None = None  # name of the tensor that the matrix multiplies; None means flat θ
     fallbacks: set[str] = field(default_factory=set, init=False)  # what torch could not do with it; see `Samples`
+    kinks: dict[int, Any] = field(default_factory=dict, init=False)  # the last search for kinks; see `Samples`
 
     def __post_init__(self) -> None:
         if not callable(self.fn):
             raise InvalidInputError(
-                f"`fn` of Function {self.name!r} is of type {type(self.fn).__name__}.",
-                "It must be a callable fn(params).",
-                "A Function is evaluated at many parameters.",
-                "Pass a function of the params; numbers can be added to Terms directly.",
+                f"`fn` of Function {self.name!r} must be a callable fn(params), not of type {type(self.fn).__name__}."
             )
 
     def as_term(self) -> Term:
@@ -196,14 +260,9 @@ class Constraint:
         """
         shift = as_numbers(dtau, "the shift of a bound").clone()
         if not bool(torch.isfinite(shift).all()) or shift.dim() > 1:
-            raise InvalidInputError(
-                f"The shift of a bound is {dtau!r}.",
-                "It must be one finite number, or one per row.",
-                "The bound moves by this much at ε = 1.",
-                "Pass a number in the constraint's own units.",
-            )
+            raise InvalidInputError(f"The shift of a bound must be one finite number, or one per row, not {dtau!r}.")
         written = f"{float(shift):+g}" if shift.dim() == 0 else f"{shift.numel()} values"
-        return Perturbation(((1.0, Shift(self, -shift if self.negated else shift, written)),))
+        return Perturbation.of(Shift(self, -shift if self.negated else shift, written))
 
     def __bool__(self) -> bool:
         raise TypeError(
@@ -234,28 +293,19 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
     if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):
         infinite = int((~torch.isfinite(matrix)).sum())
         raise InvalidInputError(
-            f"`A` of linear(A) has shape {tuple(matrix.shape)}; {infinite} of {matrix.numel()} entries are not finite.",
-            "It must be finite, with shape (d,) or (rows, d).",
-            "A·θ must be a number or a vector of rows.",
-            "Pass one row of coefficients per constraint.",
+            f"`A` of linear(A) must be finite, with shape (d,) or (rows, d); it has shape {tuple(matrix.shape)}, and "
+            f"{infinite} of {matrix.numel()} entries are not finite."
         )
 
     def value(params: Mapping[str, Tensor]) -> Tensor:
         if of is not None and of not in params:
-            raise InvalidInputError(
-                f"In linear(A, of={of!r}) there is no parameter {of!r}.",
-                f"`of` must be one of {', '.join(params)}.",
-                "The tensor that A multiplies is not among the params.",
-                "Use one of those names, or of=None for flat θ.",
-            )
+            raise InvalidInputError(f"`of` of linear(A, of={of!r}) must be one of {', '.join(params)}.")
         tensors = list(params.values()) if of is None else [params[of]]
         sizes = [t.numel() for t in tensors]
         if sum(sizes) != matrix.shape[-1]:
             raise InvalidInputError(
-                f"`A` of linear(A) has {matrix.shape[-1]} columns.",
-                f"It must have {sum(sizes)}, the number of scalars in {of or 'the params'}.",
-                "Each column multiplies one entry of θ.",
-                "Give A one column per parameter, or name a tensor with of=.",
+                f"`A` of linear(A) must have {sum(sizes)} columns, the number of scalars in {of or 'the params'}, "
+                f"not {matrix.shape[-1]}."
             )
         A_here = matrix.to(tensors[0])
         blocks = zip(torch.split(A_here, sizes, dim=-1), tensors, strict=True)
@@ -267,8 +317,7 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
 
 def ridge(c: float) -> Function:
     """Return the function ½ c ‖θ‖²; c must be a finite number ≥ 0."""
-    meaning = "½c‖θ‖² with c < 0 has no minimum."
-    c = check_number(c, "the coefficient c of ridge(c)", zero=True, meaning=meaning, cure="Choose c ≥ 0.")
+    c = check_number(c, "the coefficient c of ridge(c)", zero=True)
 
     def value(params: Mapping[str, Tensor]) -> Tensor:
         return 0.5 * c * torch.stack([(t * t).sum() for t in params.values()]).sum()
@@ -284,10 +333,8 @@ def _number(value: object) -> Tensor | None:
     if number.dim() > 1 or not bool(torch.isfinite(number).all()):
         values = number.tolist() if number.numel() < 8 else f"an array of shape {tuple(number.shape)}"
         raise InvalidInputError(
-            f"The number in a Term is {values}.",
-            "It must be one finite number, or a vector of them.",
-            "Bounds and factors must be finite.",
-            "Leave a constraint out instead of giving it an infinite bound.",
+            f"The number in a Term must be finite, or a vector of finite numbers, not {values}; leave a constraint "
+            "out instead of giving it an infinite bound."
         )
     return number
 

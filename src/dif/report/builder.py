@@ -1,32 +1,40 @@
-"""The report on scores that were computed in Python."""
+"""The one builder of reports, for Python and for the command line: it asks the scores, and makes no estimates."""
 
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from dif.errors import DifError, InvalidInputError, count_words, few
+import dif
+from dif.derivatives.fingerprint import READ, encode_tensor, hash_all
+from dif.derivatives.targets import Targets
+from dif.errors import DifError, InvalidInputError
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.influence import Influence
-from dif.optimality.active_set import Margin
+from dif.optimality.certificate import Certificate
 from dif.optimality.solution import Solution, expect_solution
+from dif.problem.data import leaves
 from dif.problem.perturbation import Perturbation
 from dif.problem.term import Expression
-from dif.report.column import expect_column, expect_features, list_entries
-from dif.report.report import Report, select_samples, write_html
-from dif.report.subjects import Subjects
-from dif.runtime.file_path import expect_path
-from dif.runtime.frames import is_numbering, is_reordered, is_same, read_labels, write_label
-from dif.runtime.inputs import check_instance
+from dif.report.report import Report, finite, write_html
+from dif.report.subjects import Subjects, list_entries
+from dif.report.words import explain_constraint, write_formulas
+from dif.results.influence import Influence
+from dif.runtime.inputs import expect_path
 
 _MOST_TARGETS = 20  # targets of one report at most
 _AGREEING = 1e-6  # relative difference up to which scores count as the sum of their parts by term
+_MAX_LISTED = 1000  # samples that a report lists, if no more are asked for
+_MAX_IMAGES = 300  # listed samples with an image
+_BINS = 41  # bins of the histogram
 
 
 def write_report(
@@ -61,50 +69,26 @@ def write_report(
     Returns:
         The path of the file.
     """
-    influence = check_instance(
-        influence,
-        Influence,
-        "influence",
-        meaning="A report shows the scores of an estimator.",
-        cure="Pass the result of estimator.scores(target, perturbations).",
-    )
-    file, title = expect_path(path), _expect_title(title)
-    solution = _find_solution(influence, solution)
-    terms = _find_terms(influence, targets)
-    if retrained is not None:
-        _check_retrained(influence, retrained)
-    plain = Subjects.of_perturbations(influence.carried_out, influence.perturbations, solution)
-    lengths = {len(influence)} | ({len(plain.train)} if plain.train is not None else set())
-    columns = {"names": names, "groups": groups, "images": images}
-    shown: dict[str, Any] = {
-        name: expect_column(column, f"`{name}`", lengths) for name, column in columns.items() if column is not None
-    }
-    given = {"names": names, "groups": groups, "features": features}
-    if isinstance(features, Mapping):
-        given |= {f"features[{key!r}]": column for key, column in features.items()}
-    for name, column in given.items():
-        _check_labels(column, name, influence, plain)
-    if features is not None:
-        shown["features"] = expect_features(features, "`features`", lengths)
-    if names is None and influence.index is not None:
-        shown["names"] = [write_label(label) for label in _find_labels(influence, plain)]
-    subjects = replace(plain, **shown)
-    subjects.check_display()
-    explained = _Explanation.of(influence, solution)
-    reports = [
-        Report.of(
-            subjects,
-            influence,
-            title=title,
-            column=k,
-            term=term,
-            parts=explained.split(k, term),
-            margins=explained.margins,
+    if not isinstance(influence, Influence):
+        raise InvalidInputError(
+            f"`influence` is of type {type(influence).__name__}; it must be the scores of an estimator."
         )
-        for k, term in enumerate(terms)
-    ]
+    file = expect_path(path)
+    if not isinstance(title, str):
+        raise InvalidInputError(f"`title` is of type {type(title).__name__}; it must be text.")
+    if solution is None and influence.origin is None:
+        raise InvalidInputError(
+            f"These scores of {influence.estimator} do not know the solution that they were computed at. Call "
+            "dif.report.write_report(path, influence, solution)."
+        )
+    at = expect_solution(influence.origin.solution if solution is None and influence.origin is not None else solution)
+    terms = _find_terms(influence, targets)
+    places = {} if retrained is None else _match_retrained(influence, retrained)
+    subjects = Subjects.of(
+        influence.carried_out, at, names=names, groups=groups, features=features, images=images, index=influence.index
+    )
+    reports = build_reports(influence, subjects, terms, title=title)
     if retrained is not None:
-        places = {label: i for i, label in enumerate(influence.perturbations)}
         indices = [places[label] for label in retrained.perturbations]
         reports = [
             report.with_actual(indices, retrained) if report.target in retrained.targets else report
@@ -114,49 +98,59 @@ def write_report(
     return file
 
 
-def _check_labels(column: Any, name: str, influence: Influence, subjects: Subjects) -> None:
-    """Refuse a data frame or a series whose index says that its rows are other samples than those of the scores."""
-    index = read_labels(column)
-    if index is None or influence.index is None:
-        return
-    everyone = _find_labels(influence, subjects)
-    whole = subjects.train is not None and len(index) == len(everyone)  # then its rows are in the order of the data
-    labels, source = (everyone, "X") if whole else (influence.index, "scores")
-    if is_same(index, labels):
-        return
-    reordered = is_reordered(index, labels)
-    unnamed = is_numbering(index) or (is_numbering(everyone) and set(everyone).isdisjoint(index))
-    if reordered or not unnamed:
-        known = set(labels)
-        other = f"other labels than the scores: {few([x for x in index if x not in known], quoted=True)}"
-        plain = ".to_dict('list')" if hasattr(column, "columns") else ".to_list()"
-        raise InvalidInputError(
-            f"`{name}` has {'the labels of the scores in another order' if reordered else other}.",
-            "It must have the index of the data X, or of the selected scores, in its order.",
-            "What is shown beside each score would belong to another sample.",
-            f"Pass {name}.loc[{source}.index], or, if its rows are in order already, {name}{plain}.",
+def build_reports(
+    influence: Influence, subjects: Subjects, terms: Sequence[Expression | None], *, title: str, method: str = "",
+    top: int = 1, model: Mapping[str, str] | None = None, mark: str = "", command: str = "",
+) -> list[Report]:  # fmt: skip
+    """Build the report on each target of some scores.
+
+    Args:
+        influence: The scores.
+        subjects: What to show of each perturbation.
+        terms: The targets, for their present values; None where one is unknown.
+        title: Heading of the page.
+        method: Short name of the estimator and its setting; by default the name of the estimator.
+        top: How many samples to list at least; the 1000 strongest are listed in any case.
+        model: What identifies the model: hashes of its file and its data.
+        mark: Fingerprint by which a report is found again.
+        command: The command line that was run.
+    """
+    solution = subjects.solution
+    explainer = _find_explainer(influence, solution)
+    certificate = _describe_certificate(subjects, _find_margins(influence, explainer))
+    known = [term for term in terms if term is not None]
+    values = (
+        Targets(known, solution).values(solution.theta).tolist() if len(known) == len(terms) else [None] * len(terms)
+    )
+    common: dict[str, Any] = {
+        "title": title,
+        "estimator": influence.estimator,
+        "method": method or influence.estimator,
+        "certificate": certificate,
+        "total": len(influence),
+        "run": _describe_run(command),
+        "model": dict(model or {"data": hash_data(solution)}),
+        "mark": mark,
+        "assessment": _clean_assessment(influence),
+        "unanswered": influence.unanswered,
+    }
+    reports = []
+    for column, (target, term) in enumerate(zip(influence.targets, terms, strict=True)):
+        listed = [entry.index for entry in influence.top(max(top, min(_MAX_LISTED, len(influence))), column)]
+        parts = None if term is None else _split_scores(influence, explainer, term, column, listed)
+        report = Report(
+            target=target,
+            value=values[column],
+            histogram=_bin_scores(influence.values[:, column].double()),
+            by_group=_summarize_groups(subjects, influence.values[:, column].tolist()),
+            terms=[] if parts is None else list(parts.targets),
+            samples=_describe_samples(influence, subjects, column, listed, parts),
+            loss=term is not None and is_loss(term, solution),
+            kinked="" if term is None else "; ".join(map(str, Targets(term, solution).kinks(solution.theta))),
+            **common,
         )
-
-
-def _find_labels(influence: Influence, subjects: Subjects) -> Any:
-    """Return the labels of all samples in the index of the user's data; where unknown, those of the scores."""
-    if subjects.train is None:
-        return influence.index
-    return subjects.train.population.storage.labels(torch.arange(len(subjects.train)))
-
-
-def _find_solution(influence: Influence, solution: Solution | None) -> Solution:
-    """Return the solution of the scores: the given one, or the one that they know."""
-    if solution is not None:
-        return expect_solution(solution)
-    if influence.origin is None:
-        raise InvalidInputError(
-            f"These scores of {influence.estimator} do not know the solution that they were computed at.",
-            "They must come from an estimator of a solution, in this process, or the solution must be given.",
-            "A report shows the certificate of that solution, which neither a file nor a training run has.",
-            "Call dif.report.write_report(path, influence, solution).",
-        )
-    return expect_solution(influence.origin.solution)
+        reports.append(report.with_retrained())
+    return reports
 
 
 def _find_terms(influence: Influence, targets: Any) -> list[Expression | None]:
@@ -164,87 +158,157 @@ def _find_terms(influence: Influence, targets: Any) -> list[Expression | None]:
     T, origin = len(influence.targets), influence.origin
     if T > _MOST_TARGETS:
         raise InvalidInputError(
-            f"The scores have {T} targets.",
-            f"A report shows at most {_MOST_TARGETS}.",
-            "Each target has a tab of its own.",
-            "Score fewer targets, such as the mean over all test samples.",
+            f"The scores have {T} targets; a report shows at most {_MOST_TARGETS}, each in a tab of its own. Score "
+            "fewer, such as the mean over all test samples."
         )
     if targets is None:
         known = origin is not None and len(origin.targets.terms) == T
         return list(origin.targets.terms) if origin is not None and known else [None] * T
     listed = list_entries(list(targets.values()) if isinstance(targets, Mapping) else targets)
     terms: list[Any] = [targets] if listed is None else listed
-    if len(terms) != T or not all(isinstance(term, Expression) for term in terms):
-        kinds = {type(term).__name__ for term in terms if not isinstance(term, Expression)}
-        raise InvalidInputError(
-            f"`targets` has {count_words(len(terms), 'target')}{f', some of type {min(kinds)}' if kinds else ''}.",
-            f"It must have {T} Terms, one per column of the scores.",
-            "The report shows the present value of each target beside its scores.",
-            "Pass the targets that were scored, in their order, or leave them out.",
-        )
+    wrong = [type(term).__name__ for term in terms if not isinstance(term, Expression)]
+    if len(terms) != T or wrong:
+        given = f"it has an entry of type {wrong[0]}" if wrong else f"not {len(terms)}"
+        raise InvalidInputError(f"`targets` must be the {T} Terms that were scored, one per column; {given}.")
     return terms
 
 
-def _check_retrained(influence: Influence, retrained: Any) -> None:
-    """Refuse retrained scores that do not belong to the scores."""
-    retrained = check_instance(
-        retrained,
-        Influence,
-        "retrained",
-        meaning="It holds the retrained change of a target, which the report shows beside the predicted one.",
-        cure="Pass dif.Retraining(solution).scores(target, perturbations), or leave it out.",
-    )
-    known = set(influence.perturbations) & set(retrained.perturbations)
+def _match_retrained(influence: Influence, retrained: Any) -> dict[str, int]:
+    """Return the row of each scored perturbation by its label; refuse retrained scores of other ones."""
+    if not isinstance(retrained, Influence):
+        raise InvalidInputError(
+            f"`retrained` is of type {type(retrained).__name__}; it must be the scores of dif.Retraining."
+        )
+    places = {label: row for row, label in enumerate(influence.perturbations)}
+    known = [label for label in retrained.perturbations if label in places]
     if len(known) < len(retrained) or not set(influence.targets) & set(retrained.targets):
         raise InvalidInputError(
-            f"Of {len(retrained)} retrained perturbations, {len(known)} were scored; the retrained targets are "
-            f"{', '.join(retrained.targets)}.",
-            "Each must be among the scored perturbations, and some target among the scored targets.",
-            "The report shows the retrained change of a target beside the predicted one.",
-            "Retrain some of the perturbations that were scored, for the same targets.",
+            f"`retrained` must be about the perturbations and targets that were scored: of its {len(retrained)} "
+            f"perturbations {len(known)} were, and its targets are {', '.join(retrained.targets)}."
         )
+    return places
 
 
-@dataclass(frozen=True, eq=False)
-class _Explanation:
-    """How removals act: through which terms, and how far they move the constraints. Nothing where that is unknown."""
+def _find_explainer(influence: Influence, solution: Solution) -> Any:
+    """Return what can say how removals act: the estimator of the scores, or else the derivative at the solution.
 
-    influence: Influence
-    estimator: DirectionalInfluence | None  # None where the point has no derivative, or the perturbations are unknown
-    margins: Sequence[Margin | None] | None
+    It is None where the perturbations are unknown, or the point has no derivative.
+    """
+    own = getattr(influence.origin, "estimator", None)
+    if getattr(own, "solution", None) is solution and hasattr(own, "by_term") and hasattr(own, "margins"):
+        return own
+    with suppress(DifError):
+        return DirectionalInfluence(solution) if isinstance(influence.carried_out, Perturbation) else None
+    return None
 
-    @classmethod
-    def of(cls, influence: Influence, solution: Solution) -> _Explanation:
-        """Prepare the derivative at the solution."""
-        if isinstance(influence.carried_out, Perturbation):
-            with suppress(DifError):
-                estimator = DirectionalInfluence(solution)
-                return cls(influence, estimator, estimator.margins(influence.carried_out))
-        return cls(influence, None, None)
 
-    def split(self, column: int, term: Expression | None) -> Influence | None:
-        """Return the scores of the listed samples by term; None where they would not add up to the scores shown."""
-        removals = self.influence.carried_out
-        if self.estimator is None or term is None or not isinstance(removals, Perturbation):
-            return None
-        listed = select_samples(self.influence, 0, column)
-        known = self.influence.values[listed, column].double()
-        if not listed or not bool(torch.isfinite(known).all()):
-            return None
-        with suppress(DifError):
-            parts = self.estimator.by_term(term, removals.pick(listed))
-            if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
-                return parts
+def _find_margins(influence: Influence, explainer: Any) -> Any:
+    """Return how far the perturbations with an answer move the constraints; None where that is unknown."""
+    answered = torch.isfinite(influence.values).any(1)
+    if explainer is None or not bool(answered.any()):
         return None
+    with suppress(DifError):
+        return explainer.margins((influence if bool(answered.all()) else influence[answered]).carried_out)
+    return None
 
 
-def _expect_title(title: Any) -> str:
-    """Return the heading of the page; refuse what is not text."""
-    if not isinstance(title, str):
-        raise InvalidInputError(
-            f"`title` is of type {type(title).__name__}.",
-            "It must be text.",
-            "It is the heading of the page.",
-            'Pass title="Credit score", say, or leave it out.',
-        )
-    return title
+def _split_scores(
+    influence: Influence, explainer: Any, term: Expression, column: int, listed: list[int]
+) -> Influence | None:
+    """Return the listed scores by term, those without an answer left out; None where they would not add up."""
+    known = influence.values[listed, column].double()
+    known = known[torch.isfinite(known)]  # those without an answer are listed last
+    if explainer is None or not len(known):
+        return None
+    with suppress(DifError):
+        parts = explainer.by_term(term, influence[listed[: len(known)]].carried_out)
+        if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
+            return parts
+    return None
+
+
+def _describe_certificate(subjects: Subjects, margins: Any) -> dict[str, Any]:
+    """Return the certificate as plain numbers and text, with a formula and an explanation of each constraint."""
+    certificate = Certificate.of(subjects.solution, margins).to_dict()
+    formulas = write_formulas(subjects.solution, subjects.sets)
+    for row, formula in zip(certificate["constraints"], formulas, strict=True):
+        row |= {"formula": formula, "words": explain_constraint(row, certificate["objective"])}
+    return certificate
+
+
+def _describe_samples(
+    influence: Influence, subjects: Subjects, column: int, listed: Sequence[int], parts: Influence | None
+) -> list[dict[str, Any]]:
+    """Return what the report says of each listed sample."""
+    values, errors = influence.values[:, column].double(), influence.expected_error
+    reasons, split = influence.diagnostics.get("unanswered", {}), [] if parts is None else parts.values.tolist()
+    losses = [{name: finite(loss[i]) for name, loss in subjects.losses.items()} for i in listed]
+    return [
+        {
+            "index": i,
+            "name": subjects.name(i),
+            "group": subjects.group(i),
+            "score": finite(values[i]),
+            "loss": next(iter(losses[k].values()), None),
+            "losses": losses[k],
+            "expected_error": finite(errors[i]),
+            "why": reasons.get(influence.perturbations[i], ""),  # why it has no score
+            "parts": [finite(x) for x in split[k]] if k < len(split) else [],
+            "features": subjects.feature(i),
+            "image": subjects.encode_image(i) if k < _MAX_IMAGES else None,
+        }
+        for k, i in enumerate(listed)
+    ]
+
+
+def is_loss(target: Expression, solution: Solution) -> bool:
+    """Return whether a target is a nonnegative combination of losses that the objective also contains."""
+    minimised = [s.samples for c, s in solution.problem.objective.sums if c > 0]
+    term = target.as_term()
+    return bool(term.sums) and all(f.ridge is not None and c >= 0 for c, f in term.functions) and all(
+        c >= 0 and bool((s.weights >= 0).all()) and any(s.samples.same_loss(other) for other in minimised)
+        for c, s in term.sums
+    )  # fmt: skip
+
+
+def hash_data(solution: Solution) -> str:
+    """Return the SHA-256 of the data of all samples of the problem."""
+    batches = (batch for samples in solution.problem.people for _, batch in samples.batches(at_most=READ))
+    return hash_all(encode_tensor(leaf) for batch in batches for leaf in leaves(batch)).hex()
+
+
+def _clean_assessment(influence: Influence) -> dict[str, Any] | None:
+    """Return the error estimate of the scores with numbers that JSON can hold."""
+    assessment = influence.diagnostics.get("assessment")
+    if assessment is None:
+        return None
+    errors, pooled = [finite(x) for x in assessment["errors"]], assessment["pooled"]
+    return assessment | {"errors": errors, "pooled": pooled and min(pooled, 1e300)}
+
+
+def _bin_scores(column: Tensor) -> dict[str, list[float]]:
+    known = column[torch.isfinite(column)].numpy()
+    counts, edges = np.histogram(known, bins=_BINS) if len(known) else (np.zeros(0), np.zeros(0))
+    return {"counts": counts.astype(float).tolist(), "edges": edges.tolist()}
+
+
+def _summarize_groups(subjects: Subjects, column: Sequence[float]) -> list[dict[str, Any]]:
+    scores: dict[str, list[float]] = {}
+    for i, value in enumerate(column if subjects.groups is not None else ()):
+        if np.isfinite(value):
+            scores.setdefault(str(subjects.group(i)), []).append(value)
+    return [
+        {"group": name, "samples": len(values), "sum": float(np.sum(values)), "size": float(np.mean(np.abs(values)))}
+        for name, values in sorted(scores.items())
+    ]
+
+
+def _describe_run(command: str) -> dict[str, str]:
+    return ({"command": command} if command else {}) | {
+        "when": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "dif": dif.__version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
+        "seed": str(torch.initial_seed()),
+    }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import base64
+import csv
 import html
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -12,8 +14,7 @@ from string import Template
 from typing import Any
 
 from dif.optimality.certificate import BAD, GOOD
-from dif.report.numbers import format_number, format_percent
-from dif.report.table import write_csv
+from dif.report.words import format_number, format_percent
 
 _MAX_SAMPLES = 1000  # samples of a report that the page lists
 _MAX_BYTES = 4_000_000  # size of the samples of all reports on the page, in bytes
@@ -24,177 +25,187 @@ _SIGN = {GOOD: "✓", BAD: "✗"}  # symbol of a verdict; "!" for the others
 _HASH = 16  # characters of a hash that the head of the page shows
 # What identifies a model, and how the page calls it
 _MODEL = {"file": "model file", "file hash": "SHA-256 of the model file", "data": "SHA-256 of the data"}
-# Words that a reader may not know, each with one sentence
-_GLOSSARY = {
-    "score": "The predicted change of the target if the model were trained again without this sample.",
-    "DIF": "Directional influence function: predicts the score from the optimality conditions, with the constraints.",
-    "retrained change": "The actual change of the target, found by training again without this sample.",
-    "expected error": "How far the predictions are probably off, estimated from further steps of Newton's method.",
-    "relative error": "The size of all errors together, divided by the size of all changes together.",
-    "r (correlation)": "1 if predicted and retrained changes lie on a line, 0 if one says nothing about the other.",
-    "slope": "By which factor predictions are too large (above 1) or too small (below 1).",
-    "objective": "What training minimises: usually the mean loss, plus a penalty.",
-    "constraint": "A condition that training must meet, such as a limit on the loss of a group.",
-    "binding": "A constraint whose limit is reached and which shapes the model.",
-    "weak": "A constraint whose limit is just reached, without shaping the model.",
-    "inactive": "A constraint whose limit is not reached; it does not shape the model.",
-    "slack": "How far the value of a constraint is from its limit.",
-    "multiplier λ": "The price of a constraint: how much the objective falls per unit by which the limit is loosened.",
-    "KKT residual": "How far the model is from the optimum under its constraints; 0 at the optimum.",
-    "active set": "The constraints whose limit is reached.",
-    "curvature": "How sharply the objective rises around the model; it must be positive for predictions to exist.",
-    "SHA-256": "A fingerprint of a file or of data: if it is the same, so are they.",
-}  # fmt: skip
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of a cell that spreadsheets take for a formula
+
+
+class Markup(str):
+    """Text that is HTML already. All other text is escaped on its way into a page."""
+
+    __slots__ = ()
+
+
+def join(*parts: object) -> Markup:
+    """Return parts one after the other as HTML: markup as it is, everything else escaped.
+
+    >>> join("a < b", element("b", "&", title='"'))
+    'a &lt; b<b title="&quot;">&amp;</b>'
+    """
+    return Markup("".join(part if isinstance(part, Markup) else html.escape(str(part)) for part in parts))
+
+
+def element(tag: str, *parts: object, **attributes: object) -> Markup:
+    """Return an element; "_" in the name of an attribute stands for "-", and `class_` for "class"."""
+    written = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"' for name, value in attributes.items()
+    )
+    return Markup(f"<{tag}{written}>{join(*parts)}</{tag}>")
 
 
 def render(reports: Sequence[Mapping[str, Any]]) -> str:
     """Return the page about reports, given as plain data, oldest first; the newest is shown first."""
     answers = [dict(report) for report in reversed(reports)]
-    page = files("dif") / "report" / "page"
-    newest = answers[0]
-    shown = _list_samples(answers)
-    return Template((page / "report.html").read_text("utf-8")).substitute(
-        style=(page / "report.css").read_text("utf-8"),
-        script=(page / "report.js").read_text("utf-8"),
-        data=_escape_json([answer | {"samples": samples} for answer, samples in zip(answers, shown, strict=True)]),
-        title=html.escape(f"{newest['title']}: influence on {', '.join(answer['target'] for answer in answers)}"),
-        heading=html.escape(f"{newest['title']}: what each training sample does"),
-        made=_format_made(newest),
-        choices=_format_choices(answers),
-        answers="".join(
-            _format_answer(k, answer, not _is_same_model(answer, newest), len(samples), shortened)
-            for k, (answer, samples, shortened) in enumerate(
-                zip(answers, shown, map(_count_shortened, answers, shown), strict=True)
-            )
-        ),
-        downloads="".join(
-            _format_download(k, answer | {"samples": samples}, _MAX_CSV // len(answers))
-            for k, (answer, samples) in enumerate(zip(answers, shown, strict=True))
-        ),
-        glossary=_format_list(_GLOSSARY),
-        runs="".join(_wrap(k, f"<dl>{_format_run(answer)}</dl>") for k, answer in enumerate(answers)),
+    newest, page = answers[0], files("dif") / "report" / "page"
+    shown = [answer | {"samples": _list_samples(answer, _MAX_BYTES / len(answers))} for answer in answers]
+    outdated = [not _is_same_model(answer, newest) for answer in answers]
+    parts = {
+        "title": f"{newest['title']}: influence on {', '.join(answer['target'] for answer in answers)}",
+        "heading": f"{newest['title']}: what each training sample does",
+        "made": _describe_origin(newest),
+        "choices": _format_choices(answers, outdated),
+        "answers": join(*(_format_answer(k, *row) for k, row in enumerate(zip(answers, shown, outdated, strict=True)))),
+        "downloads": join(*(_format_download(k, answer, _MAX_CSV // len(shown)) for k, answer in enumerate(shown))),
+        "runs": join(*(_wrap(k, "div", _format_run(answer)) for k, answer in enumerate(answers))),
+    }
+    files_of_page = {name: (page / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
+    return Template(files_of_page["html"]).substitute(
+        style=files_of_page["css"],
+        script=files_of_page["js"],
+        data=_escape_json(shown),
+        **{name: join(part) for name, part in parts.items()},
     )
 
 
-def _list_samples(answers: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Return the samples of each report that the page lists; beyond _MAX_BYTES, without features and image."""
-    lists = []
-    for answer in answers:
-        listed, room = [], _MAX_BYTES / len(answers)
-        for sample in answer["samples"][:_MAX_SAMPLES]:
-            size = len(json.dumps(sample, ensure_ascii=False).encode())
-            fits = size <= room
-            listed.append(sample if fits else sample | {"features": {}, "image": None})
-            room -= size if fits else 0
-        lists.append(listed)
-    return lists
-
-
-def _count_shortened(answer: Mapping[str, Any], listed: Sequence[Mapping[str, Any]]) -> int:
-    return sum(shown != full for shown, full in zip(listed, answer["samples"], strict=False))
+def _list_samples(answer: Mapping[str, Any], room: float) -> list[dict[str, Any]]:
+    """Return the samples of a report that the page lists; beyond `room` bytes, without features and image."""
+    listed = []
+    for sample in answer["samples"][:_MAX_SAMPLES]:
+        size = len(json.dumps(sample, ensure_ascii=False).encode())
+        listed.append(sample if size <= room else sample | {"features": {}, "image": None})
+        room -= size if size <= room else 0
+    return listed
 
 
 def _is_same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return all(one["model"].get(key) == other["model"].get(key) for key in ("file hash", "data", "solution"))
 
 
-def _wrap(k: int, content: str, tag: str = "div") -> str:
+def _wrap(k: int, tag: str, *parts: object) -> Markup:
     """Return an element that is shown while report k is open; without scripts all of them are shown."""
-    return f'<{tag} class=answer data-answer="{k}">{content}</{tag}>'
+    return element(tag, *parts, class_="answer", data_answer=k)
 
 
-def _format_made(answer: Mapping[str, Any]) -> str:
+def _format_sign(verdict: str) -> Markup:
+    return element("span", _SIGN.get(verdict, "!"), class_="sign", aria_hidden="true")
+
+
+def _format_text(text: str) -> Markup:
+    """Return sentences as HTML, with what stands in backquotes as code, and no line break before "%"."""
+    parts = re.split("`([^`]+)`", text.replace(" %", "\xa0%"))
+    return join(*(element("code", part) if k % 2 else part for k, part in enumerate(parts)))
+
+
+def _format_cure(cure: str) -> Markup:
+    return join(" ", element("span", _format_text(cure), class_="cure")) if cure else join()
+
+
+def _describe_origin(answer: Mapping[str, Any]) -> str:
     """Return when and with what the newest report was made, in one line."""
     model = answer["model"]
     parts = [answer["run"]["when"], f"dif {answer['run']['dif']}"]
     if "file" in model:
         parts.append(f"model file {model['file']} ({model['file hash'][:_HASH]}…)")
-    parts.append(f"data {model['data'][:_HASH]}…")
-    return " · ".join(html.escape(part) for part in parts)
+    return " · ".join([*parts, f"data {model['data'][:_HASH]}…"])
 
 
-def _format_choices(answers: Sequence[Mapping[str, Any]]) -> str:
+def _format_choices(answers: Sequence[Mapping[str, Any]], outdated: Sequence[bool]) -> Markup:
     """Return a button for each report, newest first; none if there is only one."""
     if len(answers) == 1:
-        return ""
-    buttons = "".join(
-        f'<button type=button data-choice="{k}" aria-pressed={"true" if k == 0 else "false"}>'
-        f"<span class=sign aria-hidden=true>{'!' if old else _SIGN.get(answer['verdict']['sign'], '!')}</span> "
-        f"{html.escape(answer['target'])} <small>{html.escape(answer['estimator'])}{', earlier version' if old else ''}"
-        "</small></button>"
-        for k, (answer, old) in enumerate((answer, not _is_same_model(answer, answers[0])) for answer in answers)
-    )
-    return f'<nav class=choices aria-label="Targets"><span>What would change?</span>{buttons}</nav>'
+        return join()
+    buttons = [
+        element(
+            "button",
+            _format_sign("old" if old else answer["verdict"]["sign"]),
+            f" {answer['target']} ",
+            element("small", answer["estimator"], ", earlier version" if old else ""),
+            type="button",
+            data_choice=k,
+            aria_pressed="false" if k else "true",
+        )
+        for k, (answer, old) in enumerate(zip(answers, outdated, strict=True))
+    ]
+    return element("nav", element("span", "What would change?"), *buttons, class_="choices", aria_label="Targets")
 
 
-def _format_answer(k: int, answer: Mapping[str, Any], outdated: bool, listed: int, shortened: int) -> str:
+def _format_answer(k: int, answer: Mapping[str, Any], shown: Mapping[str, Any], outdated: bool) -> Markup:
     """Return verdict, summary, constraints and checks of one report."""
-    holds = answer["certificate"]["holds"]
+    listed, everyone, certificate = shown["samples"], answer["samples"], answer["certificate"]
+    shortened = sum(one != full for one, full in zip(listed, everyone, strict=False))
     remarks = list(answer["remarks"])
-    if shortened or listed < len(answer["samples"]):
+    if shortened or len(listed) < len(everyone):
         remarks.append(
-            f"The page lists {listed} of {len(answer['samples'])} samples, {shortened} of them without features and "
+            f"The page lists {len(listed)} of {len(everyone)} samples, {shortened} of them without features and "
             "images, to keep the file small; report.json has all of them."
         )
-    old = (
-        '<p class="verdict note"><span class=sign aria-hidden=true>!</span> <strong>This answer is about an earlier '
-        "version of the model file or of the data.</strong> <span class=cure>Ask again to bring it up to date.</span>"
-        "</p>"
+    old = {
+        "sign": "note",
+        "words": "This answer is about an earlier version of the model file or of the data.",
+        "cure": "Ask again to bring it up to date.",
+    }
+    return _wrap(
+        k,
+        "section",
+        element("h2", f"Can the predictions for {answer['target']} be trusted?"),
+        _format_verdict(old) if outdated else "",
+        _format_verdict(answer["verdict"]),
+        element("p", *_summarize(answer)),
+        *(element("p", _format_text(remark)) for remark in remarks),
+        element("h2", "Constraints"),
+        _format_constraints(certificate),
+        element(
+            "details",
+            element("summary", "Checks of the solution, for experts"),
+            element("ul", *map(_format_finding, certificate["findings"]), class_="findings"),
+            _format_margins(certificate),
+            **({} if certificate["holds"] else {"open": ""}),
+        ),
     )
-    content = (
-        f"<h2>Can the predictions for {html.escape(answer['target'])} be trusted?</h2>"
-        f"{old if outdated else ''}{_format_verdict(answer['verdict'])}<p>{_format_summary(answer)}</p>"
-        + "".join(f"<p>{_format_text(remark)}</p>" for remark in remarks)
-        + f"<h2>Constraints</h2>{_format_constraints(answer['certificate'])}"
-        f"<details{'' if holds else ' open'}><summary>Checks of the solution, for experts</summary>"
-        f"<ul class=findings>{_format_findings(answer['certificate'])}</ul>"
-        f"{_format_margins(answer['certificate'])}</details>"
-    )
-    return _wrap(k, content, "section")
 
 
-def _format_verdict(verdict: Mapping[str, str]) -> str:
-    sign, cure = verdict["sign"], verdict["cure"]
-    more = f" <span class=cure>{_format_text(cure)}</span>" if cure else ""
-    return (
-        f'<p class="verdict {html.escape(sign)}"><span class=sign aria-hidden=true>{_SIGN.get(sign, "!")}</span> '
-        f"<strong>{_format_text(verdict['words']).replace(' %', '&nbsp;%')}</strong>{more}</p>"
-    )
+def _format_verdict(verdict: Mapping[str, str]) -> Markup:
+    words = element("strong", _format_text(verdict["words"]))
+    sign = verdict["sign"]
+    return element("p", _format_sign(sign), " ", words, _format_cure(verdict["cure"]), class_=f"verdict {sign}")
 
 
-def _format_text(text: str) -> str:
-    """Return sentences as HTML, with what stands in backquotes as code."""
-    return re.sub("`([^`]+)`", r"<code>\1</code>", html.escape(text))
-
-
-def _format_summary(answer: Mapping[str, Any]) -> str:
-    now = "" if answer["value"] is None else f" Its value now is {format_number(answer['value'])}."
-    target = html.escape(answer["target"])
-    text = (
-        f"For each of {answer['total']} training samples, the score predicts how <b>{target}</b> would change if the "
-        f"model were trained without it (method: {html.escape(answer['estimator'])}).{now}"
-    )
+def _summarize(answer: Mapping[str, Any]) -> list[object]:
+    """Return what was predicted, by which method, and how it agrees with retraining; text and markup."""
+    parts: list[object] = [
+        f"For each of {answer['total']} training samples, the score predicts how ",
+        element("b", answer["target"]),
+        f" would change if the model were trained without it (method: {answer['estimator']}).",
+    ]
+    if answer["value"] is not None:
+        parts.append(f" Its value now is {format_number(answer['value'])}.")
     agreement = answer["agreement"]
     if agreement is not None and None not in agreement.values():
-        text += (
+        parts.append(
             f" For {agreement['n']} samples this was done: correlation r = {format_number(agreement['pearson'])}, "
             f"slope {format_number(agreement['slope'])}, relative error {format_percent(agreement['relative_error'])}."
         )
-    return text
+    return parts
 
 
-def _format_constraints(certificate: Mapping[str, Any]) -> str:
+def _format_constraints(certificate: Mapping[str, Any]) -> Markup:
     """Return the constraints with formula, value, limit and words."""
     if not certificate["constraints"]:
-        return "<p>None: this is an unconstrained problem.</p>"
+        return element("p", "None: this is an unconstrained problem.")
     rows = [
         {
-            "constraint": f"{html.escape(row['name'])}"
-            f'<span class="state {html.escape(row["state"])}">{html.escape(_describe_state(row))}</span>',
-            "rule": html.escape(row["formula"]),
+            "constraint": join(row["name"], element("span", _describe_state(row), class_=f"state {row['state']}")),
+            "rule": row["formula"],
             "value": format_number(row["value"]),
-            "limit": f"{html.escape(row['relation'])} {format_number(row['limit'])}",
-            "in words": html.escape(row["words"]).replace(" %", "&nbsp;%"),
+            "limit": f"{row['relation']} {format_number(row['limit'])}",
+            "in words": _format_text(row["words"]),
         }
         for row in certificate["constraints"]
     ]
@@ -207,31 +218,26 @@ def _describe_state(row: Mapping[str, Any]) -> str:
     return "violated" if row["slack"] < 0 else _STATE[row["state"]]
 
 
-def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> str:
+def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> Markup:
     """Return a table of cells by heading, the first of each row a name; on a phone each row becomes a card."""
-    headings = list(rows[0])
-    cell_of = {h: " class=number" if h in numbers else "" for h in headings}
-    head = "".join(f"<th scope=col{cell_of[h]}>{h}</th>" for h in headings)
-    body = "".join(
-        f"<tr><th scope=row>{row[headings[0]]}</th>"
-        + "".join(f'<td{cell_of[h]} data-label="{h}">{row[h]}</td>' for h in headings[1:])
-        + "</tr>"
-        for row in rows
-    )
-    return f"<table class=cards><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _format_findings(certificate: Mapping[str, Any]) -> str:
-    items = []
-    for finding in certificate["findings"]:
-        cure = f" <span class=cure>{_format_text(finding['cure'])}</span>" if finding["cure"] else ""
-        items.append(
-            f'<li class="{html.escape(finding["verdict"])}"><span class=sign aria-hidden=true>'
-            f"{_SIGN.get(finding['verdict'], '!')}</span><div><b>{html.escape(finding['what'])}</b> "
-            f"{_format_text(finding['meaning'])}{cure}"
-            f"<div class=measured>{html.escape(_unify(finding['measured']))}</div></div></li>"
+    first, *others = rows[0]
+    cell_of = {h: {"class_": "number"} if h in numbers else {} for h in (first, *others)}
+    head = element("tr", *(element("th", h, scope="col", **cell_of[h]) for h in (first, *others)))
+    body = [
+        element(
+            "tr",
+            element("th", row[first], scope="row"),
+            *(element("td", row[h], data_label=h, **cell_of[h]) for h in others),
         )
-    return "".join(items)
+        for row in rows
+    ]
+    return element("table", element("thead", head), element("tbody", *body), class_="cards")
+
+
+def _format_finding(finding: Mapping[str, str]) -> Markup:
+    words = element("b", finding["what"]), " ", _format_text(finding["meaning"]), _format_cure(finding["cure"])
+    measured = element("div", _unify(finding["measured"]), class_="measured")
+    return element("li", _format_sign(finding["verdict"]), element("div", *words, measured), class_=finding["verdict"])
 
 
 def _unify(text: str) -> str:
@@ -239,46 +245,70 @@ def _unify(text: str) -> str:
     return re.sub(r"(?<![\w.])-?\d+(?:\.\d+)?e[+-]\d+", lambda found: format_number(float(found[0])), text)
 
 
-def _format_margins(certificate: Mapping[str, Any]) -> str:
+def _format_margins(certificate: Mapping[str, Any]) -> Markup:
     """Return slack and multiplier of each constraint, and how much one removal changes them."""
     if not certificate["constraints"]:
-        return ""
+        return join()
+    numbers = {"slack": "slack", "multiplier λ": "multiplier", "largest change": "largest", "median change": "median"}
     rows = [
-        {
-            "constraint": html.escape(row["name"]),
-            "state": f"{html.escape(row['state'])}{' (uncertain)' if row['uncertain'] else ''}",
-            "slack": format_number(row["slack"]),
-            "multiplier λ": format_number(row["multiplier"]),
-            "largest change": format_number(row["largest"]),
-            "median change": format_number(row["median"]),
-        }
+        {"constraint": row["name"], "state": f"{row['state']}{' (uncertain)' if row['uncertain'] else ''}"}
+        | {heading: format_number(row[key]) for heading, key in numbers.items()}
         for row in certificate["constraints"]
     ]
     words = "Change: by one removal, of the multiplier λ where the constraint binds, of the slack elsewhere."
-    return f"<p>{words}</p>{_format_cards(rows, numbers=list(rows[0])[2:])}"
+    return join(element("p", words), _format_cards(rows, numbers=list(numbers)))
 
 
-def _format_download(k: int, answer: Mapping[str, Any], room: int) -> str:
+def _format_download(k: int, answer: Mapping[str, Any], room: int) -> Markup:
     """Return a link that downloads the listed samples of a report as CSV, without features if they take more room."""
     text = write_csv(answer)
     if len(text.encode()) > room:
         text = write_csv({**answer, "samples": [sample | {"features": {}} for sample in answer["samples"]]})
     data = base64.b64encode(("\ufeff" + text).encode()).decode()  # spreadsheets need the byte order mark
-    name = html.escape(f"{answer['title']}-{answer['target']}.csv")
-    link = f'<a class=csv download="{name}" href="data:text/csv;charset=utf-8;base64,{data}">Download as CSV</a>'
-    return _wrap(k, link, "span")
+    href, name = f"data:text/csv;charset=utf-8;base64,{data}", f"{answer['title']}-{answer['target']}.csv"
+    return _wrap(k, "span", element("a", "Download as CSV", class_="csv", download=name, href=href))
 
 
-def _format_run(answer: Mapping[str, Any]) -> str:
+def _format_run(answer: Mapping[str, Any]) -> Markup:
+    """Return what was run and what identifies the model, as a list."""
     model = {words: answer["model"][key] for key, words in _MODEL.items() if key in answer["model"]}
-    return _format_list({**answer["run"], **model})
+    entries = {**answer["run"], **model}.items()
+    return element("dl", *(join(element("dt", key), element("dd", text)) for key, text in entries))
 
 
-def _format_list(entries: Mapping[str, str]) -> str:
-    return "".join(f"<dt>{html.escape(key)}</dt><dd>{html.escape(text)}</dd>" for key, text in entries.items())
-
-
-def _escape_json(content: Any) -> str:
+def _escape_json(content: Any) -> Markup:
     """Return JSON for a script element, escaped so that it cannot end the element or start another."""
     text = json.dumps(content, allow_nan=False, ensure_ascii=False)
-    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+    return Markup(text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e"))
+
+
+def write_csv(report: Mapping[str, Any]) -> str:
+    """Return the listed samples of a report as CSV, one line each, with numbers in full precision."""
+    samples = report["samples"]
+    losses, features = (list(dict.fromkeys(key for s in samples for key in s[part])) for part in ("losses", "features"))
+    fixed = ["sample", "group", "predicted change", "retrained change", "expected relative error"]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\r\n")
+    headings = [*fixed, *(f"loss {name}" for name in losses), *(f"feature {name}" for name in features)]
+    writer.writerow(map(_defuse, headings))
+    for sample in samples:
+        numbers = sample["score"], sample.get("actual"), sample["expected_error"], *map(sample["losses"].get, losses)
+        words = map(_defuse, (sample["name"], sample["group"] or ""))
+        texts = (_defuse(sample["features"].get(name, "")) for name in features)
+        writer.writerow([*words, *("" if x is None else repr(x) for x in numbers), *texts])
+    return text.getvalue()
+
+
+def _defuse(text: str) -> str:
+    """Return a cell as it is; with an apostrophe before it if a spreadsheet would run it as a formula.
+
+    >>> [_defuse(text) for text in ("=1+1", "+a", "-a", "@a", "-0.5", "a=1")]
+    ["'=1+1", "'+a", "'-a", "'@a", '-0.5', 'a=1']
+    """
+    if not text.startswith(_FORMULA):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text

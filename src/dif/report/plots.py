@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
-from dif.errors import few
-from dif.estimators.selection import find_column
+from dif.errors import count_words, few
 from dif.optimality.solution import expect_solution
-from dif.report.column import expect_column
-from dif.runtime.axes import draw_on, draw_on_panels
-from dif.runtime.frames import write_label
-from dif.runtime.inputs import as_numbers, check_count, check_instance
+from dif.report.subjects import expect_column
+from dif.results.selection import find_column
+from dif.runtime.inputs import as_numbers, check_count, write_label
 from dif.solving.continuation import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colours of all plots
@@ -32,10 +30,7 @@ def predicted_vs_actual(
     x, y = (_numbers(values) for values in (actual, predicted))
     if x.shape != y.shape or not len(x):
         raise InvalidInputError(
-            f"There are {len(y)} predicted and {len(x)} actual changes.",
-            "There must be equally many of both, and at least one.",
-            "Each point of the plot is one perturbation.",
-            "Score the same perturbations with both estimators.",
+            f"There are {len(y)} predicted and {len(x)} actual changes; there must be equally many, at least one."
         )
     ax = draw_on(ax)
     ax.scatter(x, y, s=14, alpha=0.6, color=colour, marker=marker, linewidths=0, label=label)
@@ -54,10 +49,7 @@ def landscape(solution: Solution, ax: Any = None, span: float = 0.6, levels: int
     program, centre = solution.program, solution.theta
     if len(centre) != 2:
         raise InvalidInputError(
-            f"The solution has {len(centre)} parameter{'s' if len(centre) != 1 else ''}.",
-            "It must have 2.",
-            "A landscape is drawn in the plane.",
-            "Plot a smaller problem that has two parameters.",
+            f"The solution has {count_words(len(centre), 'parameter')}; a landscape is drawn of problems with 2."
         )
     ax, axis = draw_on(ax), torch.linspace(-span, span, 81).to(centre)
     values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
@@ -106,12 +98,7 @@ def ranking(
     if names is not None:
         given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
         labels = [str(given[entry.index]) for entry in top]
-    ax = draw_on(ax)
-    ax.barh(range(len(top)), values, color=[ORANGE if value > 0 else BLUE for value in values])
-    ax.set_yticks(range(len(top)), labels)
-    ax.axvline(0.0, color=GREY, linewidth=1)
-    ax.set_xlabel(f"change of {influence.targets[_find_target(influence, target)]} ({influence.estimator})")
-    return ax
+    return _draw_bars(ax, values, labels, _describe(influence, _find_target(influence, target)))
 
 
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
@@ -129,14 +116,14 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, tar
     )
     ax.set_yticks(range(1, 1 + len(named)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
-    ax.set_xlabel(f"change of {influence.targets[place]} ({influence.estimator})")
+    ax.set_xlabel(_describe(influence, place))
     return ax
 
 
 def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] | None = None) -> Any:
     """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
     parts = _expect_influence(parts)
-    k = check_count(k, "k", meaning="So many bars are drawn.", cure="Leave it out for 12.")
+    k = check_count(k, "k")
     given = parts.perturbations if names is None else expect_column(names, "`names`", {len(parts)}, per="perturbation")
     ax, total = draw_on(ax), parts.values.sum(1)
     order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
@@ -158,20 +145,15 @@ def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] 
 
 def parameter_change(change: Change, ax: Any = None, k: int = 15) -> Any:
     """Draw the k largest entries of Δθ, the change of the parameters, as bars, largest on top."""
-    ax, largest = draw_on(ax), change.largest(k)[::-1]
-    values = [value for _, value in largest]
-    ax.barh(range(len(largest)), values, color=[ORANGE if value > 0 else BLUE for value in values])
-    ax.set_yticks(range(len(largest)), [name for name, _ in largest])
-    ax.axvline(0.0, color=GREY, linewidth=1)
-    ax.set_xlabel("Δθ")
-    return ax
+    largest = change.largest(k)[::-1]
+    return _draw_bars(ax, [value for _, value in largest], [name for name, _ in largest], "Δθ")
 
 
 def multipliers(solution: Solution, change: Change, ax: Any = None) -> Any:
     """Draw Δλ, the change of the multiplier (price) of each constraint."""
     ax = draw_on(ax)
     names, values = solution.program.names, change.multipliers.flat.detach().cpu().numpy()
-    ax.bar(range(len(values)), values, color=[ORANGE if value > 0 else BLUE for value in values])
+    ax.bar(range(len(values)), values, color=_colours(values))
     ax.set_xticks(range(len(values)), names, rotation=30, ha="right")
     ax.axhline(0.0, color=GREY, linewidth=1)
     ax.set_ylabel("Δλ")
@@ -209,9 +191,7 @@ def multiplier_path(followed: Path, ax: Any = None) -> Any:
 def _mark_events(followed: Path, ax: Any) -> Any:
     """Mark the points where constraints switch, and label the axis."""
     for event in followed.events:
-        ax.axvline(event.epsilon, color=GREY, linestyle=":", linewidth=1)
-        text = f"{event.name} {'becomes active' if event.binds else 'becomes inactive'}"
-        ax.annotate(text, (event.epsilon, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
+        _mark(ax, event.epsilon, f"{event.name} {'becomes active' if event.binds else 'becomes inactive'}")
     ax.set_xlabel("ε, the share of the perturbation that is applied")
     if ax.get_legend_handles_labels()[1]:
         ax.legend(frameon=False, fontsize=8)
@@ -223,8 +203,11 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
 
     Each step sees its own batch, so the curves are noisy.
     """
-    run = check_instance(run, Run, "run", meaning="Its history is drawn.", cure="Pass dif.Training(...).run().")
-    panels = draw_on_panels(axes, 3, rows=3, meaning="Objective, violations and multipliers have different units.")
+    if not isinstance(run, Run):
+        raise InvalidInputError(f"`run` must be a dif.Run, from dif.Training(...).run(), not {type(run).__name__}.")
+    panels: list[Any] = _open_figure(3) if axes is None else list(axes) if _is_list(axes) else [axes]
+    if len(panels) != 3 or not all(map(_is_axes, panels)):
+        raise InvalidInputError(f"`axes` must be 3 axes of matplotlib, or None for a new figure, not {len(panels)}.")
     recorded, names = run.history, run.end.program.names
     panels[0].plot(recorded.steps, recorded.objective, color=GREY, linewidth=1)
     for ax, rows in ((panels[1], recorded.violations), (panels[2], recorded.multipliers)):
@@ -243,21 +226,62 @@ def bound_curve(curve: BoundCurve, ax: Any = None, target: int | str | None = No
     """Plot the price of a constraint (target=None) or a target against the bound of the constraint, with the kinks."""
     column = None if target is None else find_column(target, curve.targets)
     if target is not None and column is None:
-        raise InvalidInputError(
-            f"`target` is {target!r}.",
-            f"It must be None or one of the curve's targets: {', '.join(curve.targets) or 'it has none'}.",
-            "The curve holds no values of other targets.",
-            "Pass the target to dif.bound_curve.",
-        )
+        known = ", ".join(curve.targets) or "it has none"
+        raise InvalidInputError(f"`target` must be None or one of the curve's targets ({known}), not {target!r}.")
     ax, values = draw_on(ax), curve.price if column is None else curve.values[:, column]
     ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
     for kink in curve.kinks:
-        ax.axvline(kink.bound, color=GREY, linestyle=":", linewidth=1)
-        text = f"{kink.name} binds {kink.binds}"
-        ax.annotate(text, (kink.bound, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
+        _mark(ax, kink.bound, f"{kink.name} binds {kink.binds}")
     ax.set_xlabel(f"bound of {curve.constraint}")
     ax.set_ylabel("price λ" if column is None else curve.targets[column])
     return ax
+
+
+def draw_on(ax: Any) -> Any:
+    """Return the given axes, or those of a new figure; refuse other objects."""
+    if ax is None:
+        return _open_figure(1)[0]
+    if not _is_axes(ax):
+        raise InvalidInputError(f"`ax` must be axes of matplotlib, or None for a new figure, not {type(ax).__name__}.")
+    return ax
+
+
+def _open_figure(rows: int) -> list[Any]:
+    """Return the axes of a new pyplot figure; notebooks show it, `pyplot.show()` opens a window."""
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError('Plots need matplotlib. Install it: pip install "directional-influence[studies]"') from error
+    _, axes = pyplot.subplots(rows, figsize=(6.4, 4.8), squeeze=False, sharex=True, layout="constrained")
+    return list(axes.reshape(-1))
+
+
+def _is_list(axes: Any) -> bool:
+    return isinstance(axes, Iterable) and getattr(axes, "ndim", 1) > 0
+
+
+def _is_axes(ax: Any) -> bool:
+    return hasattr(ax, "plot") and hasattr(ax, "set_xlabel")
+
+
+def _colours(values: Iterable[float]) -> list[str]:
+    return [ORANGE if value > 0 else BLUE for value in values]
+
+
+def _draw_bars(ax: Any, values: Sequence[float], labels: Sequence[str], what: str) -> Any:
+    """Draw one horizontal bar for each value, from below."""
+    ax = draw_on(ax)
+    ax.barh(range(len(values)), values, color=_colours(values))
+    ax.set_yticks(range(len(values)), labels)
+    ax.axvline(0.0, color=GREY, linewidth=1)
+    ax.set_xlabel(what)
+    return ax
+
+
+def _mark(ax: Any, x: float, text: str) -> None:
+    """Draw a dotted vertical line with a text beside it."""
+    ax.axvline(x, color=GREY, linestyle=":", linewidth=1)
+    ax.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
 
 
 def _refine(grid: np.ndarray, factor: int = 10) -> np.ndarray:
@@ -275,18 +299,20 @@ def _numbers(values: Any) -> np.ndarray:
 
 def _expect_influence(influence: object) -> Influence:
     """Return scores; refuse other objects."""
-    cure = "Pass the result of estimator.scores(target, perturbations)."
-    return check_instance(influence, Influence, "influence", meaning="The plot shows scores.", cure=cure)
+    if not isinstance(influence, Influence):
+        raise InvalidInputError(f"`influence` must be the scores of an estimator, not {type(influence).__name__}.")
+    return influence
+
+
+def _describe(influence: Influence, column: int) -> str:
+    """Return the label of an axis with the scores of one target."""
+    return f"change of {influence.targets[column]} ({influence.estimator})"
 
 
 def _find_target(influence: Influence, target: int | str) -> int:
     """Return the number of a target that is given by name or by number."""
     place = find_column(target, influence.targets)
     if place is None:
-        raise InvalidInputError(
-            f"`target` is {target!r}.",
-            f"It must be one of the targets {few(influence.targets, quoted=True)}, or its number.",
-            "The plot shows the scores of one target.",
-            "Choose one of them.",
-        )
+        known = few(influence.targets, quoted=True)
+        raise InvalidInputError(f"`target` must be one of the targets {known}, or its number, not {target!r}.")
     return place

@@ -4,65 +4,109 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dif.derivatives.fingerprint import READ
 from dif.derivatives.sweeps import sample_losses
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, count_words, few
 from dif.optimality.solution import Solution
-from dif.problem.perturbation import Perturbation, Removal
+from dif.problem.data import leaves
+from dif.problem.perturbation import Perturbation
 from dif.problem.sample_losses import SampleLosses
-from dif.problem.structure import leaves
-from dif.report.column import write_entry
-from dif.report.sample_sets import SampleSets
+from dif.runtime.inputs import is_numbering, is_reordered, is_same, read_labels, write_label
 
+_MAX_LENGTH = 160  # characters of an entry
 _MAX_FEATURES = 24  # features shown per sample
 _MAX_PIXELS = 40  # pixels shown along each side of an image
+_MOST_VALUES = 12  # different values of a column up to which it can name a set of samples
+_MOST_COLUMNS = 3  # columns that the name of a set combines
+_MOST_MEMBERS = 3  # samples that are listed where a set has no name
+_MISSING = ""  # words of an entry without a value, which names no set
 
 
 @dataclass(frozen=True, eq=False)
 class Subjects:
     """Names, groups, features, images and losses of what was scored, by the number of the perturbation."""
 
-    labels: Sequence[str] | None  # of the perturbations; None: each sample of `train` is removed, in their order
+    perturbations: Perturbation | Sequence[str]  # their labels, where nothing else is known of them
     solution: Solution
-    train: SampleLosses | None  # the samples that are removed, one by each perturbation; None: something else changes
-    index: Sequence[int] | None  # which sample each perturbation removes; None: the one with its number
     names: Sequence[Any] | None = None
     groups: Sequence[Any] | None = None
-    features: dict[str, Sequence[Any]] | None = None
+    features: Mapping[str, Sequence[Any]] | None = None
     images: Any = None
 
     @classmethod
-    def of_perturbations(
-        cls, perturbations: Perturbation | tuple[str, ...], labels: Sequence[str], solution: Solution
-    ) -> Subjects:
-        """Find the samples that perturbations remove, if each removes one."""
-        train = index = None
-        if isinstance(perturbations, Perturbation) and len(perturbations.pieces) == 1:
-            _, action = perturbations.pieces[0]
-            if isinstance(action, Removal) and bool((action.entries.start.diff() == 1).all()):
-                train, index = action.samples, action.entries.index.tolist()
-        return cls(labels, solution, train, index)
+    def of(
+        cls, perturbations: Perturbation | Sequence[str], solution: Solution, *, names: Any = None, groups: Any = None,
+        features: Any = None, images: Any = None, index: Any = None, where: str = "",
+    ) -> Subjects:  # fmt: skip
+        """Read the columns that a user gives: one entry per perturbation, or per sample of the data.
+
+        Args:
+            perturbations: What was scored, or the labels of it.
+            solution: The solution of the scores.
+            names: One name each; by default its label in the user's data frame, or that of the perturbation.
+            groups: One group each.
+            features: A dict of columns, or a data frame.
+            images: Pixels each, (height, width) or with three channels.
+            index: Labels of the perturbations in the index of the user's data frame; None without one.
+            where: Where the columns were given, for error messages, such as " in model.py".
+        """
+        if features is not None and not (hasattr(features, "items") and hasattr(features, "keys")):
+            raise InvalidInputError(
+                f"`features`{where} is of type {type(features).__name__}; it must be a dict of columns or a data frame."
+            )
+        plain = cls(perturbations, solution)
+        count = len(perturbations) if plain.train is None else len(plain.train)
+        tables = {} if features is None else {key: (f"features[{key!r}]", column) for key, column in features.items()}
+        given = {"names": names, "groups": groups, "images": images, **dict(tables.values())}
+        if index is not None:
+            everyone = index if plain.train is None else plain.train.population.storage.labels(torch.arange(count))
+            for name, column in {"features": features, **given}.items():
+                _check_labels(column, name, index, everyone)
+            given["names"] = [write_label(label) for label in everyone] if names is None else names
+        read = {
+            name: expect_column(column, f"`{name}`{where}", {len(perturbations), count})
+            for name, column in given.items()
+            if column is not None or name.startswith("features")
+        }
+        shown = None if features is None else {str(key): read[name] for key, (name, _) in tables.items()}
+        subjects = cls(perturbations, solution, read.get("names"), read.get("groups"), shown, read.get("images"))
+        subjects._check_display(where)
+        return subjects
+
+    @cached_property
+    def _removed(self) -> tuple[SampleLosses, list[int]] | None:
+        """The samples that are removed, and which of them each perturbation removes; None if it is not one of each."""
+        _, removal = (self.perturbations.removal if isinstance(self.perturbations, Perturbation) else None) or (0, None)
+        return None if removal is None or not removal.is_single else (removal.samples, removal.entries.index.tolist())
+
+    @property
+    def train(self) -> SampleLosses | None:
+        """The samples that are removed, one by each perturbation; None if something else changes."""
+        return None if self._removed is None else self._removed[0]
+
+    @cached_property
+    def labels(self) -> Sequence[str]:
+        """Label of each perturbation."""
+        return self.perturbations.labels if isinstance(self.perturbations, Perturbation) else self.perturbations
 
     def _pick(self, column: Any, i: int) -> Any:
         """Return the entry of a column for perturbation i: one per perturbation, or one per sample."""
-        whole = self.index is not None and self.train is not None and len(column) == len(self.train)
-        return column[self.index[i] if whole and self.index is not None else i]
+        whole = self._removed is not None and len(column) == len(self._removed[0])
+        return column[self._removed[1][i] if whole and self._removed is not None else i]
 
     def name(self, i: int) -> str:
         """Return the name of subject i."""
-        if self.names is not None:
-            return str(self._pick(self.names, i))
-        if self.labels is not None:
-            return self.labels[i].removeprefix("remove ")
-        return f"{self.train.name if self.train else 'sample'}[{i}]"
+        return self.labels[i].removeprefix("remove ") if self.names is None else str(self._pick(self.names, i))
 
     def group(self, i: int) -> str | None:
         """Return the group of subject i, or None."""
@@ -71,14 +115,12 @@ class Subjects:
     @cached_property
     def losses(self) -> dict[str, Tensor]:
         """Loss of each subject at the solution, by name: first `train`, then each view of it in the problem."""
-        if self.train is None:
+        if self._removed is None:
             return {}
+        train, rows = self._removed
         parameters, theta = self.solution.program.parameters, self.solution.theta
-        views = [
-            s for s in self.solution.problem.samples if s.population is self.train.population and s is not self.train
-        ]
-        rows = slice(None) if self.index is None else torch.tensor(self.index)
-        return {s.name: sample_losses(s, parameters, theta).double().cpu()[rows] for s in (self.train, *views)}
+        views = [s for s in self.solution.problem.samples if s.population is train.population and s is not train]
+        return {s.name: sample_losses(s, parameters, theta).double().cpu()[rows] for s in (train, *views)}
 
     @cached_property
     def sets(self) -> SampleSets:
@@ -94,22 +136,17 @@ class Subjects:
                     columns.setdefault(f"z{k}", []).extend(leaf.detach().reshape(-1).tolist())
         return columns
 
-    def feature(self, rows: Sequence[int]) -> list[dict[str, str]]:
-        """Return the features of the subjects as text; by default, the numbers that a small sample consists of."""
+    def feature(self, i: int) -> dict[str, str]:
+        """Return the features of subject i as text; by default, the numbers that a small sample consists of."""
         if self.features is not None:
             columns = list(self.features.items())[:_MAX_FEATURES]
-            return [{name: write_entry(self._pick(column, i)) for name, column in columns} for i in rows]
-        texts = []
-        for i in rows:
-            small = [leaf for leaf in self._leaves(i) if leaf.numel() <= _MAX_FEATURES]
-            texts.append(
-                {
-                    f"z{k}" + (f"[{j}]" if part.numel() > 1 else ""): write_entry(value)
-                    for k, part in enumerate(small)
-                    for j, value in enumerate(part.reshape(-1).tolist())
-                }
-            )
-        return texts
+            return {name: write_entry(self._pick(column, i)) for name, column in columns}
+        small = [leaf for leaf in self._leaves(i) if leaf.numel() <= _MAX_FEATURES]
+        return {
+            f"z{k}" + (f"[{j}]" if part.numel() > 1 else ""): write_entry(value)
+            for k, part in enumerate(small)
+            for j, value in enumerate(part.reshape(-1).tolist())
+        }
 
     def image(self, i: int) -> Tensor | None:
         """Return the pixels of subject i, (height, width) or (height, width, 3), 0 … 255; None if it has no image."""
@@ -124,40 +161,38 @@ class Subjects:
         pixels = self.image(i)
         if pixels is None:
             return None
-        grey = pixels.dim() == 2
         data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
-        return {"height": pixels.shape[0], "width": pixels.shape[1], "channels": 1 if grey else 3, "data": data}
+        return {
+            "height": pixels.shape[0],
+            "width": pixels.shape[1],
+            "channels": 1 if pixels.dim() == 2 else 3,
+            "data": data,
+        }
 
-    def check_display(self, where: str = "") -> None:
-        """Refuse features or images that cannot be shown, judged by the first; `where` says where they were given."""
-        displays: list[tuple[str, str, Callable[[], object]]] = [
-            ("features", "numbers or words", lambda: self.feature([0])),
-            ("images", "numeric pixels of shape (n, height, width)", lambda: self.image(0)),
-        ]
-        for name, wanted, display in displays:
+    def _check_display(self, where: str) -> None:
+        """Refuse features or images that cannot be shown, judged by the first."""
+        for name, wanted, display in (
+            ("features", "numbers or words", self.feature),
+            ("images", "numeric pixels of shape (n, height, width)", self.image),
+        ):
             try:
-                display()
+                display(0)
             except Exception as error:
                 raise InvalidInputError(
-                    f"`{name}`{where} cannot be displayed ({type(error).__name__}: {error}).",
-                    f"It must hold {wanted}.",
-                    "The report shows it for each sample.",
-                    "Give one number or word per sample and feature, and one array per image; or leave it out.",
+                    f"`{name}`{where} cannot be displayed ({type(error).__name__}: {error}); it must hold {wanted}."
                 ) from error
         if self.images is not None and self.image(0) is None:
             raise InvalidInputError(
-                f"`images`{where} has entries of shape {tuple(torch.as_tensor(self._pick(self.images, 0)).shape)}.",
-                "Each must be an image of shape (height, width), (height, width, 3) or (3, height, width).",
-                "The report shows the image of each sample.",
-                "Reshape each entry to its height and width, show numbers as `features`, or leave it out.",
+                f"`images`{where} has entries of shape {tuple(torch.as_tensor(self._pick(self.images, 0)).shape)}; "
+                "each must have shape (height, width), (height, width, 3) or (3, height, width)."
             )
 
     def _leaves(self, i: int) -> list[Tensor]:
         """Return the tensors of the sample that perturbation i removes; none if it does something else."""
-        if self.train is None:
+        if self._removed is None:
             return []
-        sample = i if self.index is None else self.index[i]
-        _, batch = next(self.train.batches(torch.tensor([sample])))
+        train, rows = self._removed
+        _, batch = next(train.batches(torch.tensor([rows[i]])))
         return [leaf[0] for leaf in leaves(batch)]
 
 
@@ -175,3 +210,122 @@ def _as_bytes(pixels: Tensor) -> Tensor | None:
         return pixels if pixels.numel() else None
     low, high = float(pixels.min()), float(pixels.max())
     return (255 * (pixels.double() - low) / ((high - low) or 1.0)).round().to(torch.uint8)
+
+
+def list_entries(column: Any) -> list[Any] | None:
+    """Return the entries of a list, an array or a pandas column by position; None for other objects.
+
+    >>> list_entries((1, 2)), list_entries("ab"), list_entries(3)
+    ([1, 2], None, None)
+    """
+    listable = isinstance(column, Iterable) and not isinstance(column, str | bytes | Mapping | set)
+    return list(column) if listable and getattr(column, "ndim", 1) > 0 else None
+
+
+def expect_column(column: Any, name: str, lengths: set[int], per: str = "sample") -> list[Any]:
+    """Return the entries of a column; refuse other objects, and other numbers of entries.
+
+    Args:
+        column: A list, an array or a pandas column.
+        name: What the user calls it, in backquotes, for the error message.
+        lengths: How many entries it may have.
+        per: What has one entry; a noun.
+    """
+    entries = list_entries(column)
+    if entries is None or len(entries) not in lengths:
+        found = f"is of type {type(column).__name__}" if entries is None else f"has {len(entries)} entries"
+        numbers = " or ".join(map(str, sorted(lengths)))
+        raise InvalidInputError(
+            f"{name} {found}; it must be a list, an array or a column with {numbers} entries, one per {per}."
+        )
+    return entries
+
+
+def write_entry(value: Any) -> str:
+    """Return an entry as text, long ones cut short.
+
+    >>> write_entry(1.0), write_entry(0.123456789), write_entry("a")
+    ('1', '0.123457', 'a')
+    """
+    value = value.item() if hasattr(value, "item") else value
+    text = f"{value:.6g}" if isinstance(value, float) else str(value)
+    return text if len(text) <= _MAX_LENGTH else text[:_MAX_LENGTH] + "…"
+
+
+def _check_labels(column: Any, name: str, index: Any, everyone: Any) -> None:
+    """Refuse a data frame or a series whose index says that its rows are other samples than those of the scores.
+
+    Args:
+        column: What the user gave.
+        name: The argument.
+        index: Labels of the perturbations.
+        everyone: Labels of all samples; of the perturbations, if these are no removals.
+    """
+    found = read_labels(column)
+    if found is None:
+        return
+    whole = everyone is not index and len(found) == len(everyone)  # then its rows are in the order of the data
+    labels, source = (everyone, "X") if whole else (index, "scores")
+    if is_same(found, labels):
+        return
+    reordered = is_reordered(found, labels)
+    unnamed = is_numbering(found) or (is_numbering(everyone) and set(everyone).isdisjoint(found))
+    if reordered or not unnamed:
+        known = set(labels)
+        other = f"other labels than the scores: {few([x for x in found if x not in known], quoted=True)}"
+        plain = ".to_dict('list')" if hasattr(column, "columns") else ".to_list()"
+        raise InvalidInputError(
+            f"`{name}` has {'the labels of the scores in another order' if reordered else other}. Pass "
+            f"{name}.loc[{source}.index], or, if its rows are in order already, {name}{plain}."
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class SampleSets:
+    """Columns with few different values, one entry per sample of a population, in the words of a set."""
+
+    population: object | None  # which samples the columns are about
+    columns: tuple[np.ndarray, ...]  # such as "label = 1" or "group a" for each sample
+
+    @classmethod
+    def of(
+        cls, samples: SampleLosses | None, groups: Sequence[Any] | None, features: Mapping[str, Sequence[Any]]
+    ) -> SampleSets:
+        """Read the groups and features of samples; columns of another length say nothing about them."""
+        if samples is None:
+            return cls(None, ())
+        named = [(f"{name} = ", column) for name, column in features.items()]
+        if groups is not None:
+            called = all(str(group).lower().startswith("group") for group in groups)
+            named.append(("" if called else "group ", groups))
+        found = (_read_set(words, column) for words, column in named if len(column) == len(samples))
+        return cls(samples.population, tuple(column for column in found if column is not None))
+
+    def describe(self, samples: SampleLosses, members: Sequence[int]) -> str:
+        """Return the name and the size of a set: "label = 1, group a (83 samples)".
+
+        The name is one that fits these samples and no others; without one, the first samples are listed.
+        """
+        index, size = list(members), count_words(len(members), "sample")
+        known = self.columns if samples.population is self.population else ()
+        shared = [c for c in known if c[index[0]] != _MISSING and (c[index] == c[index[0]]).all()]
+        for number in range(1, _MOST_COLUMNS + 1):
+            for chosen in combinations(shared, number):
+                inside = np.logical_and.reduce([column == column[index[0]] for column in chosen])
+                if inside.sum() == len(index):
+                    return f"{', '.join(str(column[index[0]]) for column in chosen)} ({size})"
+        listed = ", ".join(map(str, index[:_MOST_MEMBERS])) + (", …" if len(index) > _MOST_MEMBERS else "")
+        return f"{size} ({listed})"
+
+
+def _read_set(words: str, column: Sequence[Any]) -> np.ndarray | None:
+    """Return the words of each entry; None for a column with many values, or with one."""
+    texts, values = [], set()
+    for entry in column:
+        text = write_entry(entry)
+        absent = entry is None or (text == "nan" and not isinstance(entry, str))
+        texts.append(_MISSING if absent else words + text)
+        values.add(texts[-1])
+        if len(values) > _MOST_VALUES:
+            return None
+    return np.array(texts) if len(values) > 1 else None

@@ -1,1 +1,1 @@
-"""Solvers: `fit`, many problems at once, paths under a perturbation, training runs. Judging a point: `optimality`."""
+"""Solvers: `fit`, many problems at once, paths under a perturbation. Judging a point: `optimality`."""

@@ -11,10 +11,9 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
 from dif.errors import InfeasibleError, UnboundedError
-from dif.linalg.metric import Metric
-from dif.linalg.trust_region import KrylovModel, exact_step
-from dif.runtime.limits import Limits
-from dif.runtime.progress import Reporter
+from dif.linalg.lanczos import KrylovModel, exact_step
+from dif.linalg.preconditioner import Metric
+from dif.runtime.work import Limits, Reporter
 
 PATIENCE = 8  # rounds allowed without halving the residual
 _DIVERGED = 1e9  # ‖θ‖ relative to its start, beyond which a problem counts as unbounded

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
+from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, DifError, NotConvergedError, count_words
 from dif.linalg.anderson import Extrapolation
+from dif.optimality.judgement import residuals
 from dif.optimality.kkt_system import KKTSystem, kkt_step
-from dif.optimality.residuals import residuals
 from dif.optimality.solution import Solution
-from dif.optimality.targets import Targets
-from dif.problem.kinds import Kinds
 from dif.problem.perturbation import Perturbation
+from dif.problem.term import Kinds
 
 _FIRST_STEP = 0.25  # first step of ε; later ones adapt
 _SHORTEST = 1e-7  # smallest step of ε; where it fails, the path is lost
@@ -80,7 +80,7 @@ class Path:
 
     def plot(self, ax: Any = None) -> Any:
         """Plot the parameters that change most along the path, on new axes if `ax` is None; return the axes."""
-        from dif.plots import path
+        from dif.report.plots import path
 
         return path(self, ax)
 
@@ -340,12 +340,9 @@ class PathFollower:
             f"after {count_words(self.steps, 'step')}."
         )
         if self.steps >= self.max_steps:
-            return NotConvergedError(
-                found,
-                f"It must reach ε = 1 within {count_words(self.max_steps, 'step')}.",
-                "The limit on steps was reached before the end of the path.",
-                "Raise max_steps, perturb less, or use Retraining.",
-            )
+            allowed = f"It must reach ε = 1 within {count_words(self.max_steps, 'step')}."
+            cure = "Raise max_steps, perturb less, or use Retraining."
+            return NotConvergedError(found, allowed, "The limit on steps was reached before the end of the path.", cure)
         return NotConvergedError(
             found,
             "It must reach ε = 1.",

@@ -5,36 +5,97 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dif.derivatives.checks import check_derivatives, explain
+from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.kinks import explain
-from dif.derivatives.loss_checks import check_derivatives
 from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
+from dif.optimality.certificate import judge_feasibility
+from dif.optimality.judgement import KKT, Scales, residuals
 from dif.optimality.kkt_system import kkt_step
-from dif.optimality.residuals import KKT, Scales, residuals
-from dif.optimality.solution import Solution, check_gradients, check_tolerance
+from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
-from dif.runtime.inputs import as_index
-from dif.runtime.limits import Limits
-from dif.runtime.progress import Reporter, progress
+from dif.runtime.archive import check_folder, read_archive, write_archive
+from dif.runtime.inputs import check_count, check_number, expect_path
+from dif.runtime.work import Limits, Reporter, progress
 from dif.solving.augmented_lagrangian import PATIENCE, AugmentedLagrangian
-from dif.solving.checkpoint import Checkpoint, FitState
-from dif.solving.minibatch import PrimalDual
-from dif.solving.newton import damped_newton
+from dif.solving.batched_newton import damped_newton
+
+_KIND = "fit checkpoint"  # of file
+
+
+@dataclass(frozen=True)
+class FitState:
+    """The state of a fit: θ, λ and how far the augmented Lagrangian is."""
+
+    theta: Tensor
+    lam: Tensor
+    penalty: float | None = None  # of the augmented Lagrangian; None before its first round
+    accuracy: float | None = None  # of its next round
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """A file with the state of a fit of one program."""
+
+    path: Path
+    program: Program
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], program: Program) -> Checkpoint:
+        """Return the checkpoint at a path; its folder must exist, the file need not."""
+        check_folder(expect_path(path, "checkpoint"))
+        return cls(Path(path), program)
+
+    @cached_property
+    def _about(self) -> dict[str, Any]:
+        """What must agree between the file and the program."""
+        return {**describe_program(self.program), "problem": fingerprint_program(self.program).hex()}
+
+    def save(self, state: FitState) -> None:
+        """Write the file."""
+        numbers = {name: value for name, value in vars(state).items() if not isinstance(value, Tensor)}
+        write_archive(self.path, _KIND, {"theta": state.theta, "lam": state.lam}, {**self._about, "state": numbers})
+
+    def load(self) -> FitState | None:
+        """Return the stored state; None if there is no file, or (with a warning) one of a changed problem."""
+        if not self.path.exists():
+            return None
+        cure = "Name another file, or delete this one to start from the beginning."
+        arrays, about = read_archive(self.path, _KIND, cure)
+        different = [name for name, value in self._about.items() if about[name] != value]
+        if different not in ([], ["problem"]):
+            raise InvalidInputError(
+                f"The checkpoint {os.fspath(self.path)!r} belongs to a fit with other {' and '.join(different)}. {cure}"
+            )
+        if different:
+            warn(
+                f"The checkpoint {os.fspath(self.path)!r} belongs to another problem: its data, weights, bounds or "
+                "code have changed. `fit` starts from the beginning and overwrites it.",
+                UserWarning,
+            )
+            return None
+        like = self.program.parameters
+        theta, lam = (torch.from_numpy(arrays[name]).to(like.device, like.dtype) for name in ("theta", "lam"))
+        return FitState(theta, lam, **about["state"])
+
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
+_ROUNDING = 1e-6  # relative size of a negative multiplier of an inequality that counts as zero
 _SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
@@ -46,10 +107,6 @@ def fit(
     tol: float | None = None,
     max_iter: int = 20_000,
     max_seconds: float | None = None,
-    epochs: int = 0,
-    batch_size: int = 256,
-    rate: float = 1e-3,
-    seed: int = 0,
     checkpoint: str | os.PathLike[str] | None = None,
     show_progress: bool = True,
 ) -> Solution:
@@ -57,22 +114,19 @@ def fit(
 
     Far from the solution, the augmented Lagrangian is minimised by L-BFGS in coordinates scaled by the curvature, with
     trust-region steps where the curvature is negative or L-BFGS is slow. Near the solution, Newton's method on the
-    optimality conditions takes over. An untrained network gets there sooner after some `epochs` on mini-batches.
+    optimality conditions takes over. A network that is trained on mini-batches first gets there sooner:
+    `run = dif.Training(problem, model, dif.Adam(0.01), epochs=20).run()`, then
+    `dif.fit(problem, run.params, multipliers=run.multipliers)`.
 
     Args:
         problem: The problem to solve.
         params: Start: a dict of tensors or an `nn.Module`.
-        multipliers: Start of λ (per constraint or flat); zero when left out.
+        multipliers: Start of λ (per constraint or flat), ≥ 0 for inequalities; zero when left out.
         tol: Relative KKT residual to reach (None: 1e-10 in float64, 1e-5 in float32).
-        max_iter: Limit on the iterations of all phases together: mini-batches, passes of L-BFGS over the data, and
-            Newton steps.
+        max_iter: Limit on the iterations of both phases together: passes of L-BFGS over the data, and Newton steps.
         max_seconds: Time limit, checked between steps; a step that has begun (a Hessian, for example) is finished.
-        epochs: Passes over the data in mini-batches before the other phases: Adam on θ, gradient ascent on λ.
-        batch_size: Samples per mini-batch.
-        rate: First step size of Adam; it falls to zero over the epochs.
-        seed: Seed of the order of the mini-batches.
-        checkpoint: A file in which the state is saved after each epoch, block of iterations and Newton step. Called
-            again with the same file, `fit` resumes from there (Adam's moving averages start again).
+        checkpoint: A file in which the state is saved after each block of iterations and each Newton step. Called
+            again with the same file, `fit` resumes from there.
         show_progress: Show a line with the residual on a terminal.
 
     Returns:
@@ -85,53 +139,43 @@ def fit(
     """
     parameters, theta = Parameters.of(params)
     program = Program.of(problem, parameters, theta)
-    lam = torch.zeros_like(program.tau) if multipliers is None else program.flatten_multipliers(multipliers)
+    lam = read_multipliers(program, multipliers)
     check_gradients(program, program.rows.gradients(theta)[1])
     check_limits(max_iter, max_seconds)
-    _check_batches(epochs, batch_size, rate, seed)
     limits = Limits(max_iter, max_seconds)
     file = None if checkpoint is None else Checkpoint.open(checkpoint, program)
     start = (None if file is None else file.load()) or FitState(theta, lam)
 
-    def save(theta: Tensor, lam: Tensor, epochs: int, *phase: float) -> None:
+    def save(theta: Tensor, lam: Tensor, *phase: float) -> None:
         if file is not None:
-            file.save(FitState(theta, lam, epochs, *phase))
+            file.save(FitState(theta, lam, *phase))
 
     with progress("fit", None, show_progress) as report:
-        if start.penalty is None and start.epochs < epochs:
-            mini_batches = PrimalDual(program, epochs, batch_size, rate, seed, limits, report)
-            start = FitState(*mini_batches.run(start.theta, start.lam, start.epochs, save))
-        result = solve(
-            program,
-            start,
-            limits,
-            tol=tol,
-            report=report,
-            save=lambda theta, lam, *phase: save(theta, lam, start.epochs, *phase),
-        )
+        result = solve(program, start, limits, tol=tol, report=report, save=save)
     solution = Solution.of_program(program, result.theta, result.lam)
-    infeasible = solution.feasibility()
+    infeasible = judge_feasibility(solution)
     if infeasible is not None:
         infeasible.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
     else:
-        warn(
-            f"`fit` stopped after {result.iterations} iterations ({result.stopped_by}), before reaching its tolerance. "
-            f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most {result.goal:.1g}. "
-            f"The point is {_describe(result, solution)}. {_advise(solution)}",
-            NotConvergedWarning,
-        )
+        _warn_unfinished(result, solution)
     return solution
 
 
-def _describe(result: Found, solution: Solution) -> str:
-    """Describe the point at which an unfinished solve ended."""
+def _warn_unfinished(result: Found, solution: Solution) -> None:
+    """Say where a solve ended that has not reached its tolerance, and what to do about it."""
+    point = "nearly a solution" if solution.converged else "not a solution"
     if result.negative_curvature is not None:
         lowest = result.negative_curvature[0]
-        return f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
-    return "nearly a solution" if solution.converged else "not a solution"
+        point = f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
+    warn(
+        f"`fit` stopped after {result.iterations} iterations ({result.stopped_by}), before reaching its tolerance. "
+        f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most {result.goal:.1g}. "
+        f"The point is {point}. {_advise(solution)}",
+        NotConvergedWarning,
+    )
 
 
 def _advise(solution: Solution) -> str:
@@ -159,25 +203,23 @@ def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
     """Refuse limits that are not positive numbers."""
-    timed = max_seconds is None or (isinstance(max_seconds, int | float) and max_seconds > 0)
-    if not timed or (as_index(max_iter) or 0) < 1:
-        raise InvalidInputError(
-            f"The limits are max_iter={max_iter}, max_seconds={max_seconds}.",
-            "Both must be positive, and max_iter an integer.",
-            "No iteration could be made within these limits.",
-            "Leave them out for the defaults.",
-        )
+    check_count(max_iter, "max_iter")
+    if max_seconds is not None and max_seconds != float("inf"):
+        check_number(max_seconds, "max_seconds")
 
 
-def _check_batches(epochs: int, batch_size: int, rate: float, seed: int) -> None:
-    integers = all(as_index(number) is not None for number in (epochs, batch_size, seed)) and abs(seed) < 2**31
-    if not integers or epochs < 0 or batch_size < 1 or not isinstance(rate, int | float) or not 0 < rate < float("inf"):
+def read_multipliers(program: Program, multipliers: Any) -> Tensor:
+    """Return the λ to start from, (m,): zero for None; refuse negative ones of inequalities, except for rounding."""
+    if multipliers is None:
+        return torch.zeros_like(program.tau)
+    lam = program.flatten_multipliers(multipliers)
+    negative = program.kinds.inadmissible(lam) & (lam < -_ROUNDING * (1 + lam.norm()))
+    if bool(negative.any()):
+        row = int(negative.nonzero()[0])
         raise InvalidInputError(
-            f"The mini-batch phase of `fit` has epochs={epochs}, batch_size={batch_size}, rate={rate}, seed={seed}.",
-            "It needs integers epochs ≥ 0, batch_size ≥ 1 and |seed| < 2³¹, and a finite rate > 0.",
-            "These numbers do not describe passes over the data in mini-batches.",
-            "Leave them out for no mini-batch phase, or set only epochs=20.",
+            f"The multiplier of the inequality {program.names[row]!r} must be ≥ 0, not {float(lam[row]):g}."
         )
+    return program.kinds.project(lam)
 
 
 @dataclass
@@ -189,7 +231,7 @@ class Found:
     residual: float = float("inf")
     goal: float = 0.0  # the tolerance, or what rounding allows
     iterations: int = 0
-    stopped_by: str = "max_iter"
+    stopped_by: str = ""
     negative_curvature: tuple[float, Tensor] | None = None  # at a saddle: the curvature and its direction in √D·θ
 
     @property
@@ -218,17 +260,25 @@ def solve(
         save: Called after every Newton step and every block of other iterations, with θ and λ, and with the penalty
             and accuracy of the augmented Lagrangian once it is used.
     """
-    goal = resolve_tolerance(tol, start.theta)
-    best, solver = Found(start.theta, start.lam), SolverSeries(_estimate_curvature)
+    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report)
+    end = best = Found(start.theta, start.lam)
     phase = () if start.penalty is None else (start.penalty, start.accuracy)
-    _polish(program, best, goal, limits, report, solver, lambda at: save(at.theta, at.lam, *phase))
-    rounds = None
+    newton.polish(best, lambda at: save(at.theta, at.lam, *phase))
     if not best.reached:
         rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, save)
         rounds.penalty, rounds.accuracy = start.penalty or rounds.penalty, start.accuracy or rounds.accuracy
-    waited = 0
-    trial = best
-    while rounds is not None and not best.reached and limits.find_reached() is None:
+        best = _alternate(newton, rounds, best, save)
+        # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
+        end, phase = best if best.reached else rounds, (rounds.penalty, rounds.accuracy)
+    best.iterations, best.stopped_by = limits.used, best.stopped_by or limits.find_reached() or "converged"
+    save(end.theta, end.lam, *phase)
+    return best
+
+
+def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: Callable[..., None]) -> Found:
+    """Alternate rounds of the augmented Lagrangian and Newton's method; return the best point."""
+    waited, trial = 0, best
+    while not best.reached and newton.limits.find_reached() is None:
         if trial.negative_curvature is not None:
             rounds.escape(trial.negative_curvature[1])
         if not rounds.run_round():
@@ -236,25 +286,16 @@ def solve(
         phase = rounds.penalty, rounds.accuracy
         save(rounds.theta, rounds.lam, *phase)
         trial = Found(rounds.theta, rounds.lam)
-        _polish(program, trial, goal, limits, report, solver, lambda at, phase=phase: save(at.theta, at.lam, *phase))
+        newton.polish(trial, lambda at, phase=phase: save(at.theta, at.lam, *phase))
         was_saddle, is_saddle = best.negative_curvature is not None, trial.negative_curvature is not None
         escaped = was_saddle and not is_saddle
         waited = 0 if escaped or trial.residual < 0.5 * best.residual else waited + 1
         if escaped or (trial.residual < best.residual and (was_saddle or not is_saddle)):
             best = trial
         if not best.reached and (waited > PATIENCE or rounds.raised > PATIENCE + 2):
-            rounds.check_feasible(goal)
+            rounds.check_feasible(newton.goal)
             best.stopped_by = "no further progress"
             break
-    else:
-        best.stopped_by = limits.find_reached() or "converged"
-    best.iterations = limits.used
-    if rounds is None or rounds.rounds == 0:
-        save(best.theta, best.lam)
-    elif best.reached:
-        save(best.theta, best.lam, rounds.penalty, rounds.accuracy)
-    else:  # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
-        save(rounds.theta, rounds.lam, rounds.penalty, rounds.accuracy)
     return best
 
 
@@ -273,88 +314,94 @@ def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tupl
     return kkt, f, J
 
 
-def _newton(
-    program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries,
-    save: Callable[[Found], None],
-) -> bool:  # fmt: skip
-    """Run Newton's method on the KKT system while the residual falls; `at` is moved to the best point.
+@dataclass
+class Newton:
+    """Newton's method on the KKT system of a program, from points near a solution."""
 
-    Where the Hessian is assembled it continues below the tolerance until rounding stops it, so that weak constraints
-    can be told from nearly weak ones. Elsewhere that would be expensive, and it stops at the tolerance.
+    program: Program
+    goal: float  # relative KKT residual to reach
+    limits: Limits
+    report: Reporter
+    solver: SolverSeries = field(default_factory=lambda: SolverSeries(_estimate_curvature))
 
-    Returns:
-        Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
-    """
-    units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    kkt, f, J = _measure(program, at.theta, at.lam, units)
-    at.residual, at.goal = kkt.residual, max(goal, 16 * kkt.rounding)
-    far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-    if far or not _is_finite(kkt):
-        return False  # far away, where a step is expensive and seldom good
-    finest, d, convex = torch.finfo(at.theta.dtype).eps ** 0.672, len(at.theta), False
-    z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
-    trial = kkt, f, J
+    def polish(self, at: Found, save: Callable[[Found], None]) -> None:
+        """Iterate from `at`, with `save(at)` after every step; at a stationary point check whether it is a saddle."""
+        if self._iterate(at, save) or not at.residual <= at.goal:
+            return
+        program = self.program
+        H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
+        lowest, direction = lanczos(H, G, H.scale().sqrt())
+        if lowest < _SADDLE:
+            at.negative_curvature = lowest, direction
 
-    def step(_: Tensor) -> tuple[Tensor, Tensor]:
-        no_step = torch.zeros_like(z), torch.tensor([False])
-        if limits.find_reached() is not None:
-            return no_step
-        limits.used += 1
-        report(limits.used, f"(Newton, residual {at.residual:.1e})")
-        solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))  # a rough step is enough far from the solution
+    def _iterate(self, at: Found, save: Callable[[Found], None]) -> bool:
+        """Make steps while the residual falls; `at` is moved to the best point.
+
+        Where the Hessian is assembled they continue below the tolerance until rounding stops them, so that weak
+        constraints can be told from nearly weak ones. Elsewhere that would be expensive, and they stop at the
+        tolerance.
+
+        Returns:
+            Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
+        """
+        program, d, convex = self.program, len(at.theta), False
+        units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        trial = kkt, f, J = _measure(program, at.theta, at.lam, units)
+        at.residual, at.goal = kkt.residual, max(self.goal, 16 * kkt.rounding)
+        far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
+        if far or not _is_finite(kkt):
+            return False  # far away, where a step is expensive and seldom good
+        z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
+
+        def step(_: Tensor) -> tuple[Tensor, Tensor]:
+            move = self._step(at, f, J, H)
+            return torch.zeros_like(z) if move is None else move[None], torch.tensor([move is not None])
+
+        def judge(_: Tensor, points: Tensor) -> Tensor:
+            nonlocal trial
+            trial = _measure(program, points[0, :d], points[0, d:], units)
+            return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
+
+        def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
+            nonlocal f, J, H, units, convex
+            if not bool(moved):
+                stop = float(length) < _SHORTEST or at.reached or self.limits.find_reached() is not None
+                convex = stop and H.cheap
+                return torch.tensor([not stop])
+            kkt, f, J = trial
+            slow = kkt.residual > _SLOW * at.residual
+            at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
+            at.goal = max(self.goal, 16 * kkt.rounding)
+            save(at)
+            if not H.cheap and (at.reached or slow):
+                return torch.tensor([False])
+            H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
+            units = H if H.cheap else units
+            return torch.tensor([True])
+
+        damped_newton(z, residual, step, judge, proceed, sys.maxsize)
+        return convex
+
+    def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature) -> Tensor | None:
+        """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none."""
+        if self.limits.find_reached() is not None:
+            return None
+        self.limits.used += 1
+        self.report(self.limits.used, f"(Newton, residual {at.residual:.1e})")
+        program, finest = self.program, torch.finfo(at.theta.dtype).eps ** 0.672
+        # a rough step is enough far from the solution
+        self.solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))
+        gradient, force = program.weights(at.lam) @ J, program.kinds.has_force(at.lam)
+        solver = None if H.cheap else self.solver
         try:
-            gradient, chosen = program.weights(at.lam) @ J, None if H.cheap else solver
-            omega, lam = kkt_step(
-                gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, program.kinds.has_force(at.lam), chosen
-            )
+            omega, lam = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, force, solver)
         except DegenerateError:
-            return no_step
+            return None
         except NotConvergedError:
-            solver.restart()
-            return no_step
-        return torch.cat([omega, lam - at.lam])[None], torch.tensor([True])
-
-    def judge(_: Tensor, points: Tensor) -> Tensor:
-        nonlocal trial
-        trial = _measure(program, points[0, :d], points[0, d:], units)
-        return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
-
-    def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
-        nonlocal f, J, H, units, convex
-        if not bool(moved):
-            stop = float(length) < _SHORTEST or at.reached or limits.find_reached() is not None
-            convex = stop and H.cheap
-            return torch.tensor([not stop])
-        kkt, f, J = trial
-        slow = kkt.residual > _SLOW * at.residual
-        at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
-        at.goal = max(goal, 16 * kkt.rounding)
-        save(at)
-        if not H.cheap and (at.reached or slow):
-            return torch.tensor([False])
-        H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
-        units = H if H.cheap else units
-        return torch.tensor([True])
-
-    damped_newton(z, residual, step, judge, proceed, sys.maxsize)
-    return convex
-
-
-def _polish(
-    program: Program, at: Found, goal: float, limits: Limits, report: Reporter, solver: SolverSeries,
-    save: Callable[[Found], None],
-) -> None:  # fmt: skip
-    """Run Newton's method from `at`; where it ends at a stationary point, check whether that is a saddle.
-
-    `save(at)` is called after every step.
-    """
-    if _newton(program, at, goal, limits, report, solver, save) or not at.residual <= at.goal:
-        return
-    H = Curvature(program.rows, at.theta, program.weights(at.lam))
-    G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
-    lowest, direction = lanczos(H, G, H.scale().sqrt())
-    if lowest < _SADDLE:
-        at.negative_curvature = lowest, direction
+            self.solver.restart()
+            return None
+        return torch.cat([omega, lam - at.lam])
 
 
 def _is_finite(kkt: KKT) -> bool:

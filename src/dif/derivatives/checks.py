@@ -1,0 +1,593 @@
+"""Checks of the user's losses and functions: values, derivatives by every method that dif uses, kinks and jumps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dif.derivatives.losses import NO_FORWARD, NO_MAP, NO_VMAP, BatchLosses, Differentiable
+from dif.derivatives.rows import CompiledFunction, Rows, check_type, evaluate_function
+from dif.derivatives.sweeps import sample_losses, sample_slopes, stacked_losses
+from dif.errors import DifError, InvalidInputError, few
+from dif.problem.parameters import Parameters
+from dif.problem.sample_losses import NO_SECOND_BACKWARD, PLAIN_ATTENTION, SampleLosses
+from dif.problem.term import Function
+from dif.runtime.guard import convert_errors, is_unsupported, numbers_at_once
+
+# Finite differences
+
+
+def difference(at: Callable[[float], Tensor], here: Tensor, step: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiate a function of a step along a direction by central differences.
+
+    Returns:
+        The slopes; their rounding errors; and how far the slopes to the two sides are apart, as they are on a kink.
+
+    >>> slope, _, bend = difference(lambda t: torch.tensor([(1 + t) ** 2, abs(t)]).double(), torch.eye(2)[0], 1e-3)
+    >>> [round(x, 6) for x in (*slope.tolist(), *bend.tolist())]
+    [2.000034, 0.0, 0.002027, 2.0]
+    """
+    before, after = at(-step), at(step)
+    rounding = torch.finfo(here.dtype).eps / step * here.abs()
+    return (after - before) / (2 * step), rounding, (before - 2 * here + after).abs() / step
+
+
+def check_slopes(samples: SampleLosses, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
+    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one."""
+    eps = torch.finfo(theta.dtype).eps
+    here, slopes = sample_slopes(samples, parameters, theta, v[:, None])
+    slope, last, index, change = slopes[:, 0], slopes[:, 0], torch.arange(len(samples)), 0
+    for step in (eps ** (1 / 3), 16 * eps ** (1 / 3)):  # a rounding error would change with the step
+        chosen = None if len(index) == len(samples) else index
+        at = lambda t, chosen=chosen: sample_losses(samples, parameters, theta + t * v, chosen)  # noqa: E731
+        expected, rounding, bend = difference(at, here, step)
+        excess = (slope - expected).abs() - 16 * rounding - bend - change * (last - expected).abs()
+        wrong = torch.nonzero(excess > eps**0.25 * torch.maximum(slope.abs(), expected.abs())).reshape(-1)
+        if len(wrong) == 0:
+            return
+        slope, last, here, index, change = slope[wrong], expected[wrong], here[wrong], index[wrong.cpu()], 4
+    gap = abs(float((slope[0] - last[0]) / last[0]))
+    raise _wrong_derivative_error(f"gradient of the loss of {samples.name}[{int(index[0])}]", gap)
+
+
+# Every method of differentiating
+
+_COMPARED_SAMPLES = 10  # samples on which methods are compared; torch may use other kernels for large batches
+_GROUPS = 8  # groups of tensors with gradients of similar size, so that large gradients do not hide a small wrong one
+_LEAP = 1e-2  # relative change of a loss within a tiny step that suggests a jump
+_TRIES = 3  # directions and steps that are tried: a kink spoils one of them, a wrong derivative spoils all
+
+
+def check_derivatives(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
+    """Check every method of differentiating a loss at θ, on samples spread over the data.
+
+    Notes fallbacks, or refuses the loss.
+    """
+    index = torch.linspace(0, len(samples) - 1, min(_COMPARED_SAMPLES, len(samples))).round().long().unique()
+    place, batch = next(samples.batches(index, device=theta.device))
+    losses = BatchLosses(samples.fallbacks, samples, parameters, batch, place.stop - place.start)
+    try:
+        _Check(losses, theta).check_all(f"loss of Samples {samples.name!r}", parameters)
+    except DifError as error:
+        if "scaled_dot_product" not in str(error) or PLAIN_ATTENTION in samples.fallbacks:
+            raise
+        samples.fallbacks.clear()
+        samples.fallbacks.add(PLAIN_ATTENTION)
+        _Check(losses, theta).check_all(f"loss of Samples {samples.name!r}", parameters)
+
+
+class _Check:
+    """Numbers f(θ) at one θ, and the relative error of each method of differentiating them along a direction."""
+
+    def __init__(self, losses: Differentiable, theta: Tensor) -> None:
+        self.losses, self.theta = losses, theta
+        eps = torch.finfo(theta.dtype).eps
+        self.allowed = eps**0.25  # 1e-4 in float64
+        ratio = 32 if theta.dtype == torch.float64 else 4  # in float32, rounding hides the curvature in shorter steps
+        self.steps = [eps ** (1 / 3) / ratio**number for number in range(_TRIES)]  # from 6e-6 in float64
+        self.smallest_gap = 0.0  # of the last method that was found wrong
+        generator = torch.Generator().manual_seed(0)
+        draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).to(theta)  # noqa: E731
+        self.weights = draw(_TRIES, len(losses.values(theta)))
+        self.here, self.plain = self._gradients(theta, self.weights)  # (n,), (tries, d)
+        steepness = self.plain.square().mean(0).sqrt()
+        size = self.here.abs().mean()  # along a direction, losses change by about their own size
+        units = torch.where(steepness > 0, size / steepness.clamp(min=torch.finfo(theta.dtype).tiny), float("inf"))
+        self.units = torch.nan_to_num(units.clamp(1e-4, 1.0), nan=1.0) * (1 + theta.abs())
+        self.directions = self.units * draw(_TRIES, theta.numel())
+        self.negligible = eps**0.5 * float(self.weights[0].abs() @ self.here.abs())  # change of the weighted losses
+        self.differences, self.gradient_near = cache(self._differences), cache(self._gradient_near)
+
+    def check_all(self, what: str, parameters: Parameters) -> None:
+        """Check all methods: refuse a wrong gradient, replace other methods that are wrong, or refuse the loss."""
+        everything, groups = {"": torch.ones_like(self.theta)}, self._groups(parameters)
+        for names, mask in {**everything, **groups}.items():
+            if not self._agrees(partial(self.gradient_gap, mask)):
+                raise _wrong_derivative_error(f"gradient of the {what}{names and f' in {names}'}", self.smallest_gap)
+        if isinstance(self.losses, BatchLosses):
+            self._replace_if_wrong(NO_MAP, self.sample_gap)
+        vmapped = self._replace_if_wrong(NO_VMAP, self.vmap_gap)
+        self._replace_if_wrong(NO_FORWARD, self.slope_gap)
+        curved = self._replace_if_wrong(NO_SECOND_BACKWARD, self.curvature_gap)
+        if curved and self._replace_if_wrong(NO_VMAP, self.curvature_gap):
+            vmapped = True
+        for gap in (self.vmap_gap,) * vmapped + (self.curvature_gap,) * curved:
+            try:
+                agrees = self._agrees(gap)
+            except Exception as error:
+                if not is_unsupported(error) or self.smallest_gap <= self.allowed:
+                    raise
+                agrees = False  # one method was found wrong, and torch does not have the other
+            if not agrees:
+                raise _wrong_derivative_error(f"second derivative of the {what}", self.smallest_gap)
+
+    def _groups(self, parameters: Parameters) -> dict[str, Tensor]:
+        """Group tensors by the size of their gradients: names of the group → mask of its coordinates (0 or 1), (d,)."""
+        steepness = [float(g.abs().max()) for g in torch.split(self.plain[0], list(parameters.sizes))]
+        order = sorted(range(len(steepness)), key=lambda k: steepness[k])
+        length = -(-len(order) // _GROUPS)
+        groups: dict[str, Tensor] = {}
+        for start in range(0, len(order), length) if len(order) > 1 else ():
+            group = order[start : start + length]
+            masks = [torch.full((size,), float(k in group)) for k, size in enumerate(parameters.sizes)]
+            groups[few([parameters.names[k] for k in group])] = torch.cat(masks).to(self.theta)
+        return groups
+
+    def _replace_if_wrong(self, fallback: str, gap: Callable[[int], float]) -> bool:
+        """Add the fallback if a method is wrong or unsupported by torch; return whether it was added."""
+        try:
+            wrong = not self._agrees(gap)
+        except Exception as error:
+            if not is_unsupported(error):
+                raise
+            wrong = True
+        if wrong:
+            self.losses.fallbacks.add(fallback)
+        return wrong
+
+    def _agrees(self, gap: Callable[[int], float]) -> bool:
+        """Return whether the gap is small along at least one of the directions."""
+        gaps: list[float] = []
+        while len(gaps) < _TRIES:
+            gaps.append(gap(len(gaps)))
+            if gaps[-1] <= self.allowed:
+                return True
+        self.smallest_gap = min(gaps)
+        return False
+
+    def gradient_gap(self, mask: Tensor, number: int) -> float:
+        """Compare the plain gradient with differences of the losses along the masked coordinates of a direction."""
+        W = self.weights
+        differences, uncertainty = self.differences(number) if bool(mask.all()) else self._differences(number, mask)
+        excess = (W @ differences - self.plain @ (mask * self.directions[number])).abs() - W.abs() @ uncertainty
+        return _largest_ratio(excess, W.abs() @ differences.abs())
+
+    def vmap_gap(self, number: int) -> float:
+        """Compare gradients by vmap, over several weights and over several θ, with plain ones."""
+        pulled = self.losses.pull(self.theta, self.weights)[1]
+        thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
+        expected = torch.stack([self.plain[0], self.gradient_near(number, 1)])
+        W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
+        stacked = self.losses.stacked_gradients(thetas, W, ones)[1]
+        return max(_relative_gap(pulled, self.plain), _relative_gap(stacked, expected))
+
+    def slope_gap(self, number: int) -> float:
+        """Compare slopes by forward mode, for one column and for two, with differences of the losses."""
+        differences, uncertainty = self.differences(number)
+        slopes = [self.losses.push(self.theta, V)[1] for V in self._columns(number)]
+        return max(_relative_gap(slope[:, 0], differences, uncertainty) for slope in slopes)
+
+    def _columns(self, number: int) -> tuple[Tensor, Tensor]:
+        """Return a direction as one column, (d, 1), and the same with the next one beside it, (d, 2)."""
+        both = self.directions[[number, (number + 1) % _TRIES]].T
+        return both[:, :1], both
+
+    def sample_gap(self, number: int) -> float:
+        """Compare per-sample gradients, (n, d), with a plain gradient."""
+        assert isinstance(self.losses, BatchLosses)
+        return _relative_gap(self.weights[0] @ self.losses.sample_gradients(self.theta), self.plain[0])
+
+    def curvature_gap(self, number: int) -> float:
+        """Compare Hessian-vector products, for one column and for two, with differences of the plain gradient."""
+        columns = self._columns(number)
+        v, other = columns[1].T
+        single, double = (self.losses.products(self.theta, self.weights[0], V) for V in columns)
+        crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # equal for a symmetric matrix
+        size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
+        asymmetry = max(float((crossed[0] - crossed[1]).abs()) - self.negligible, 0.0) / size if size > 0 else 0.0
+        differences, near = self._gradient_differences(number, 1)
+        uncertainty = self.negligible / self.units + near
+        gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
+        if gap > self.allowed:  # on a kink, or where the curvature vanishes, differences depend on the step
+            closer, near = self._gradient_differences(number, 32)
+            uncertainty = uncertainty + near + 2 * (differences - closer).abs()
+            gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
+        return max(gap, asymmetry)
+
+    def _differences(self, number: int, mask: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return the slope of each loss by differences, (n,), and its uncertainty, (n,): rounding, and bends on kinks.
+
+        A jump is no excuse for a wrong slope.
+        """
+        v, step = mask * self.directions[number], self.steps[number]
+        at = lambda t: self.losses.values(self.theta + t * v)  # noqa: E731
+        slope, rounding, bend = difference(at, self.here, step)
+        change = step * (slope.abs() + 0.5 * bend)  # to the steeper side
+        jumps = change > _LEAP * torch.maximum(self.here.abs(), change)
+        if bool(jumps.any()):  # a real jump has the same size at a smaller step
+            closer, _, bent = difference(at, self.here, step / 32)
+            jumps &= step / 32 * (closer.abs() + 0.5 * bent) > 0.5 * change
+        return slope, torch.where(jumps, rounding, rounding + bend)
+
+    def _gradient_differences(self, number: int, shorter: float) -> tuple[Tensor, Tensor]:
+        """Return the derivative of the gradient along a direction by differences, (d,), and its uncertainty, (d,).
+
+        The step is divided by `shorter`.
+        """
+        step = self.steps[number]
+        at = lambda t: self.gradient_near(number, t / step)  # noqa: E731
+        slope, rounding, bend = difference(at, self.plain[0], step / shorter)
+        return slope, rounding.max() + bend
+
+    def _gradient_near(self, number: int, share: float) -> Tensor:
+        """Return the plain gradient at a share of a step along a direction, (d,)."""
+        near = self.theta + share * self.steps[number] * self.directions[number]
+        return self._gradients(near, self.weights[:1])[1][0]
+
+    def _gradients(self, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+        """Return ℓ(θ), and Σᵢ wᵢ∇ℓᵢ(θ) for each row w of weights, by plain backward passes."""
+        with torch.enable_grad():
+            leaf = theta.detach().clone().requires_grad_()
+            losses = self.losses(leaf)
+            rows = [None] * len(weights)
+            if losses.requires_grad:
+                rows = [torch.autograd.grad(losses, leaf, w, retain_graph=True, allow_unused=True)[0] for w in weights]
+        return losses.detach(), torch.stack([torch.zeros_like(theta) if g is None else g.detach() for g in rows])
+
+
+def _relative_gap(values: Tensor, expected: Tensor, uncertainty: Tensor | float = 0.0) -> float:
+    """Return the largest difference beyond the uncertainty, relative to the largest entry."""
+    return _largest_ratio((values - expected).abs() - uncertainty, torch.maximum(values.abs(), expected.abs()).max())
+
+
+def _largest_ratio(excess: Tensor, size: Tensor) -> float:
+    """Return the largest excess / size, at least 0; entries that are not finite count as 0."""
+    ratio = torch.where(size > 0, excess / size, 0.0)
+    return float(ratio.nan_to_num(0.0, 0.0, 0.0).max().clamp(min=0.0))
+
+
+def _wrong_derivative_error(what: str, gap: float) -> InvalidInputError:
+    return InvalidInputError(
+        f"The {what} differs from finite differences by {gap:.2g} of its size.",
+        "The relative difference must be below 1e-4 in float64 and 2e-2 in float32.",
+        "What torch returns is not the derivative, so neither a solution nor an influence can rest on it.",
+        "Look for .detach(), torch.no_grad(), in-place renormalisation (max_norm), rows that get no gradient "
+        "(padding_idx), a custom backward, or a step (>, sign, round) in the loss. Pass constants as data, use smooth "
+        "steps (sigmoid), and rewrite operators whose second derivative is wrong in torch (weight_norm).",
+    )
+
+
+# The values of losses and functions
+
+_PROBE_SAMPLES = 64  # largest number of samples that are evaluated in a check
+
+
+def probe(
+    every_samples: Sequence[SampleLosses], functions: Sequence[Function], parameters: Parameters, theta: Tensor
+) -> None:
+    """Refuse losses and functions whose values or derivatives at θ are invalid; the random state is preserved."""
+    if torch.is_inference_mode_enabled():
+        raise InvalidInputError(
+            "torch.inference_mode() must be off: nothing can be differentiated inside it; torch.no_grad() does no harm."
+        )
+    devices = [parameters.device] if parameters.device.type == "cuda" else []
+    with torch.random.fork_rng(devices):
+        for samples in every_samples:
+            check_tensors(samples, parameters)
+            with convert_errors(f"loss of Samples {samples.name!r}"):
+                _check_losses(samples, parameters, theta)
+                if theta.numel() not in samples.compared:
+                    check_derivatives(samples, parameters, theta)
+                    samples.compared.add(theta.numel())
+        for f in functions:
+            if f.matrix is None and f.ridge is None:  # written by the user
+                with convert_errors(f"function {f.name!r}"):
+                    _check_function(f, parameters, theta)
+
+
+def _shift(theta: Tensor, share: float, least: float = 0.0) -> Tensor:
+    """Move every coordinate by a share of its size + `least`, with alternating signs."""
+    signs = 1 - 2 * (torch.arange(len(theta), dtype=theta.dtype, device=theta.device) % 2)
+    return theta + share * (least + theta.abs()) * signs
+
+
+def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
+    """Refuse a function that is not finite, random, or whose derivatives are wrong."""
+    value = evaluate_function(f, parameters, theta)
+    if not bool(torch.isfinite(value).all()):
+        raise InvalidInputError(
+            f"The function {f.name!r} must be finite where the work starts, but returned "
+            f"{value.reshape(-1)[:4].tolist()}."
+        )
+    for at in (theta, _shift(theta, 1e-3, 1.0)):
+        _check_same(f"function {f.name!r}", *(evaluate_function(f, parameters, at) for _ in range(2)))
+    _Check(CompiledFunction(f.fallbacks, f, parameters, value.numel(), None), theta).check_all(
+        f"function {f.name!r}", parameters
+    )
+
+
+def _check_same(what: str, first: Tensor, second: Tensor) -> None:
+    """Refuse two calls with different results."""
+    if not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)):
+        raise InvalidInputError(
+            f"Two calls of the {what} returned values that differ by up to {float((first - second).abs().max()):.3g}.",
+            "They must return the same values.",
+            "It is random (dropout, augmentation, sampling), so there is no solution to differentiate.",
+            "Switch the randomness off: model.eval(), no augmentation, no sampling.",
+        )
+
+
+def check_used(
+    every_samples: Sequence[SampleLosses], functions: Sequence[Function], parameters: Parameters, theta: Tensor
+) -> None:
+    """Refuse parameters that no loss and no function other than a ridge depends on."""
+    evaluations: list[Callable[[Any], Tensor]] = [f.fn for f in functions if f.ridge is None]
+    for samples in every_samples:
+        _, batch = next(samples.batches(torch.arange(min(_PROBE_SAMPLES, len(samples))), device=theta.device))
+        evaluations.append(partial(lambda loss, z, params: loss(params, z), samples.loss, batch))
+    unused = set(parameters.names)
+    for evaluate in evaluations:
+        with torch.enable_grad():
+            leaves = {n: t.detach().clone().requires_grad_() for n, t in parameters.tensors(theta).items()}
+            out = evaluate(parameters.bind(leaves)).sum()
+            if out.requires_grad:
+                gradients = torch.autograd.grad(out, list(leaves.values()), allow_unused=True)
+                unused -= {name for name, g in zip(leaves, gradients, strict=True) if g is not None}
+    if unused:
+        names = ", ".join(name for name in parameters.names if name in unused)
+        raise InvalidInputError(
+            f"No loss and no function other than a ridge depends on these parameters: {names}. Leave them out of "
+            "params, set requires_grad=False, or use them in a loss that does not detach them."
+        )
+
+
+def check_tensors(samples: SampleLosses, parameters: Parameters) -> None:
+    """Refuse data of another type than the parameters, or on an accelerator other than theirs."""
+    for t in samples.storage.tensors():
+        wrong_type = t.is_floating_point() and t.dtype != parameters.dtype
+        if wrong_type or t.device not in (parameters.device, torch.device("cpu")):
+            raise InvalidInputError(
+                f"The data of Samples {samples.name!r} must be {parameters.dtype} on {parameters.device}, like the "
+                f"parameters, not {t.dtype} on {t.device}; convert one of them with .to(dtype=..., device=...)."
+            )
+
+
+def _check_losses(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
+    """Refuse losses that are not finite, random, of another type than the parameters, or depend on other samples."""
+    name, spread = samples.name, torch.linspace(0, len(samples) - 1, min(_PROBE_SAMPLES, len(samples))).round().long()
+    for at in (theta, _shift(theta, 1e-3, 1.0)):  # randomness may hide at θ = 0
+        together, again = (sample_losses(samples, parameters, at, spread) for _ in range(2))
+        check_type(together, parameters.dtype, f"The loss of Samples {name!r}")
+        _check_same(f"loss of Samples {name!r}", together, again)
+        apart = together.clone()
+        for subset in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(1, 2)):
+            if len(spread[subset]):
+                apart[subset] = sample_losses(samples, parameters, at, spread[subset])
+        eps = torch.finfo(together.dtype).eps
+        shifted = sample_losses(samples, parameters, _shift(at, 16 * eps), spread)  # effect of rounding
+        gap = ((together - apart).abs() - 4 * (shifted - together).abs()) / (1.0 + apart.abs())
+        allowed = eps**0.5
+        if bool((gap > allowed).any()):
+            raise InvalidInputError(
+                f"The loss of a sample of {name!r} changes by {float(gap.max()):.3g} of its size when its batch has "
+                "other samples.",
+                f"The relative change must be at most {allowed:.1g}.",
+                "The loss of a sample depends on the other samples of its batch (batch statistics, contrastive "
+                "losses, a mean inside), so removing one is not a change of weights.",
+                "Use a loss that treats each sample by itself.",
+            )
+    losses = sample_losses(samples, parameters, theta)
+    bad = torch.nonzero(~torch.isfinite(losses)).reshape(-1)
+    if len(bad):
+        raise InvalidInputError(
+            f"The loss of Samples {name!r} is NaN or infinite for {len(bad)} of {len(losses)} samples "
+            f"({bad[:8].tolist()}); use numerically safe losses (log_softmax, logsigmoid), and start at a finite point."
+        )
+
+
+# Kinks
+
+_LINES = 2  # random lines through the point along which losses are evaluated
+_POINTS = 33  # evaluation points per line
+_SAMPLES = 512  # largest number of samples that are evaluated
+_CANDIDATES = 4  # sharpest bends per line that are examined closely
+_JUMP = 0.02  # change over a tiny interval that makes a kink or jump, relative to the range along the line
+
+# Operators whose derivative or value jumps somewhere.
+_PIECEWISE = frozenset(
+    (
+        *("abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge"),
+        *("gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "le", "leaky_relu", "lt", "max"),
+        *("maximum", "max_pool2d_with_indices", "median", "min", "minimum", "ne", "relu", "rrelu_with_noise", "round"),
+        *("sign", "softshrink", "sort", "threshold", "topk", "trunc", "where", "_prelu_kernel"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Kink:
+    """A kink (the slope jumps) or a jump (the value jumps) of a loss or function near a point."""
+
+    where: str  # description of the loss or function
+    jumps: bool  # the value jumps, not only the slope
+    operators: tuple[str, ...]  # operators that may cause it
+
+    def __str__(self) -> str:
+        verb = "jumps" if self.jumps else "has a kink"
+        operators = f" ({', '.join(self.operators)})" if self.operators else ""
+        return f"{self.where} {verb}{operators}"
+
+
+def explain(kinks: Sequence[Kink]) -> str:
+    """Describe why these kinks may have prevented convergence, and what to do."""
+    named = "; ".join(map(str, kinks))
+    return (
+        f"{named[0].upper()}{named[1:]}: minima tend to lie on kinks, where no gradient can vanish, and polishing does "
+        "not help. Use a smooth loss or activation (softplus, GELU, tanh, a smoothed absolute value) and fit again."
+    )
+
+
+def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
+    """Return at most one kink or jump near θ for each Samples and each function of the rows.
+
+    Losses and functions are evaluated in double precision along random lines through θ, all points together. Around the
+    sharpest bends the interval is bisected: for a smooth loss the change of slope shrinks with the interval, at a kink
+    it does not. A loss that is searched again at the same θ is not evaluated again.
+    """
+    theta, kinks = theta.double(), []
+    try:
+        double = rows.to(torch.float64)
+        tables = zip(rows.tables, double.tables, strict=True)
+        searches: list[tuple[Any, Callable[[], Kink | None]]] = [
+            (old.samples, partial(_search_samples, new.samples, double.parameters, theta)) for old, new in tables
+        ]
+        searches += [(f.function, partial(_search_function, f, theta)) for f in double.functions if f.is_nonlinear]
+        for owner, search in searches:
+            where = (getattr(owner, "storage", None), rows.parameters.module)
+            known = owner.kinks.get(len(theta))
+            if (
+                known is None
+                or any(a is not b for a, b in zip(where, known[0], strict=True))
+                or not known[1].equal(theta)
+            ):
+                known = owner.kinks[len(theta)] = where, theta, search()
+            kinks.append(known[2])
+    except (RuntimeError, InvalidInputError):  # a loss that cannot run in double precision
+        return ()
+    return tuple(kink for kink in kinks if kink is not None)
+
+
+def _search_samples(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Kink | None:
+    """Search the losses of samples spread over the data."""
+    spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
+
+    def losses(thetas: Tensor, which: Tensor) -> Tensor:
+        return stacked_losses(samples.take(spread[which]), parameters, thetas)
+
+    return _search(losses, len(spread), theta, lambda i: f"the loss of {samples.name}[{int(spread[i])}]")
+
+
+def _search_function(f: CompiledFunction, theta: Tensor) -> Kink | None:
+    """Search the outputs of a function of the parameters."""
+    values = lambda thetas, which: f.stacked_values(thetas)[:, which.to(thetas.device)]  # noqa: E731
+    return _search(values, f.size, theta, lambda _: f"the function {f.function.name}")
+
+
+def _search(
+    evaluate: Callable[[Tensor, Tensor], Tensor], count: int, theta: Tensor, describe: Callable[[int], str]
+) -> Kink | None:
+    """Return a kink or jump near θ of one of `count` values; None if there is none.
+
+    `evaluate` returns the values of given numbers (k,) at several θ (P, d), (P, k); `describe` names a value.
+    """
+    generator, d = torch.Generator().manual_seed(0), theta.numel()
+    size = 0.5 * max(0.1, float(theta.square().mean().sqrt()))
+    V = torch.stack([size * torch.randn(d, generator=generator, dtype=torch.float64) for _ in range(_LINES)]).to(theta)
+    at_once = max(1, numbers_at_once(theta) // d)
+
+    def along(t: Tensor, number: Tensor, which: Tensor) -> Tensor:
+        """Return values at θ + t·v for each t and number of a line, (len(t), k)."""
+        pairs = zip(t.split(at_once), number.split(at_once), strict=True)
+        return torch.cat(
+            [evaluate(theta + a[:, None].to(V) * V[b.to(V.device)], which).double().cpu() for a, b in pairs]
+        )
+
+    grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
+    lines = along(grid.repeat(_LINES), torch.arange(_LINES).repeat_interleave(_POINTS), torch.arange(count))
+    lines = lines.reshape(_LINES, _POINTS, -1)
+    bends = [(number, k, i) for number, line in enumerate(lines) for k, i in _sharpest_bends(line)]
+    if not bends:
+        return None
+    number, k, i = torch.tensor(bends).T
+
+    def losses(t: Tensor) -> Tensor:
+        """Return the value of each bend at its own points, (points, bends)."""
+        found = along(t.reshape(-1), number.repeat(len(t)), i).reshape(*t.shape, len(i))
+        return found.diagonal(dim1=1, dim2=2)
+
+    kinds = _classify_bends(losses, grid[k], grid[k + 2], lines[number, :, i])
+    for which, kind in zip(i.tolist(), kinds, strict=True):
+        if kind is not None:
+            operators = _piecewise_operators(lambda which=which: evaluate(theta[None], torch.tensor([which])))
+            return Kink(describe(which), kind == "jump", operators)
+    return None
+
+
+def _sharpest_bends(values: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield (point, sample) of the sharpest bends, relative to the range of the sample's slopes along the line."""
+    bends = values.diff(dim=0).diff(dim=0).abs()  # (points − 2, n)
+    slopes = values.diff(dim=0)
+    rounding = torch.finfo(values.dtype).eps ** 0.5 * float(values.abs().max())
+    scale = (slopes.amax(0) - slopes.amin(0)).clamp(min=max(rounding, torch.finfo(values.dtype).tiny))
+    sharpness = torch.nan_to_num((bends - bends.median(0).values) / scale, nan=0.0, posinf=0.0)
+    sharpest = sharpness.max(0)
+    order = torch.argsort(sharpest.values, descending=True)[:_CANDIDATES].tolist()
+    return ((int(sharpest.indices[i]), i) for i in order if sharpest.values[i] > 0)
+
+
+def _classify_bends(losses: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, lines: Tensor) -> list[str | None]:
+    """Return "kink" or "jump" for each bend between two points (B,) of its line (B, points); None if it is smooth."""
+    eps = torch.finfo(torch.float64).eps
+    h = eps**0.44  # 1e-7
+
+    def look(t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the points, and the values just before, at and after them."""
+        before, here, after = losses(torch.stack([t - h, t, t + h]))
+        return t, before, here, after
+
+    def slope(at: tuple[Tensor, ...]) -> Tensor:
+        return (at[3] - at[1]) / (2 * h)
+
+    def bend(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+        """Measure how far the slopes at two points differ, from each other and from the chord."""
+        chord = (b[2] - a[2]) / (b[0] - a[0])
+        return (slope(b) - slope(a)).abs() + (chord - 0.5 * (slope(a) + slope(b))).abs()
+
+    left, right = look(low), look(high)
+    while float((right[0] - left[0]).max()) > 16 * h:
+        middle = look(0.5 * (left[0] + right[0]))
+        first = bend(left, middle) >= bend(middle, right)
+        left = tuple(torch.where(first, a, b) for a, b in zip(left, middle, strict=True))
+        right = tuple(torch.where(first, a, b) for a, b in zip(middle, right, strict=True))
+    slopes = lines.diff(dim=1) * (lines.shape[1] - 1) / 2
+    value_range, slope_range = (x.amax(1) - x.amin(1) for x in (lines, slopes))
+    noise = eps * lines.abs().amax(1)  # rounding error of one value
+    smooth_change = 2 * slopes.abs().amax(1) * (right[0] - left[0] + 2 * h)  # without a jump
+    jumps = (right[3] - left[1]).abs() > torch.stack([_JUMP * value_range, 1e3 * noise, smooth_change]).amax(0)
+    kinks = (slope(right) - slope(left)).abs() > torch.maximum(_JUMP * slope_range, 10 * noise / h)
+    return ["jump" if jump else "kink" if kink else None for jump, kink in zip(jumps, kinks, strict=True)]
+
+
+class _OperatorRecorder(TorchDispatchMode):
+    """Records the names of the operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names[func.overloadpacket.__name__.removesuffix("_")] = None
+        return func(*args, **(kwargs or {}))
+
+
+def _piecewise_operators(evaluate: Callable[[], Any]) -> tuple[str, ...]:
+    """Return the operators called by `evaluate` that may cause a kink."""
+    with torch.no_grad(), _OperatorRecorder() as recorder:
+        evaluate()
+    return tuple(name for name in recorder.names if name in _PIECEWISE)

@@ -1,0 +1,425 @@
+"""The losses of one batch as a function of θ, with their derivatives by the methods that torch gets right.
+
+Only this module knows of vmap, forward mode, double backward passes, how much fits into memory, and what to do instead
+where torch lacks one of them: such fallbacks are noted once per loss, and listed in `diagnostics["fallbacks"]`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import maybe_current_level
+from torch.autograd.forward_ad import make_dual, unpack_dual
+from torch.func import grad, hessian, jacrev, jvp, vjp, vmap
+from torch.nn.functional import linear
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dif.derivatives.linear_structure import measure_maps
+from dif.errors import InvalidInputError
+from dif.problem.data import leaves, map_tensors
+from dif.problem.parameters import Parameters
+from dif.problem.sample_losses import NO_SECOND_BACKWARD, SampleLosses
+from dif.runtime.guard import UserCodeError, find_cure, is_unsupported, numbers_at_once
+
+NO_FORWARD = "slopes from gradients: an operator of the loss has no forward mode"
+NO_MAP = "gradients from whole batches: the loss cannot be mapped over samples"
+NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
+
+_PASS = 2**21  # numbers (inputs and intermediates) in one batch on the CPU: 16 MiB, so that they stay in its caches
+_PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is more: each batch creates vectors of size d
+_SHARED = 32  # columns that should go through a batch at once, to share its forward pass
+_FEWEST = 128  # smallest number of samples per batch when many columns go through it
+_PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
+_LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
+_GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
+_PROBE_SAMPLES = 8  # number of samples on which the cost per sample is measured
+
+
+def linearise(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return fn(θ) and the map w → Jᵀw, which may be called repeatedly."""
+    value, pull = vjp(fn, theta)[:2]
+    return value, lambda w: pull(w)[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Differentiable(ABC):
+    """n numbers as a function of θ, such as the losses of a batch or the values of a function of the parameters."""
+
+    fallbacks: set[str]  # what torch could not do with them, and what is done instead; shared by all batches of a loss
+
+    @abstractmethod
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Return the numbers, (n,), for torch to differentiate."""
+
+    @abstractmethod
+    def memory(self, theta: Tensor) -> tuple[int, int]:
+        """Return how many numbers are inputs, and how many are kept by one evaluation."""
+
+    def values(self, theta: Tensor) -> Tensor:
+        """Return the numbers, (n,), without a graph."""
+        with torch.no_grad():
+            return self(theta)
+
+    def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
+        value, pull = linearise(self, theta)
+        if len(W) == 0:
+            return value.detach(), theta.new_zeros((0, theta.numel()))
+        return value.detach(), self._map_columns(pull, theta, W.T).T
+
+    def push(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the numbers, (n,), and J·v for every column v of V (d, c), as (n, c).
+
+        Forward mode gives them, or gradients if an operator has none.
+        """
+        if NO_FORWARD not in self.fallbacks:
+            try:
+                if V.shape[1] == 1 or NO_VMAP in self.fallbacks:  # for a single column, vmap costs more than the pass
+                    with _ConstantFactors():
+                        pushed = [jvp(self, (theta,), (v,))[:2] for v in V.T]
+                    return pushed[0][0].detach(), torch.stack([slope.detach() for _, slope in pushed], 1)
+                size = self._columns_at_once(theta)
+                each = vmap(lambda v: jvp(self, (theta,), (v,))[:2], 1, chunk_size=size, randomness="same")
+                value, slope = each(V)
+                return value[0].detach(), slope.T.detach()
+            except Exception as error:
+                if not is_unsupported(error):
+                    raise
+                self.fallbacks.add(NO_FORWARD)
+        value, gradients = self.pull(theta, torch.eye(len(self.values(theta))).to(theta))
+        return value, gradients @ V
+
+    def products(self, theta: Tensor, w: Tensor, V: Tensor, more: Callable[[Tensor], Tensor] | None = None) -> Tensor:
+        """Return ∇²(wᵀf + more)·v for every column v of V (d, c), f these numbers and `more` a scalar function of θ.
+
+        Two backward passes are faster than forward over reverse mode on small batches, and as fast on others. Forward
+        over reverse mode replaces them if an operator has no second backward pass.
+        """
+
+        def scalar(t: Tensor) -> Tensor:
+            return self(t) @ w if more is None else self(t) @ w + more(t)
+
+        forward = lambda v: jvp(grad(scalar), (theta,), (v,))[1]  # noqa: E731
+        if NO_SECOND_BACKWARD in self.fallbacks:
+            return self._map_columns(forward, theta, V)
+        try:
+            return self._map_columns(linearise(grad(scalar), theta)[1], theta, V)
+        except Exception as error:
+            if not is_unsupported(error):
+                raise
+            try:
+                products = self._map_columns(forward, theta, V)
+            except Exception as other:
+                if not is_unsupported(other):
+                    raise
+                if isinstance(error, UserCodeError):
+                    raise error from None
+                raise _no_curvature_error(error) from error
+            self.fallbacks.add(NO_SECOND_BACKWARD)
+            return products
+
+    # At several θ (P, d), each with its own arguments
+
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """Return the numbers at several θ, (P, n)."""
+        with torch.no_grad():
+            return self._map_thetas(self, 1, thetas)
+
+    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wf, (P, k), and its Jacobian, (P, k, d), for f at several θ and weights W (P, k, n)."""
+        one_by_one = self._thetas_at_once(thetas[0], W.shape[1]) == 1
+
+        def at(theta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+            values, pull = linearise(self, theta)
+            return w @ values, torch.stack([pull(row) for row in w]) if one_by_one else vmap(pull, randomness="same")(w)
+
+        values, jacobians = self._map_thetas(at, W.shape[1], thetas, W)
+        return values.detach(), jacobians.detach()
+
+    def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wf, (P, k), and the gradient of μᵀWf, (P, d), for f at several θ with W (P, k, n) and μ (P, k)."""
+
+        def at(theta: Tensor, w: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+            values, pull = linearise(self, theta)
+            return w @ values, pull(mu @ w)
+
+        values, gradients = self._map_thetas(at, 1, thetas, W, mu)
+        return values.detach(), gradients.detach()
+
+    def stacked_products(
+        self, thetas: Tensor, w: Tensor, V: Tensor, mu: Tensor, more: Callable[..., Tensor] | None = None
+    ) -> Tensor:
+        """Return ∇²(wᵀf + more(θ, μ))·v at several θ, each with its own w (P, n), μ and columns V (P, d, c)."""
+        one_by_one = self._thetas_at_once(thetas[0], V.shape[2]) == 1
+
+        def at(theta: Tensor, w: Tensor, V: Tensor, mu: Tensor) -> Tensor:
+            scalar = lambda t: self(t) @ w if more is None else self(t) @ w + more(t, mu)  # noqa: E731
+            product = linearise(grad(scalar), theta)[1]
+            if one_by_one:
+                return torch.stack([product(v) for v in V.T], 1)
+            return vmap(product, 1, randomness="same")(V).T
+
+        return self._map_thetas(at, V.shape[2], thetas, w, V, mu).detach()
+
+    # How torch is asked
+
+    def _columns_at_once(self, theta: Tensor) -> int:
+        """Return how many columns fit into memory at once."""
+        return max(1, numbers_at_once(theta) // (self.memory(theta)[1] + 4 * len(theta)))
+
+    def _thetas_at_once(self, theta: Tensor, columns: int) -> int:
+        """Return how many θ, with this many columns each, fit into memory at once; each may copy the inputs."""
+        inputs, kept = self.memory(theta)
+        fits = numbers_at_once(theta) // (inputs + (kept + 4 * len(theta)) * max(1, columns))
+        return 1 if NO_VMAP in self.fallbacks else max(1, fits)
+
+    def _map_columns(self, fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor) -> Tensor:
+        """Apply fn (vector → vector) to every column of V (m, c), as many at once as fit; return columns.
+
+        vmap puts columns first and they are transposed afterwards: with out_dims=1 torch fails on a result that does
+        not depend on its column.
+        """
+        if V.shape[1] == 1 or NO_VMAP in self.fallbacks:  # for a single column, vmap costs more than the pass
+            return torch.stack([fn(v).detach() for v in V.T], 1)
+        return vmap(fn, in_dims=1, chunk_size=self._columns_at_once(theta), randomness="same")(V).T.detach()
+
+    def _map_thetas(self, fn: Callable[..., Any], columns: int, *arguments: Tensor) -> Any:
+        """Map fn over the first dimension of its arguments, θ the first of them, as many at once as fit."""
+        size = self._thetas_at_once(arguments[0][0], columns)
+        if size > 1 and len(arguments[0]) > 1:
+            try:
+                return vmap(fn, chunk_size=size, randomness="same")(*arguments)
+            except Exception as error:
+                if not is_unsupported(error):
+                    raise
+        results = [fn(*items) for items in zip(*arguments, strict=True)]
+        if isinstance(results[0], Tensor):
+            return torch.stack(results)
+        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
+
+
+def _no_curvature_error(error: Exception) -> InvalidInputError:
+    cure = find_cure(error, "Write that step with elementary operations, such as a sum of squares instead of cdist.")
+    return InvalidInputError(
+        f"Torch cannot differentiate a loss or function twice: {str(error).splitlines()[0].rstrip('.')}. {cure}"
+    )
+
+
+class _ConstantFactors(TorchFunctionMode):
+    """Skips the tangent of constant factors in matrix products, where torch would multiply by a matrix of zeros.
+
+    It acts only in the outermost transform and leaves transforms inside a loss unchanged.
+    """
+
+    operators = (linear, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in self.operators or kwargs or maybe_current_level() != 1:
+            return func(*args, **(kwargs or {}))
+        first, second = unpack_dual(args[0]), unpack_dual(args[1])
+        bias = [unpack_dual(b) for b in args[2:] if b is not None]
+        if (first.tangent is None) == (second.tangent is None) or any(b.tangent is None for b in bias):
+            return func(*args)
+        primal = func(first.primal, second.primal, *(b.primal for b in bias))
+        factors = (first.primal, second.tangent) if first.tangent is None else (first.tangent, second.primal)
+        return make_dual(primal, func(*factors, *(b.tangent for b in bias)))
+
+
+@dataclass(frozen=True, eq=False)
+class BatchLosses(Differentiable):
+    """The losses of one batch as a function of θ."""
+
+    samples: SampleLosses
+    parameters: Parameters
+    batch: Any
+    count: int
+
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Return the losses, (count,), with their shape checked."""
+        return self.samples.losses(self.parameters.bind(self.parameters.tensors(theta)), self.batch, self.count)
+
+    def memory(self, theta: Tensor) -> tuple[int, int]:
+        """Return how many numbers are inputs, and how many are kept by one evaluation."""
+        each = cost(self.samples, self.parameters, theta)
+        return self.count * each.inputs, self.count * each.elements
+
+    def sample_gradients(self, theta: Tensor) -> Tensor:
+        """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""
+
+        def loss_of_one(t: Tensor, z: Any) -> Tensor:
+            return replace(self, batch=_as_batch(z), count=1)(t)[0]
+
+        if NO_MAP not in self.fallbacks:
+            try:
+                return vmap(grad(loss_of_one), in_dims=(None, 0), randomness="same")(theta, self.batch)
+            except Exception as error:
+                if not is_unsupported(error):
+                    raise
+                self.fallbacks.add(NO_MAP)
+        return self.pull(theta, torch.eye(self.count).to(theta))[1]
+
+    def slopes(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, (count,), and ∇ℓᵢ·v for every column v of V (d, c), (count, c), by the cheaper method."""
+        if V.shape[1] == 0:
+            return self.values(theta), V.new_zeros((self.count, 0))
+        if gradients_at_once(self.samples, self.parameters, theta, V.shape[1]):
+            return self.values(theta), self.sample_gradients(theta) @ V
+        return self.push(theta, V)
+
+    # Gauss–Newton curvature: J of the model's outputs, ∇² of the loss in them
+
+    def gauss_newton_products(self, theta: Tensor, w: Tensor, V: Tensor) -> Tensor:
+        """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ·v for every column v of V (d, c)."""
+        outputs, criterion = _split_model(self.samples)
+
+        def model(t: Tensor) -> Tensor:
+            return outputs(self.parameters.bind(self.parameters.tensors(t)), self.batch)
+
+        values, pull = linearise(model, theta)
+        slope = grad(lambda out: criterion(out, self.batch) @ w)
+
+        def product(v: Tensor) -> Tensor:
+            return pull(jvp(slope, (values,), (jvp(model, (theta,), (v,))[1],))[1])
+
+        return self._map_columns(product, theta, V)
+
+    def gauss_newton_matrix(self, theta: Tensor, w: Tensor) -> Tensor:
+        """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ, (d, d), from the Jacobian of each sample."""
+        outputs, criterion = _split_model(self.samples)
+
+        def model(t: Tensor, z: Any) -> Tensor:
+            return outputs(self.parameters.bind(self.parameters.tensors(t)), _as_batch(z))[0]
+
+        def loss(out: Tensor, z: Any) -> Tensor:
+            return criterion(out.unsqueeze(0), _as_batch(z))[0]
+
+        out = outputs(self.parameters.bind(self.parameters.tensors(theta)), self.batch).detach()
+        count = max(1, out[0].numel())
+        J = vmap(jacrev(model), (None, 0), randomness="same")(theta, self.batch).reshape(-1, count, len(theta)).detach()
+        S = vmap(hessian(loss), randomness="same")(out, self.batch).reshape(-1, count, count).detach()
+        return J.flatten(0, 1).T @ ((w[:, None, None] * S) @ J).flatten(0, 1)
+
+
+def _as_batch(z: Any) -> Any:
+    """Return one sample as a batch."""
+    return map_tensors(z, lambda x: x.unsqueeze(0))
+
+
+def _split_model(samples: SampleLosses) -> tuple[Callable[[Any, Any], Tensor], Callable[[Tensor, Any], Tensor]]:
+    """Return the model and the loss of its outputs; refuse samples that do not name the outputs."""
+    if samples.parted is None:
+        raise InvalidInputError(
+            f"Samples {samples.name!r} must name the outputs of the model for Gauss–Newton, which leaves out the "
+            "curvature of the model; write dif.Samples(loss, data, outputs=lambda params, z: ...)."
+        )
+    return samples.parted
+
+
+# What a pass costs, and how many samples it takes at once
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of evaluating the loss of one sample."""
+
+    elements: int  # intermediate numbers of the forward pass, all kept for the backward pass
+    inputs: int  # numbers in the data of the sample
+    flops: int  # of one evaluation
+    maps: tuple[int, int] | None = None  # inputs and outputs of its linear maps, if θ enters by nothing else
+
+
+def cost(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Cost:
+    """Measure the cost of one sample on a few samples; the result is cached per number of parameters."""
+    cached = samples.costs.get(len(theta))
+    if cached is None:
+        many = min(_PROBE_SAMPLES, len(samples), samples.batch_size or _PROBE_SAMPLES)
+        few = many // 2
+        more, less = _measure_batch(samples, parameters, theta, many), _measure_batch(samples, parameters, theta, few)
+        each = [max(0, (x - y) // (many - few)) for x, y in zip(more, less, strict=True)]  # without fixed overhead
+        _, batch = next(samples.batches(torch.arange(many), device=theta.device))
+        maps = measure_maps(samples, parameters, theta, batch, many)
+        cached = Cost(max(1, each[0]), each[1], max(1, more[2] // many), maps)
+        samples.costs[len(theta)] = cached
+    return cached
+
+
+def _measure_batch(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int, int]:
+    """Count the intermediate numbers, the input numbers and the multiplications of one batch of `count` samples."""
+    if count == 0:
+        return 0, 0, 0
+    _, batch = next(samples.batches(torch.arange(count), device=theta.device))
+    with torch.no_grad(), _OperationCounter() as counter:
+        tensors = {name: t.clone() for name, t in parameters.tensors(theta).items()}
+        samples.losses(parameters.bind(tensors), batch, count)
+    return counter.elements, sum(t.numel() for t in leaves(batch)), counter.flops
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Counts the numbers that operators create and the multiplications they perform."""
+
+    elements = flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [t for t in args if isinstance(t, Tensor)]
+        if isinstance(out, Tensor) and all(out.untyped_storage() is not t.untyped_storage() for t in given):
+            name, factors = func.__name__.split(".")[0], [t for t in given if t.dim() > 0]
+            flops_per_entry = 1
+            if name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv") and len(factors) >= 2:
+                flops_per_entry = 2 * factors[-2].shape[-1]
+            elif "convolution" in name and len(factors) >= 2:
+                flops_per_entry = 2 * factors[1][0].numel()
+            self.elements += out.numel()
+            self.flops += out.numel() * flops_per_entry
+        return out
+
+
+def samples_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int = 0) -> int:
+    """Return how many samples make a batch that leaves room for the `columns` that go through it."""
+    each = cost(samples, parameters, theta)
+    room = numbers_at_once(theta, max(_PASS, _PER_PARAMETER * len(theta)))
+    most = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
+    if columns:
+        most = min(most, max(_FEWEST, numbers_at_once(theta) // (each.elements * min(columns, _SHARED))))
+    return most
+
+
+def gradients_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int) -> int | None:
+    """Return how many per-sample gradients fit into memory; None if slopes along so many columns need none of them.
+
+    Forward mode costs about two evaluations per column. Per-sample gradients cost about three evaluations and a fixed
+    amount per parameter, for any number of columns.
+    """
+    d, flops = len(theta), cost(samples, parameters, theta).flops
+    entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
+    if columns <= 1 or 3 * flops + entry * d >= 2 * flops * columns:
+        return None
+    return max(1, numbers_at_once(theta, _GRADIENTS) // d)
+
+
+def jacobians_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> int | None:
+    """Return how many samples' Jacobians of the model fit into memory; None if torch cannot map the model over samples.
+
+    It is tried on one sample.
+    """
+    outputs, _ = _split_model(samples)
+    _, batch = next(samples.batches(None, 1, theta.device))
+    if NO_MAP not in samples.fallbacks:
+        try:
+            BatchLosses(samples.fallbacks, samples, parameters, batch, 1).gauss_newton_matrix(
+                theta, torch.ones_like(theta[:1])
+            )
+        except Exception as error:
+            if not is_unsupported(error):
+                raise
+            samples.fallbacks.add(NO_MAP)
+    if NO_MAP in samples.fallbacks:
+        return None
+    count = max(1, outputs(parameters.bind(parameters.tensors(theta)), batch).numel())
+    return max(1, numbers_at_once(theta) // (count * (len(theta) + cost(samples, parameters, theta).elements)))

@@ -1,0 +1,269 @@
+"""Store samples (tensors, arrays on disk, Datasets, DataLoaders) and fetch batches, which may have any structure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
+
+from dif.errors import InvalidInputError, count_words, few
+from dif.runtime.inputs import as_tensor, find_index
+
+
+def map_tensors(item: Any, fn: Callable[[Tensor], Any]) -> Any:
+    """Apply a function to every tensor of a structure, and return the same structure of the results."""
+    if isinstance(item, Tensor):
+        return fn(item)
+    if isinstance(item, Mapping):
+        return {k: map_tensors(v, fn) for k, v in item.items()}
+    if isinstance(item, tuple | list):
+        parts = [map_tensors(v, fn) for v in item]
+        return type(item)(*parts) if hasattr(item, "_fields") else type(item)(parts)
+    return item
+
+
+def cast(data: Any, dtype: torch.dtype) -> Any:
+    """Convert the floating-point tensors of a structure to a dtype."""
+    return map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
+
+
+def leaves(data: Any) -> list[Tensor]:
+    """Return the tensors of a structure as a list."""
+    tensors: list[Tensor] = []
+    map_tensors(data, tensors.append)
+    return tensors
+
+
+def to_tensors(data: Any, what: str) -> Any:
+    """Convert the numbers of a structure to tensors; `what` names the data in error messages."""
+    if isinstance(data, Mapping):
+        return {k: to_tensors(v, what) for k, v in data.items()}
+    if isinstance(data, tuple):
+        parts = [to_tensors(v, what) for v in data]
+        return type(data)(*parts) if hasattr(data, "_fields") else tuple(parts)
+    return as_tensor(data, what)
+
+
+def describe(batch: Any) -> str:
+    """Describe the types and shapes of one sample of a batch, such as "(float64[3], int64[])"."""
+    if isinstance(batch, Tensor):
+        return f"{str(batch.dtype).removeprefix('torch.')}{list(batch.shape[1:])}"
+    if isinstance(batch, Mapping):
+        return "{" + ", ".join(f"{k}: {describe(v)}" for k, v in batch.items()) + "}"
+    if isinstance(batch, tuple | list) and not all(isinstance(v, str) for v in batch):
+        return "(" + ", ".join(describe(v) for v in batch) + ")"
+    return "text" if isinstance(batch, list | tuple) else type(batch).__name__
+
+
+_CHECKED = 2**22  # numbers checked for NaN at once, 32 MiB: data on disk must not be loaded as a whole
+
+
+@dataclass(frozen=True, eq=False)
+class Storage:
+    """n samples, addressed by index. Tensors and memory-mapped arrays are sliced, items of a Dataset are collated."""
+
+    data: Any  # a structure of tensors, or a Dataset
+    name: str
+    total: int  # samples in the data
+    is_tensors: bool  # whether `data` is a structure of tensors
+    batch_size: int | None = None  # of the DataLoader, if there is one
+    collate: Callable[[Any], Any] = default_collate
+    workers: int = 0  # processes that fetch items of a Dataset
+    dtype: torch.dtype | None = None  # to which floating-point items of a Dataset are cast when they are fetched
+    subset: Tensor | None = None  # indices into the data; None means all samples
+    index: Any = None  # index of the user's data frames, one label per sample of the data; None without a frame
+
+    @classmethod
+    def of(cls, data: Any, name: str) -> Storage:
+        """Build from the data that the user passed; tensors and arrays are not copied."""
+        what = f"data of Samples {name!r}"
+        if isinstance(data, Storage):
+            return replace(data, name=name)
+        if isinstance(data, DataLoader):
+            _refuse_streams(data.dataset, what)
+            n = _count([len(data.dataset)], name)  # type: ignore[arg-type]
+            _refuse_subsets(data, n, what)
+            options = {"batch_size": data.batch_size, "collate": data.collate_fn, "workers": data.num_workers}
+            return cls(data.dataset, name, n, False, **options)  # type: ignore[arg-type]
+        index = find_index(data, what)
+        if isinstance(data, Mapping | tuple | list):
+            data = to_tensors(tuple(data) if isinstance(data, list) else data, what)
+        elif isinstance(data, Tensor) or hasattr(data, "__array__"):
+            data = as_tensor(data, what)
+        else:
+            _refuse_streams(data, what)
+            return cls(data, name, _count([len(data)], name), False)
+        tensors = leaves(data)
+        n = _count([len(t) if t.dim() else -1 for t in tensors], name)
+        for t in tensors:
+            _check_finite(t, n, what)
+        return cls(data, name, n, True, index=index)
+
+    def __len__(self) -> int:
+        return self.total if self.subset is None else len(self.subset)
+
+    def labels(self, indices: Tensor) -> Any:
+        """Return the labels of these samples in the index of the user's data frames; None without a frame."""
+        if self.index is None:
+            return None
+        return self.index[(indices if self.subset is None else self.subset.cpu()[indices]).numpy()]
+
+    def shares(self, other: Storage) -> bool:
+        """Return whether both hold the same rows of the same data object."""
+        if len(self) != len(other) or self.subset is not other.subset:
+            return False
+        if self.data is other.data:
+            return True
+        mine, others = ({t.data_ptr() for t in leaves(getattr(s.data, "tensors", s.data))} for s in (self, other))
+        return bool((mine & others) - {0})  # 0 is the address of every empty tensor
+
+    def choose(self, indices: Tensor) -> Storage:
+        """Return the samples with these indices; nothing is copied."""
+        return replace(self, subset=indices if self.subset is None else self.subset[indices])
+
+    def join(self, others: Sequence[Storage]) -> Storage:
+        """Return these samples followed by those of other storages with the same structure."""
+        storages = (self, *others)
+        is_tensors = all(storage.is_tensors for storage in storages)
+        if is_tensors:
+            first, *rest = (storage._take(slice(0, len(storage))) for storage in storages)
+            following = [iter(leaves(data)) for data in rest]
+            data = map_tensors(first, lambda t: torch.cat([t, *(next(tensors).to(t) for tensors in following)]))
+        else:
+            data = ConcatDataset([_Items(storage) for storage in storages])
+        collate = default_collate if self.is_tensors else self.collate
+        total, labels = sum(map(len, storages)), [storage.labels(torch.arange(len(storage))) for storage in storages]
+        index = None if any(part is None for part in labels) else labels[0].append(labels[1:])
+        return replace(self, data=data, total=total, is_tensors=is_tensors, subset=None, collate=collate, index=index)
+
+    def to(self, dtype: torch.dtype) -> Storage:
+        """Return the data in another precision: tensors are converted now, items of a Dataset when they are fetched."""
+        if self.is_tensors:
+            return replace(self, data=cast(self.data, dtype))
+        return replace(self, dtype=dtype)
+
+    def one(self) -> Any:
+        """Return a batch of the first sample."""
+        return self._take(slice(0, 1))
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors of the data; of a Dataset, those of its first sample."""
+        return leaves(self.data if self.is_tensors else self.one())
+
+    def fetch(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
+        """Yield a batch of the samples at each of these positions."""
+        if not self.is_tensors and len(self.data) != self.total:
+            raise InvalidInputError(
+                f"The Dataset of Samples {self.name!r} must have length {self.total}, as when the Samples were "
+                f"created, not {len(self.data)}."
+            )
+        if self.workers and not self.is_tensors and len(selections) > 1:
+            yield from self._fetch_ahead([self._indices(where) for where in selections])
+        else:
+            yield from map(self._take, selections)
+
+    def _in_data(self, where: slice | Tensor) -> slice | Tensor:
+        """Translate positions in this storage to positions in the data."""
+        if self.subset is None:
+            return where
+        return self.subset[where if isinstance(where, slice) else where.to(self.subset.device)]
+
+    def _indices(self, where: slice | Tensor) -> Sequence[int]:
+        """Return positions in this storage as indices into the data."""
+        where = self._in_data(where)
+        return range(self.total)[where] if isinstance(where, slice) else where.tolist()
+
+    def _take(self, where: slice | Tensor) -> Any:
+        """Fetch the samples at some positions as one batch."""
+        if not self.is_tensors:
+            indices = self._indices(where)
+            fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
+            items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(list(indices))
+            return self._cast(self.collate(items))
+        where = self._in_data(where)
+        return map_tensors(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
+
+    def _fetch_ahead(self, batches: list[Sequence[int]]) -> Iterator[Any]:
+        """Fetch batches ahead of use in the worker processes of a DataLoader."""
+        lists: Any = [list(indices) for indices in batches]
+        loader = DataLoader(
+            self.data, batch_sampler=lists, collate_fn=self.collate, num_workers=self.workers,
+            generator=torch.Generator(),  # otherwise the loader would change the user's random state
+        )  # fmt: skip
+        return (self._cast(batch) for batch in loader)
+
+    def _cast(self, batch: Any) -> Any:
+        """Convert the floating-point tensors of a batch to `dtype`."""
+        return batch if self.dtype is None else cast(batch, self.dtype)
+
+
+class _Items(Dataset[Any]):
+    """The samples of a storage as a Dataset."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+
+    def __len__(self) -> int:
+        return len(self.storage)
+
+    def __getitem__(self, i: int) -> Any:
+        storage, where = self.storage, slice(i, i + 1)
+        if storage.is_tensors:
+            return map_tensors(storage._take(where), lambda t: t[0])
+        return storage.data[storage._indices(where)[0]]
+
+
+def _refuse_streams(data: Any, what: str) -> None:
+    """Refuse data without a length or without access by index."""
+    countable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if isinstance(data, str | bytes | IterableDataset) or not countable:
+        raise InvalidInputError(
+            f"{what[0].upper()}{what[1:]} must be a tensor, a tuple or dict of tensors, or a Dataset with a length, "
+            f"not of type {type(data).__name__}."
+        )
+
+
+def _refuse_subsets(loader: DataLoader[Any], n: int, what: str) -> None:
+    """Refuse a DataLoader that leaves samples out, or that has no batches."""
+    count = len(loader.sampler) if hasattr(loader.sampler, "__len__") else n  # type: ignore[arg-type]
+    if count != n or (loader.batch_size is None and loader.batch_sampler is None):
+        problem = f"whose sampler selects {count} of {n} samples" if count != n else "without batches"
+        raise InvalidInputError(
+            f"A DataLoader {problem} was given as {what}; it must have batches over all its samples. Select some "
+            "with torch.utils.data.Subset."
+        )
+
+
+def _check_finite(t: Tensor, n: int, what: str) -> None:
+    """Refuse samples with NaN or infinite entries."""
+    if not t.is_floating_point() or t.device.type == "meta":
+        return
+    bad: list[int] = []
+    step = max(1, _CHECKED * n // max(t.numel(), 1))
+    for begin in range(0, n, step):
+        chunk = t[begin : begin + step]
+        if not bool(torch.isfinite(chunk).all()):
+            wrong = (~torch.isfinite(chunk)).reshape(len(chunk), -1).any(1)
+            bad += [begin + i for i in torch.nonzero(wrong).reshape(-1).tolist()]
+    if bad:
+        raise InvalidInputError(
+            f"The {what} are NaN or infinite in {count_words(len(bad), 'sample')} ({few(bad)}); drop or impute those "
+            "samples."
+        )
+
+
+def _count(lengths: list[int], name: str) -> int:
+    """Return the number of samples, which must be the length of every tensor; a negative length marks a scalar."""
+    if len(set(lengths)) != 1 or lengths[0] < 1:
+        if not any(lengths):
+            raise InvalidInputError(f"Samples {name!r} is empty; pass the data of at least one sample.")
+        found = ", ".join("none (a scalar)" if n < 0 else str(n) for n in lengths)
+        raise InvalidInputError(
+            f"The tensors of Samples {name!r} must have one length, the number of samples, not {found}; pass a list of "
+            "numbers as torch.tensor(numbers)."
+        )
+    return lengths[0]

@@ -1,0 +1,1 @@
+"""What estimators answer: scores and changes, their selection, comparison, text and files."""

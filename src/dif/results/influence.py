@@ -1,0 +1,421 @@
+"""The scores of many perturbations, their names and their file."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dif.derivatives.targets import Targets
+from dif.errors import InvalidInputError, count_words
+from dif.optimality.solution import Solution
+from dif.problem.perturbation import Perturbation
+from dif.problem.term import Term
+from dif.results.change import Agreement
+from dif.results.selection import find_column, find_rows, match_labels, pick_diagnostics
+from dif.results.text import MOST_TARGETS, format_html, format_summary
+from dif.runtime.archive import read_archive, write_archive
+from dif.runtime.inputs import as_index, check_count, expect_path
+from dif.runtime.score_array import is_filled_in_chunks, read_values
+
+_TIMES = ("datetime64", "timedelta64", "period")  # kinds of labels that JSON holds as text
+
+
+def describe_index(index: Any) -> dict[str, Any]:
+    """Return the labels of an index, and the name and dtype of each of its levels, as JSON can hold them."""
+    labels = index.tolist() if hasattr(index, "tolist") else list(index)
+    dtypes = list(index.dtypes) if hasattr(index, "levels") else [getattr(index, "dtype", "object")]
+    levels = zip(getattr(index, "names", [None]), dtypes, strict=True)
+    about = {"index": labels, "levels": [[name, str(dtype)] for name, dtype in levels]}
+    return json.loads(json.dumps(about, default=str))  # dates become text
+
+
+def restore_index(about: dict[str, Any]) -> Any:
+    """Return the index that `describe_index` described; a tuple of labels without pandas, None where there is none."""
+    if about.get("index") is None:
+        return None
+    labels = tuple(tuple(label) if isinstance(label, list) else label for label in about["index"])  # of a MultiIndex
+    try:
+        import pandas
+    except ImportError:
+        return labels
+    names, dtypes = zip(*about.get("levels", [[None, "object"]]), strict=True)
+    if len(dtypes) == 1:
+        return _restore_level(labels, dtypes[0], pandas).rename(names[0])
+    columns = zip(zip(*labels, strict=True), dtypes, strict=True)
+    return pandas.MultiIndex.from_arrays([_restore_level(*column, pandas) for column in columns], names=names)
+
+
+def pick_labels(index: Any, rows: list[int]) -> Any:
+    """Return the labels of some rows of what `restore_index` returned."""
+    return tuple(index[row] for row in rows) if isinstance(index, tuple) else None if index is None else index[rows]
+
+
+def _restore_level(labels: Sequence[Any], dtype: str, pandas: Any) -> Any:
+    """Return one level of labels; dates, durations and periods are read from their text."""
+    level = pandas.Index(list(labels), tupleize_cols=False)
+    return level.astype(dtype) if dtype.startswith(_TIMES) else level
+
+
+_LISTED = 3  # samples of a sum, or coefficients of a linear function, that a name lists
+
+
+def distinguish_targets(names: Sequence[str], terms: Sequence[Term]) -> tuple[str, ...]:
+    """Return the names of targets, those that are the same made different.
+
+    A name that dif made up gets the samples or coefficients of its term. Names that are still the same are refused.
+
+    Args:
+        names: Name of each target.
+        terms: The targets; where some have several rows, there are fewer terms than names.
+    """
+    twice = _find_twice(names)
+    if twice and len(names) == len(terms):
+        names = [
+            f"{name} ({parts})" if name in twice and term.name is None and (parts := _list_parts(term)) else name
+            for name, term in zip(names, terms, strict=True)
+        ]
+        twice = _find_twice(names)
+    if twice:
+        raise InvalidInputError(
+            f"{names.count(twice[0])} targets are called {twice[0]!r}.",
+            "Each target must have a name of its own.",
+            "Scores are found, compared and reported by the name of their target.",
+            'Pass a dict of targets by name, such as {"group a": term, "group b": other}.',
+        )
+    return tuple(names)
+
+
+def _find_twice(names: Sequence[str]) -> list[str]:
+    """Return the names that occur more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+def _list_parts(term: Term) -> str:
+    """Return the first samples of each sum in a term, and the first coefficients of each linear function."""
+    sums = (part.weights for _, part in term.sums)
+    lists = [_join([str(i) for i in torch.nonzero(weights).reshape(-1).tolist()]) for weights in sums]
+    for _, function in term.functions:
+        if function.matrix is not None:
+            row = function.matrix.reshape(-1)
+            used = torch.nonzero(row).reshape(-1).tolist()
+            lists.append(_join([f"{float(row[i]):g}·{function.of or 'θ'}[{i}]" for i in used]))
+    return "; ".join(lists)
+
+
+def _join(entries: Sequence[str]) -> str:
+    return ", ".join(entries[:_LISTED]) + (", …" if len(entries) > _LISTED else "")
+
+
+_LABELS = 4096  # labels in one part of a description, to save memory
+
+
+def describe_scores(
+    estimator: str, diagnostics: dict[str, Any], targets: Sequence[str], carried_out: Perturbation | tuple[str, ...],
+    index: Any,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """Yield everything but the values in parts that JSON can hold, so that a million labels need little memory."""
+    about = {"estimator": estimator, "diagnostics": diagnostics, "targets": list(targets)}
+    yield about if index is None else about | describe_index(index)
+    for begin in range(0, len(carried_out), _LABELS):
+        chunk = carried_out[begin : min(begin + _LABELS, len(carried_out))]
+        yield {"perturbations": list(chunk.labels if isinstance(chunk, Perturbation) else chunk)}
+
+
+TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One perturbation of a ranking: its row, its label and its score.
+
+    The row is that of the scores that were ranked. In a slice it counts the rows of the slice, not the samples:
+    `part.carried_out.pick([one.index for one in part.top(5)])` are the five perturbations.
+    """
+
+    index: int
+    label: str
+    value: float
+    name: Any = None  # label of the sample in the index of the user's DataFrame; None without a DataFrame
+
+
+@dataclass(frozen=True, eq=False)
+class Origin:
+    """What scores were computed from, and by which estimator."""
+
+    solution: Solution
+    targets: Targets
+    estimator: Any = None
+
+
+@dataclass(frozen=True, eq=False)
+class Influence:
+    """The change of T targets under P perturbations, each carried out in full, in the target's own units.
+
+    A score of +0.02 on a test loss says that the perturbation raises that loss by about 0.02.
+
+    Select some of the perturbations by position, label or mask: `influence[3:10]`, `influence["train[17]"]`,
+    `influence[mask]`. If the data were a pandas DataFrame, its index is shown, and text in it is a label, too.
+    """
+
+    stored: Tensor  # (P, T), on the CPU or on disk
+    carried_out: Perturbation | tuple[str, ...]  # the perturbations; their labels where read from a file
+    targets: tuple[str, ...]
+    estimator: str
+    diagnostics: dict[str, Any] = field(default_factory=dict)
+    saved_index: Any = None  # the index where read from a file
+    origin: Origin | None = None  # None where read from a file, and for scores that belong to no solution
+
+    def __post_init__(self) -> None:
+        if self.origin is not None:
+            object.__setattr__(self, "targets", distinguish_targets(self.targets, self.origin.targets.terms))
+
+    def __len__(self) -> int:
+        return len(self.stored)
+
+    @property
+    def values(self) -> Tensor:
+        """All scores, (P, T). A .npy file is read as needed."""
+        return self.stored[:]
+
+    def rows(self, begin: int, end: int) -> Tensor:
+        """Return the scores of consecutive perturbations, (end − begin, T)."""
+        return self.stored[begin:end]
+
+    def __getitem__(self, key: Any) -> Influence:
+        """Select perturbations by an integer, a slice, a mask, a label, or a list of integers or labels.
+
+        The result keeps targets, labels and diagnostics; what these say of the whole computation, such as `trusted`,
+        stays as it is.
+        """
+        rows = find_rows(key, self.perturbations, self.index)
+        kept = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else None
+        labels = tuple(self.perturbations[row] for row in rows)
+        return replace(
+            self,
+            stored=self.stored[rows],
+            carried_out=labels if kept is None else kept,
+            diagnostics=pick_diagnostics(self.diagnostics, rows, labels),
+            saved_index=pick_labels(self.saved_index, rows),
+        )
+
+    @property
+    def expected_error(self) -> Tensor:
+        """Estimated relative error of each perturbation's scores, (P,); NaN where it was not assessed."""
+        errors = torch.full((len(self),), float("nan"), dtype=torch.float64)
+        assessment = self.diagnostics.get("assessment")
+        if assessment is not None:
+            errors[assessment["rows"]] = torch.tensor(assessment["errors"], dtype=torch.float64)
+        return errors
+
+    @property
+    def trusted(self) -> bool | None:
+        """Whether the estimated relative error of the assessed scores is at most 25 %; None if none was assessed."""
+        assessment = self.diagnostics.get("assessment")
+        return None if assessment is None else assessment["pooled"] is not None and assessment["pooled"] <= TRUSTED
+
+    @property
+    def unanswered(self) -> tuple[int, str] | None:
+        """Number of perturbations without an answer, and the reason of the first; None where all have one."""
+        reasons = self.diagnostics.get("unanswered")
+        return (len(reasons), next(iter(reasons.values()))) if reasons else None
+
+    @cached_property
+    def perturbations(self) -> tuple[str, ...]:
+        """Label of each perturbation."""
+        return tuple(self.carried_out.labels) if isinstance(self.carried_out, Perturbation) else self.carried_out
+
+    @cached_property
+    def index(self) -> Any:
+        """Label of each removed sample in the index of the user's DataFrame; None without a DataFrame."""
+        return self.carried_out.index if isinstance(self.carried_out, Perturbation) else self.saved_index
+
+    def top(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
+        """Return the k perturbations that change a target most, in absolute value, largest first."""
+        column = self._column("top", k, target)
+        return self._rank(column, torch.nan_to_num(column.abs(), nan=-1.0), k)  # those without an answer come last
+
+    def proponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
+        """Return the k perturbations that raise a target most, those that do not raise it left out.
+
+        Of a loss, these removals are of the samples that helped most: the loss is higher without them.
+        """
+        column = self._column("proponents", k, target)
+        return self._rank(column, column, min(k, int((column > 0).sum())))
+
+    def opponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
+        """Return the k perturbations that lower a target most, those that do not lower it left out.
+
+        Of a loss, these removals are of the samples that harmed most: the loss is lower without them.
+        """
+        column = self._column("opponents", k, target)
+        return self._rank(column, -column, min(k, int((column < 0).sum())))
+
+    def _rank(self, column: Tensor, size: Tensor, k: int) -> list[Ranked]:
+        """Return the k perturbations with the largest size; NaN comes last."""
+        order = torch.argsort(torch.nan_to_num(size, nan=-float("inf")), descending=True, stable=True)[:k].tolist()
+        names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
+        return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
+
+    def _column(self, method: str, k: int, target: int | str) -> Tensor:
+        """Return the scores of one target, (P,), after checking the arguments of a ranking."""
+        number, position, T = as_index(k), find_column(target, self.targets), len(self.targets)
+        if number is None or number < 1 or position is None:
+            raise InvalidInputError(
+                f"`{method}` was called with k = {k} and target {target!r}.",
+                f"`k` must be an integer of at least 1, and `target` a number from 0 to {T - 1} or a name.",
+                "There is no such ranking.",
+                f"Choose one of the targets {', '.join(self.targets[:5])}{', …' if T > 5 else ''}.",
+            )
+        return self.stored[:, position]
+
+    def compare(self, other: Influence) -> Agreement:
+        """Measure the agreement with the scores of another estimator (for example `Retraining`).
+
+        Perturbations and targets are matched by label. One of the two may have scored fewer perturbations, such as the
+        top of the ranking, or fewer targets; these are then compared.
+        """
+        matched = self._match(other) if isinstance(other, Influence) else None
+        if matched is None:
+            found = f"The object to compare with is of type {type(other).__name__}."
+            if isinstance(other, Influence):
+                shapes = [f"{len(influence)} × {len(influence.targets)}" for influence in (self, other)]
+                alike = any(len(set(influence.targets)) < len(influence.targets) for influence in (self, other))
+                common = [
+                    count_words(len(set(mine) & set(others)), noun)
+                    for mine, others, noun in (
+                        (self.perturbations, other.perturbations, "perturbation"),
+                        (self.targets, other.targets, "target"),
+                    )
+                ]
+                reason = f"their labels differ: they share {' and '.join(common)}"
+                reason = "two targets have the same name" if alike else reason
+                found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and {reason}."
+            raise InvalidInputError(
+                found,
+                "Both must be an Influence. The perturbations of one must be among those of the other, and likewise "
+                "the targets.",
+                "Agreement is measured score by score.",
+                "Score the same perturbations and targets with both estimators.",
+            )
+        return Agreement.of(*matched)
+
+    def _match(self, other: Influence) -> tuple[Tensor, Tensor] | None:
+        """Return the scores that both have, in the same order; None where they cannot be matched by label."""
+        columns = match_labels(self.targets, other.targets)
+        rows = match_labels(self.perturbations, other.perturbations)
+        if self.perturbations == other.perturbations:
+            rows = list(range(len(self))), list(range(len(other)))  # even where two of them have one label
+        if rows is None or columns is None:
+            return None
+        return self.values[rows[0]][:, columns[0]], other.values[rows[1]][:, columns[1]]
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with one row per perturbation and one column per target.
+
+        Its index is that of the user's data, where these were a DataFrame and single samples are removed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise ImportError('to_frame needs pandas: pip install "directional-influence[pandas]"') from error
+        index = pandas.Index(self.perturbations, name="perturbation") if self.index is None else self.index
+        return pandas.DataFrame(self.values.numpy(), index=index, columns=list(self.targets))
+
+    def metrics(self) -> dict[str, float]:
+        """Return a few numbers about the scores and the solution, for experiment trackers such as MLflow."""
+        values = self.values
+        sizes = values[torch.isfinite(values)].abs()
+        numbers = {
+            "perturbations": float(len(self)),
+            "unanswered": float(values.numel() - len(sizes)),
+            "largest": float(sizes.max()) if len(sizes) else 0.0,
+            "mean_size": float(sizes.mean()) if len(sizes) else 0.0,
+            "kkt_residual": max(self.diagnostics.get("kkt", {"": 0.0}).values()),
+        }
+        for name in ("curvature", "licq", "smallest_margin", "damping", "solver_residual"):
+            value = self.diagnostics.get(name)
+            if isinstance(value, int | float) and np.isfinite(value):
+                numbers[name] = float(value)
+        return numbers
+
+    def summary(self, k: int = 5) -> str:
+        """Return a readable summary: whether to trust the scores, their size, and the k largest for each target."""
+        check_count(k, "k")
+        tops = [self.top(k, t) for t in range(min(len(self.targets), MOST_TARGETS))]
+        return format_summary(repr(self), self._trust(), self.targets, self.values, tops)
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: whether to trust the scores, and the largest on the first target."""
+        return format_html(repr(self), self._trust(), self.targets, self.values, self.top() if self.targets else [])
+
+    def _trust(self) -> str:
+        """Return one sentence about how far the scores can be trusted; empty if none was assessed."""
+        assessment, text = self.diagnostics.get("assessment"), ""
+        if assessment is not None and assessment["pooled"] is None:
+            text = f"NOT trusted: no error could be estimated ({assessment['failed']})."
+        elif assessment is not None:
+            verdict = "Trusted" if self.trusted else "NOT trusted"
+            text = f"{verdict}: the estimated relative error is {assessment['pooled']:.2g}."
+        if self.unanswered:
+            text += f" {self.unanswered[0]} without an answer (NaN): {self.unanswered[1]}"
+        return text.strip()
+
+    def plot(self, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None) -> Any:
+        """Draw the k largest scores on a target as bars, on new axes if `ax` is None; return the axes."""
+        from dif.report.plots import ranking
+
+        return ranking(self, ax, k, target, names)
+
+    def report(
+        self, path: str | os.PathLike[str], *, features: Any = None, names: Any = None, groups: Any = None,
+        images: Any = None, title: str = "Influence", retrained: Influence | None = None,
+    ) -> None:  # fmt: skip
+        """Write one HTML file about these scores; it works offline. `dif.report.write_report` explains the arguments.
+
+        Raises:
+            InvalidInputError: Where the scores were read from a file; `write_report` takes the solution, too.
+        """
+        from dif.report.builder import write_report
+
+        write_report(
+            path, self, features=features, names=names, groups=groups, images=images, title=title, retrained=retrained
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all to one file (npz, no pickle); an interrupted write leaves the old file as it is."""
+        head, *parts = self.describe()
+        labels = [label for part in parts for label in part["perturbations"]]
+        write_archive(path, "influence", {"values": self.values}, {**head, "perturbations": labels})
+
+    def describe(self) -> Iterator[dict[str, Any]]:
+        """Yield everything but the values in parts that JSON can hold."""
+        return describe_scores(self.estimator, self.diagnostics, self.targets, self.carried_out, self.index)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Influence:
+        """Read a file that `save` or `scores(..., out=path)` wrote.
+
+        The latter stays on disk and is read as needed. It may be read while scoring still fills it: rows to come are
+        NaN, and `diagnostics["rows"]` is the number of finished rows.
+        """
+        if is_filled_in_chunks(expect_path(path)):
+            values, (about, *parts), rows = read_values(path)
+            labels, more = [label for part in parts for label in part["perturbations"]], {"rows": rows}
+        else:
+            arrays, about = read_archive(path, "influence")
+            values, labels, more = torch.from_numpy(arrays["values"]), about["perturbations"], {}
+        diagnostics, index = {**about["diagnostics"], **more}, restore_index(about)
+        return cls(values, tuple(labels), tuple(about["targets"]), about["estimator"], diagnostics, index)
+
+    def __repr__(self) -> str:
+        size = f"{count_words(len(self), 'perturbation')} × {count_words(len(self.targets), 'target')}"
+        return f"Influence({self.estimator}: {size})"

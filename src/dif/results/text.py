@@ -1,0 +1,86 @@
+"""Scores as text and as HTML, for terminals and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from dif.runtime.inputs import write_label
+from dif.runtime.text import TextTable
+
+MOST_TARGETS = 6  # targets that are shown
+
+
+class Entry(Protocol):
+    """One perturbation of a ranking."""
+
+    @property
+    def index(self) -> int:
+        """Its row."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """Its label."""
+        ...
+
+    @property
+    def name(self) -> Any:
+        """Label of the sample in the index of the user's data frame, or None."""
+        ...
+
+
+def format_summary(
+    heading: str, trust: str, targets: Sequence[str], values: Tensor, tops: Sequence[Sequence[Entry]]
+) -> str:
+    """Return the heading, a sentence about trust, the spread of the scores, and the largest for each target."""
+    shown = list(targets)[:MOST_TARGETS]
+    left_out = f"… and {len(targets) - len(shown)} more targets" if len(targets) > len(shown) else ""
+    described = tuple(_describe(name, values[:, t]) for t, name in enumerate(shown))
+    spread = TextTable(("target", "lowest", "highest", "median size"), described)
+    rankings = []
+    for t, (name, top) in enumerate(zip(shown, tops, strict=True)):
+        table = TextTable(_headings(top, ["change"]), _rows(top, values[:, t : t + 1]), left=_words(top))
+        rankings.append(f"Largest changes of {name}:\n{table}")
+    return "\n\n".join(part for part in (f"{heading}\n{trust}".strip(), str(spread), left_out, *rankings) if part)
+
+
+def format_html(heading: str, trust: str, targets: Sequence[str], values: Tensor, top: Sequence[Entry]) -> str:
+    """Return the heading, a sentence about trust, and the scores of the highest-ranked perturbations as HTML."""
+    shown = list(targets)[:MOST_TARGETS]
+    table = TextTable(_headings(top, shown), _rows(top, values[:, : len(shown)]))
+    left_out = [
+        f"{count - number} more {what}"
+        for number, count, what in ((len(top), len(values), "perturbations"), (len(shown), len(targets), "targets"))
+        if count > number
+    ]
+    parts = (escape(heading), escape(trust), table.to_html(), f"… and {', '.join(left_out)}" if left_out else "")
+    return "".join(f"<p>{part}</p>" if not part.startswith("<table") else part for part in parts if part)
+
+
+def _describe(name: str, column: Tensor) -> tuple[str, ...]:
+    """Return the name of a target and the spread of its scores."""
+    known = column[torch.isfinite(column)]
+    numbers = (known.min(), known.max(), known.abs().median()) if len(known) else (float("nan"),) * 3
+    return name, *(f"{float(number):+.4g}" for number in numbers[:2]), f"{float(numbers[2]):.4g}"
+
+
+def _words(top: Sequence[Entry]) -> int:
+    """Return how many columns of a ranking are words: the index of a data frame, if there is one, and the label."""
+    return 1 if all(entry.name is None for entry in top) else 2
+
+
+def _headings(top: Sequence[Entry], columns: Sequence[str]) -> tuple[str, ...]:
+    return ("index", "perturbation")[2 - _words(top) :] + tuple(columns)
+
+
+def _rows(top: Sequence[Entry], values: Tensor) -> tuple[tuple[str, ...], ...]:
+    """Return the cells of a ranking."""
+    return tuple(
+        (*(write_label(entry.name), entry.label)[2 - _words(top) :], *(f"{float(v):+.4g}" for v in values[entry.index]))
+        for entry in top
+    )

@@ -1,0 +1,1 @@
+"""Training runs: their steps, states and weights, and the derivatives of a run through its steps."""

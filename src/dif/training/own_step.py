@@ -1,0 +1,425 @@
+"""Training by a step that the user has written, recorded and differentiated by autograd."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dif.derivatives.checks import difference
+from dif.derivatives.program import Program
+from dif.errors import InvalidInputError
+from dif.problem.data import leaves, map_tensors
+from dif.problem.parameters import BoundModule, Parameters
+from dif.problem.problem import Problem
+from dif.problem.samples import Samples
+from dif.problem.term import Term
+from dif.runtime.guard import convert_errors, is_unsupported
+from dif.runtime.inputs import as_tensor, check_list
+from dif.training.run import Keep, Loop, Run, carry_out
+from dif.training.step import Batch, State, WeightGradients, Weights, default_weights
+
+_TOLERANCE = {torch.float64: 1e-4, torch.float32: 0.1}  # relative error of a derivative against differences
+
+
+@dataclass(frozen=True, eq=False)
+class UserStep:
+    """Steps given by a function of the state, the batch and the weights; implements `Step`.
+
+    The targets depend on the params in a state: `state["params"]` if that is a dict, else its tensors.
+    """
+
+    function: Callable[[Any, Any, Any], Any]
+    program: Program
+    problem: None = None
+    settings: None = None  # the losses of the program know the function
+
+    def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> State:
+        """Return the state after step t."""
+        with torch.enable_grad():  # the step may call torch.autograd.grad
+            after = self._call(_track(state), batch, _per_table(self._weights(batch, weights), batch))
+        return map_tensors(after, torch.Tensor.detach)
+
+    def observe(self, t: int, state: State, batch: Batch) -> tuple[State, None]:
+        """Return the state after step t; there is nothing else to record."""
+        return self.advance(t, state, batch), None
+
+    def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
+        """Return the states after step t: by one call that is mapped over them, or one by one."""
+        if not self.is_mappable(batch, map_tensors(states, lambda x: x[0])):
+            each = [map_tensors(states, lambda x, p=p: x[p]) for p in range(len(weights.dtau))]
+            moved = [self.advance(t, state, batch, _row(weights, p)) for p, state in enumerate(each)]
+            return _combine(moved, torch.stack)
+        return self._map(states, batch, weights)
+
+    def read_point(self, state: State) -> tuple[Tensor, Tensor]:
+        """Return the params as θ, and no multipliers."""
+        theta = flatten_params(state, self.program.parameters)
+        return theta, theta.new_zeros((*theta.shape[:-1], 0))
+
+    def make_adjoint(self, Q: Tensor, state: State) -> State:
+        """Return the adjoints of a state for targets with gradients Q in θ, (T, d)."""
+        zeros = map_tensors(state, lambda x: torch.zeros((len(Q), *x.shape), dtype=Q.dtype, device=Q.device))
+        rows = [self.program.parameters.tensors(q) for q in Q]
+        select_params(zeros).update({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        return zeros
+
+    # Derivatives, by autograd alone, so that the step may use it, too
+
+    def pull_back(
+        self, t: int, state: State, after: State, batch: Batch, adjoint: State
+    ) -> tuple[State, WeightGradients]:
+        """Return the adjoints of the state before step t, and of its weights, for T adjoints of the state after it."""
+        before, weights, then = self._trace(state, batch)
+        inputs, outputs, weighing = _variables(before) + weights, _variables(then), leaves(adjoint)
+        T = len(weighing[0])
+        weighing = [w for w, x in zip(weighing, leaves(then), strict=True) if x.requires_grad]
+        found = [_pull(outputs, inputs, [w[k] for w in weighing]) for k in range(T)]
+        columns = iter([torch.stack(column) for column in zip(*found, strict=True)])
+        like = weights[0]
+        back = map_tensors(before, lambda x: next(columns) if x.requires_grad else like.new_zeros((T, *x.shape)))
+        by_a = tuple(next(columns)[:, None, None] for _ in weights)
+        zero = tuple(torch.zeros_like(a) for a in by_a)
+        return back, WeightGradients(by_a, zero, like.new_zeros((T, 0)))
+
+    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, dweights: Weights) -> State:
+        """Return the tangent of the state after step t: the derivative of Jᵀu in u is J."""
+        before, weights, then = self._trace(state, batch)
+        inputs, outputs = _variables(before) + weights, _variables(then)
+        along = [v for v, x in zip(leaves(tangent), leaves(before), strict=True) if x.requires_grad]
+        along += [a[0, 0] for a in dweights.a]
+        u = [torch.zeros_like(x).requires_grad_() for x in outputs]
+        columns = _pull(outputs, inputs, u, create_graph=True)
+        moved = iter(_pull(columns, u, along))
+        return map_tensors(then, lambda x: next(moved) if x.requires_grad else torch.zeros_like(x))
+
+    def _trace(self, state: State, batch: Batch) -> tuple[State, list[Tensor], State]:
+        """Return the state before a step and its weights, both tracked by autograd, and the state after it."""
+        before, weights = _track(state), [w.detach().requires_grad_() for w in self._weights(batch, None)]
+        with torch.enable_grad():
+            return before, weights, self._call(before, batch, _per_table(weights, batch))
+
+    def _weights(self, batch: Batch, weights: Weights | None) -> list[Tensor]:
+        """Return the weights of each part of the batch, (B,)."""
+        return [a[0, 0] for a in (default_weights(self.program, batch) if weights is None else weights).a]
+
+    def _call(self, state: State, batch: Batch, weights: list[Tensor]) -> State:
+        """Call the user's function and check that the state keeps its layout."""
+        parts = [[part.data for part in batch if part.table == k] for k in range(len(self.program.rows.tables))]
+        data = tuple(same[0] if len(same) == 1 else _combine(same, torch.cat) for same in parts)
+        copied = map_tensors(state, lambda x: x)  # new containers: the step may write into them
+        with convert_errors("step"):
+            after = self.function(copied, *((data[0], weights[0]) if len(data) == 1 else (data, tuple(weights))))
+        old, new = describe_state(state), describe_state(after)
+        if old != new:
+            changed = next(name for name in (*old, *new) if old.get(name) != new.get(name))
+            raise InvalidInputError(
+                f"`step` must return a state with the names, shapes and types of the start, not "
+                f"{new.get(changed, 'nothing')} for {changed}, which was {old.get(changed, 'not there')}."
+            )
+        return _reorder(after, state)
+
+    def _map(self, states: State, batch: Batch, weights: Weights) -> State:
+        """Return the states after a step by one call that is mapped over them."""
+
+        def advance(state: State, a: tuple[Tensor, ...]) -> State:
+            return self._call(state, batch, _per_table([x[0, 0] for x in a], batch))
+
+        return map_tensors(torch.vmap(advance)(states, weights.a), torch.Tensor.detach)
+
+    def is_mappable(self, batch: Batch, state: State) -> bool:
+        """Return whether torch can map the step over states and weights; found out once."""
+        if "mappable" not in self._known:
+            a = tuple(x.expand(2, *x.shape) for x in default_weights(self.program, batch).a)
+            twice = map_tensors(state, lambda x: x.expand(2, *x.shape))
+            try:
+                found = self._map(twice, batch, Weights(a, a, self.program.tau.new_zeros((2, 0))))
+                one = self.advance(0, state, batch)
+                self._known["mappable"] = all(
+                    bool(torch.isclose(x[1].double(), y.double(), rtol=1e-3, atol=1e-4, equal_nan=True).all())
+                    for x, y in zip(leaves(found), leaves(one), strict=True)
+                )
+            except Exception as error:
+                if not is_unsupported(error):
+                    raise
+                self._known["mappable"] = False
+        return self._known["mappable"]
+
+    @cached_property
+    def _known(self) -> dict[str, bool]:
+        """What was found out about the step."""
+        return {}
+
+
+def select_params(state: State) -> dict[str, Tensor]:
+    """Return the params in a state: its entry "params" if that is a dict, else its own floating-point tensors."""
+    inner = state.get("params")
+    if isinstance(inner, dict):
+        return inner
+    return state
+
+
+def flatten_params(state: State, parameters: Parameters) -> Tensor:
+    """Return the params in a state as θ, (d,); leading dimensions stay."""
+    tensors = select_params(state)
+    named = [(tensors[name], len(shape)) for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
+    return torch.cat([x.reshape(*x.shape[: x.ndim - dims], -1) for x, dims in named], -1)
+
+
+def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
+    """Refuse a step that is random, ignores its weights, or whose derivative is not that of its values."""
+    once, weights = _call_twice(step, t, state, batch), default_weights(step.program, batch)
+    generator = torch.Generator().manual_seed(t)
+    draw = lambda x: torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5  # noqa: E731
+    still = map_tensors(state, torch.zeros_like)
+    # in proportion, so that averages of squares stay positive
+    moving = map_tensors(state, lambda x: draw(x) * x if x.is_floating_point() else torch.zeros_like(x))
+    drawn = tuple(map(draw, weights.a))
+    other = step.advance(t, state, batch, _shift(weights, drawn, 0.5))
+    if t == 0 and all(torch.equal(x, y) for x, y in zip(leaves(other), leaves(once), strict=True)):
+        raise InvalidInputError(
+            "`step` must multiply the loss of each sample by its weight, but returns the same state for other weights; "
+            "write (weights * losses).sum() / weights.sum() instead of losses.mean()."
+        )
+    tolerance = _TOLERANCE[drawn[0].dtype]
+    for what, tangent, da in (
+        ("the weights of its samples", still, drawn),
+        ("its state", moving, tuple(map(torch.zeros_like, drawn))),
+    ):
+        error, size = _compare_with_differences(step, t, state, batch, tangent, da)
+        if error > tolerance * size:
+            raise InvalidInputError(
+                f"The derivative of step {t + 1} in {what} is off by {error / size:.2g} of its size.",
+                f"It may differ from differences of the step's values by at most {tolerance:g}.",
+                "Something inside the step is cut off from autograd, so that influence through it would be wrong.",
+                "Use torch.func.grad, or torch.autograd.grad with create_graph=True; no .detach(), .item(), no_grad.",
+            )
+
+
+def _call_twice(step: UserStep, t: int, state: State, batch: Batch) -> State:
+    """Return the state after a step; refuse a step that is random, or that counts its calls."""
+    once, again = (step.advance(t, state, batch) for _ in range(2))
+    pairs = zip(leaves(once), leaves(again), strict=True)
+    gap = max(float((x.double().nan_to_num() - y.double().nan_to_num()).abs().amax()) for x, y in pairs if x.numel())
+    if gap > 0:
+        raise InvalidInputError(
+            f"Two calls of the step with the same state and batch differ by up to {gap:.3g}.",
+            "They must return the same state.",
+            "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
+            "Switch the randomness off, or draw it beforehand and look it up by the number of the sample.",
+        )
+    return once
+
+
+def _compare_with_differences(
+    step: UserStep, t: int, state: State, batch: Batch, tangent: State, da: tuple[Tensor, ...]
+) -> tuple[float, float]:
+    """Return how far a directional derivative is from differences to both sides, and the size of the differences.
+
+    Where the sides differ, at a kink such as a projection, anything between them is right.
+    """
+    weights = default_weights(step.program, batch)
+    h = torch.finfo(da[0].dtype).eps ** (1 / 3)
+
+    def at(h: float) -> Tensor:
+        along = iter(leaves(tangent))
+        point = map_tensors(state, lambda x: x + h * next(along) if x.is_floating_point() else (next(along), x)[1])
+        return _join_leaves(step.advance(t, point, batch, _shift(weights, da, h)))
+
+    slopes = _join_leaves(step.push_forward(t, state, batch, tangent, Weights(da, weights.b, weights.dtau)))
+    expected, _, bend = difference(at, at(0.0), h)
+    return float(((slopes - expected).abs() - 0.5 * bend).clamp(min=0).norm()), float(expected.norm())
+
+
+def _join_leaves(state: State) -> Tensor:
+    """Return all numbers of a state as one vector in double precision."""
+    return torch.cat([x.double().reshape(-1) for x in leaves(state)])
+
+
+def _shift(weights: Weights, da: tuple[Tensor, ...], h: float) -> Weights:
+    return Weights(tuple(a + h * d for a, d in zip(weights.a, da, strict=True)), weights.b, weights.dtau)
+
+
+def describe_state(state: Any, name: str = "") -> dict[str, str]:
+    """Return the type and shape of every tensor of a state, by name."""
+    if isinstance(state, Mapping):
+        parts = [(f"{name}[{key!r}]", value) for key, value in state.items()]
+    elif isinstance(state, tuple | list):
+        parts = [(f"{name}[{k}]", value) for k, value in enumerate(state)]
+    elif isinstance(state, Tensor):
+        return {name: f"{str(state.dtype).removeprefix('torch.')}{list(state.shape)}"}
+    else:
+        return {name: f"an object of type {type(state).__name__}"}
+    return {key: text for part in parts for key, text in describe_state(part[1], part[0]).items()}
+
+
+def _combine(parts: Sequence[Any], join: Callable[[tuple[Tensor, ...]], Tensor]) -> Any:
+    """Combine states or batches of the same structure, tensor by tensor."""
+    columns = iter([join(column) for column in zip(*map(leaves, parts), strict=True)])
+    return map_tensors(parts[0], lambda x: next(columns))
+
+
+def _track(state: State) -> State:
+    """Return the state with floating-point tensors that autograd tracks."""
+    return map_tensors(state, lambda x: x.detach().requires_grad_() if x.is_floating_point() else x)
+
+
+def _variables(state: State) -> list[Tensor]:
+    return [x for x in leaves(state) if x.requires_grad]
+
+
+def _pull(
+    outputs: Sequence[Tensor], inputs: Sequence[Tensor], weighing: Sequence[Tensor], create_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Return Jᵀ·weighing; 0 where an input does not matter."""
+    tracked = [(x, w) for x, w in zip(outputs, weighing, strict=True) if x.requires_grad]
+    if not tracked:
+        return tuple(torch.zeros_like(x) for x in inputs)
+    outs, along = zip(*tracked, strict=True)
+    return torch.autograd.grad(
+        outs, inputs, along, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
+    )
+
+
+def _per_table(weights: Sequence[Tensor], batch: Batch) -> list[Tensor]:
+    """Join the weights of the parts of each table."""
+    tables = 1 + max(part.table for part in batch)
+    return [torch.cat([w for w, part in zip(weights, batch, strict=True) if part.table == k]) for k in range(tables)]
+
+
+def _reorder(state: Any, like: Any) -> Any:
+    """Return a state with the entries of its dicts in the order of another one."""
+    if isinstance(like, Mapping):
+        return {key: _reorder(state[key], value) for key, value in like.items()}
+    if isinstance(like, tuple | list):
+        parts = [_reorder(*pair) for pair in zip(state, like, strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
+    return state
+
+
+def _row(weights: Weights, p: int) -> Weights:
+    return Weights(tuple(a[p] for a in weights.a), tuple(b[p] for b in weights.b), weights.dtau[p])
+
+
+def unroll(
+    step: Callable[[Any, Any, Any], Any], start: Mapping[str, Any], batches: Iterable[Any], *,
+    samples: Samples | Sequence[Samples] | None = None, keep: Keep = None, show_progress: bool = True,
+) -> Run:  # fmt: skip
+    """Carry out a training whose steps you have written, for `UnrolledInfluence` and `Retraining`.
+
+    Args:
+        step: `step(state, batch, weights)` returns the next state. It is written with torch operations, multiplies the
+            loss of each sample by its weight, (B,), which is 1 for all of them in the run itself. Alternating updates,
+            extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this.
+        start: The state before the first step: a dict of tensors, also nested, with the parameters, multipliers, and
+            whatever the optimiser remembers. Targets depend on `state["params"]` if that is a dict of tensors, and
+            otherwise on all tensors of the state. Of an `nn.Module` as "params" the step gets the named tensors, for
+            `torch.func.functional_call(model, state["params"], x)`, and targets get what is called like the module.
+        batches: For each step the numbers of its samples; the step gets them as `batch`.
+        samples: The samples that are numbered: the step then gets their data as `batch`, and new samples can be added.
+            With several Samples a batch is a tuple of numbers, one for each, and so are the data and the weights.
+            Without it, `run.samples[0]` makes the perturbations.
+        keep: As in `Training.run`.
+        show_progress: Show progress on a terminal.
+
+    >>> y = torch.tensor([1.0, 2.0, 6.0])
+    >>> def step(state, batch, weights):
+    ...     slope = (weights * (state["mean"] - y[batch])).sum() / weights.sum()
+    ...     return {"mean": state["mean"] - 0.5 * slope}
+    >>> run = unroll(step, {"mean": torch.zeros(())}, [[0, 1, 2]] * 20, show_progress=False)
+    >>> run.state["mean"]
+    tensor(3.0000)
+    """
+    _check_step_function(step)
+    parameters, state = _check_start(start)
+    several = isinstance(samples, Iterable)
+    per_step = check_list(batches, "batches", "numbers of samples, one entry per step")
+    split = [tuple(batch) if several and isinstance(batch, Iterable) else (batch,) for batch in per_step]
+    numbers = [[as_tensor(part, f"batch {t}") for part in batch] for t, batch in enumerate(split)]
+    named = _name_samples(samples, step, numbers)
+    indices = tuple(_check_numbers(t, batch, named) for t, batch in enumerate(numbers))
+    total = sum((s.sum() for s in named), Term())
+    own = UserStep(step, Program.compile(Problem(total), parameters, flatten_params(state, parameters)))
+    loop = Loop(own, indices, (range(len(indices)),), state)
+    devices = [x.device for x in leaves(state) if x.is_cuda][:1]
+    with torch.random.fork_rng(devices):
+        check_step(own, 0, state, loop.batch(0))
+    run = carry_out(loop, keep, show_progress)
+    late = loop.length - 1
+    with torch.random.fork_rng(devices):
+        check_step(own, late, run.states[late], loop.batch(late))  # multipliers are at work by now
+    return run
+
+
+def _name_samples(samples: Any, step: Callable[[Any, Any, Any], Any], numbers: list[list[Tensor]]) -> list[Samples]:
+    """Return what the batches number, with the step in place of a loss; without Samples, as many as the numbers say."""
+    if samples is None:
+        largest = max((int(x.max()) for (x,) in numbers if x.numel()), default=0)
+        return [Samples(_Unstated(step), torch.arange(largest + 1))]
+    given = list(samples) if isinstance(samples, Iterable) else [samples]
+    if not given or not all(isinstance(s, Samples) for s in given):
+        raise InvalidInputError(f"`samples` must be dif.Samples, one or several, not {samples!r}.")
+    return [s.view(_Unstated(step), name=s.name) for s in given]
+
+
+@dataclass(frozen=True)
+class _Unstated:
+    """Stands in for the loss of samples that only a step evaluates, so that perturbations of them can be resolved."""
+
+    step: Callable[[Any, Any, Any], Any]
+
+    def __call__(self, params: Any, batch: Any) -> Tensor:
+        """Return zeros."""
+        first = next(iter(params.values()))
+        return (0 * first.sum()).expand(len(leaves(batch)[0]))
+
+
+def _check_step_function(step: Any) -> None:
+    """Refuse what cannot be called with a state, a batch and weights."""
+    try:
+        inspect.signature(step).bind(None, None, None)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"`step` must be a function step(state, batch, weights) ({error}).") from error
+
+
+def _check_start(start: Any) -> tuple[Parameters, dict[str, Any]]:
+    """Return the layout of the params and the start as tensors that do not change; refuse what has no derivative."""
+    model = start.get("params") if isinstance(start, Mapping) else None
+    parameters = None
+    if isinstance(model, nn.Module | BoundModule):
+        parameters, theta = Parameters.of(model)
+        start = {**start, "params": parameters.tensors(theta)}
+    found = describe_state(start) if isinstance(start, Mapping) else {"": f"an object of type {type(start).__name__}"}
+    wrong = {name: text for name, text in found.items() if text.startswith(("float16", "bfloat16", "an object"))}
+    kinds = {x.dtype for x in leaves(start) if x.is_floating_point()} if not wrong else set()
+    if wrong or len(kinds) != 1:
+        name, text = next(iter(wrong.items())) if wrong else ("", f"tensors of types {sorted(map(str, kinds))}")
+        raise InvalidInputError(
+            "`start` must be a dict of tensors, also nested, those with fractions all float64 or all float32; "
+            f"{f'start{name}' if name else 'it'} {'is' if wrong else 'has'} {text}."
+        )
+    state = map_tensors(dict(start), lambda x: x.detach().clone())
+    if parameters is None:
+        tensors = {k: x for k, x in select_params(state).items() if isinstance(x, Tensor) and x.is_floating_point()}
+        parameters, _ = Parameters.of(tensors)
+    return parameters, state
+
+
+def _check_numbers(t: int, found: list[Tensor], named: Sequence[Samples]) -> tuple[Tensor, ...]:
+    """Return the numbers of the samples of step t."""
+    whole = len(found) == len(named) and all(
+        x.dtype in (torch.int32, torch.int64) and x.dim() == 1 and len(x) for x in found
+    )
+    if not whole or any(int(x.min()) < 0 or int(x.max()) >= len(s) for x, s in zip(found, named, strict=True)):
+        described = " and ".join(f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" for x in found)
+        span = f" from {min(int(x.min()) for x in found)} to {max(int(x.max()) for x in found)}" if whole else ""
+        raise InvalidInputError(
+            f"Batch {t} must list numbers of samples from 0 to {' and '.join(str(len(s) - 1) for s in named)}, with "
+            f"several Samples in a tuple, not {described}{span}."
+        )
+    return tuple(x.long().cpu() for x in found)

@@ -1,0 +1,344 @@
+"""A run: the steps of a training carried out one after the other, with the states on the way."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from dif.derivatives.fingerprint import ObjectEncoder, encode_tensor, fingerprint_program, hash_all
+from dif.derivatives.program import PerConstraint, Program
+from dif.errors import InvalidInputError
+from dif.optimality.judgement import KKT
+from dif.optimality.solution import Solution
+from dif.problem.data import leaves, map_tensors
+from dif.problem.problem import Problem
+from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
+from dif.runtime.archive import Journal, lock_folder, read_archive, write_archive
+from dif.runtime.inputs import expect_folder
+from dif.runtime.work import progress
+from dif.training.step import Batch, Observation, Part, State, Step
+
+_KIND = "state of a run"  # of file
+_IN_MEMORY = 2**29  # numbers of all states together that are kept in memory; beyond, only every √T-th state is
+
+
+class States:
+    """The states s₀ … s_T of a run.
+
+    Args:
+        advance: Returns the state after step t, for t and the state before it.
+        start: s₀.
+        length: T.
+        folder: Where each state is written as it is reached; None keeps states in memory.
+        identity: Hashes of all that the run depends on, by name; needed with a folder.
+        mode: "all" keeps all states in memory, "sqrt" every √T-th, None all if they fit.
+    """
+
+    def __init__(
+        self, advance: Callable[[int, Any], Any], start: Any, length: int, folder: Path | None = None,
+        identity: dict[str, str] | None = None, mode: Literal["all", "sqrt"] | None = None,
+    ) -> None:  # fmt: skip
+        self.advance, self.length, self.folder, self.identity = advance, length, folder, identity or {}
+        size = sum(t.numel() for t in leaves(start))
+        fits = folder is not None or size * (length + 1) <= _IN_MEMORY
+        everything = fits if mode is None else mode == "all"
+        self.every = 1 if everything else max(1, math.isqrt(length))  # distance of the states that are kept
+        self._like = start
+        self._kept: dict[int, Any] = {}
+        self._recent: dict[int, Any] = {}
+
+    def put(self, t: int, state: Any) -> None:
+        """Keep the state before step t, if it is one of those that are kept."""
+        if self.folder is not None:
+            arrays = {f"leaf_{k}": leaf for k, leaf in enumerate(leaves(state))}
+            write_archive(self._file(t), _KIND, arrays, {"step": t, "identity": self.identity})
+        elif t % self.every == 0 or t == self.length:
+            self._kept[t] = map_tensors(state, torch.Tensor.detach)
+
+    def __getitem__(self, t: int) -> Any:
+        if self.folder is not None:
+            return self._read(t)
+        if t in self._kept:
+            return self._kept[t]
+        if t not in self._recent:
+            begin = t - t % self.every
+            state, self._recent = self._kept[begin], {}
+            for s in range(begin, min(begin + self.every, self.length)):
+                self._recent[s] = state
+                state = map_tensors(self.advance(s, state), torch.Tensor.detach)
+        return self._recent[t]
+
+    def backwards(self, begin: int, end: int) -> Iterator[tuple[int, Any, Any]]:
+        """Yield t, the state before step t and the state after it, for t = end − 1 down to begin."""
+        after = self[end]
+        for t in reversed(range(begin, end)):
+            before = self[t]
+            yield t, before, after
+            after = before
+
+    def find_done(self) -> int:
+        """Return the number of the last state in the folder, 0 where there is none; refuse those of another run."""
+        if not self._file(0).exists():
+            return 0
+        cure = "Delete this folder to start again, or choose another one."
+        known = read_archive(self._file(0), _KIND, cure)[1]["identity"]
+        different = [name for name, digest in self.identity.items() if known.get(name) != digest]
+        if different:
+            raise InvalidInputError(
+                f"The folder {str(self.folder)!r} holds another run: {' and '.join(different)} differ. Pass the same "
+                "ones (draw batches once, by a seed), or choose another folder."
+            )
+        return next(t for t in range(self.length + 1) if t == self.length or not self._file(t + 1).exists())
+
+    def _file(self, t: int) -> Path:
+        assert self.folder is not None
+        return self.folder / f"state_{t:06d}.npz"
+
+    def _read(self, t: int) -> Any:
+        cure = "Delete it; training with the same folder then continues from the state before it."
+        arrays, _ = read_archive(self._file(t), _KIND, cure, step=t, identity=self.identity)
+        each = iter([torch.from_numpy(arrays[f"leaf_{k}"]) for k in range(len(arrays))])
+        return map_tensors(self._like, lambda like: next(each).to(like))
+
+
+Keep = str | os.PathLike[str] | None  # "all", "sqrt", a folder, or None for what fits into memory
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """The steps of one training, with the samples of each."""
+
+    step: Step
+    indices: tuple[tuple[Tensor, ...], ...]  # for each step, the samples of each table
+    epochs: tuple[range, ...]  # the steps of each epoch
+    initial: State
+
+    @property
+    def program(self) -> Program:
+        """The samples, terms and bounds that perturbations are about."""
+        return self.step.program
+
+    @property
+    def length(self) -> int:
+        """Number of steps."""
+        return len(self.indices)
+
+    def batch(self, t: int) -> Batch:
+        """Return the samples of step t."""
+        device, parts = self.program.tau.device, []
+        for number, (table, index) in enumerate(zip(self.program.rows.tables, self.indices[t], strict=True)):
+            U = table.U[:, index.to(device)] * self.scale(number, len(index))
+            parts.append(Part(number, table.samples, fetch(table.samples, index, device), index, U))
+        return tuple(parts)
+
+    def scale(self, number: int, count: int) -> Tensor:
+        """Return the factors, (k, 1), that scale the sums of a table from `count` samples up to all; 1 for means."""
+        rows = self.program.rows
+        table, means = rows.tables[number], rows.means[rows.columns(number)]
+        return torch.where(means, 1.0, len(table.samples) / count).to(table.U)[:, None]
+
+    def advance(self, t: int, state: State) -> State:
+        """Return the state after step t of the run."""
+        return self.step.advance(t, state, self.batch(t))
+
+    def identify(self) -> dict[str, str]:
+        """Return hashes of all that a run depends on, by name."""
+        batches = chain.from_iterable(map(encode_tensor, step) for step in self.indices)
+        return {
+            "the data, the loss or the step": fingerprint_program(self.program).hex(),
+            "the start": hash_all(map(encode_tensor, leaves(self.initial))).hex(),
+            "the batches": hash_all(batches).hex(),
+            "the optimiser or the schedule": hash_all(ObjectEncoder().encode(self.step.settings)).hex(),
+        }
+
+
+@dataclass
+class History:
+    """Objective, f − τ and λ at the batch of every step; empty for a step of one's own."""
+
+    steps: list[int] = field(default_factory=list)
+    objective: list[float] = field(default_factory=list)
+    violations: list[list[float]] = field(default_factory=list)
+    multipliers: list[list[float]] = field(default_factory=list)
+
+    def add(self, t: int, seen: Observation) -> None:
+        """Record one step."""
+        self.steps.append(t)
+        self.objective.append(float(seen.objective))
+        self.violations.append(seen.violations.tolist())
+        self.multipliers.append(seen.multipliers.tolist())
+
+    def cut(self, length: int) -> History:
+        """Return the first steps."""
+        return History(**{name: values[:length] for name, values in asdict(self).items()})
+
+    def entry(self, number: int) -> dict[str, Any]:
+        """Return one step, as JSON can hold it."""
+        return {f.name: getattr(self, f.name)[number] for f in fields(self)}
+
+    @classmethod
+    def read(cls, journal: Journal, identity: dict[str, str]) -> History:
+        """Read the steps of the run with this identity, up to a line that is damaged or was cut off."""
+        with suppress(FileNotFoundError, ValueError):  # none, or not even its first line
+            (head, *entries), _ = journal.read()
+            if head == identity:
+                return cls(**{f.name: [entry[f.name] for entry in entries] for f in fields(cls)})
+        return cls()
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A finished training: where it ended, and the states on the way."""
+
+    loop: Loop
+    states: States
+    history: History
+
+    @property
+    def end(self) -> Solution:
+        """The end point, with its residuals; seldom a solution."""
+        _ = self.problem
+        return self.point
+
+    @cached_property
+    def point(self) -> Solution:
+        """The end point with the samples that were trained on; without losses where only the step knows them."""
+        point = Solution.of_program(self.loop.program, *self.loop.step.read_point(self.state))
+        point.made_by = self.identity
+        return point
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Hash of all that the run depends on: data, losses, start, batches, and the optimiser or the step."""
+        return hash_all(digest.encode() for digest in self.loop.identify().values())
+
+    @property
+    def state(self) -> State:
+        """The state after the last step."""
+        return self.states[self.loop.length]
+
+    @property
+    def theta(self) -> Tensor:
+        """θ at the end, (d,)."""
+        return self.point.theta
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """θ at the end, in the structure of the params."""
+        return self.point.params
+
+    @property
+    def samples(self) -> tuple[Samples, ...]:
+        """The samples that were trained on; removals and other perturbations are made from these."""
+        return tuple(dict.fromkeys(table.samples.population for table in self.loop.program.rows.tables))  # type: ignore[arg-type]
+
+    @property
+    def problem(self) -> Problem:
+        """The problem that was trained on."""
+        problem = self.loop.step.problem
+        if problem is None:
+            raise InvalidInputError(
+                "This run was made by a step of your own, so dif does not know its problem, multipliers and residuals; "
+                "read run.state, or use dif.Training."
+            )
+        return problem
+
+    @property
+    def multipliers(self) -> PerConstraint:
+        """λ at the end, per constraint."""
+        return self.end.multipliers
+
+    @property
+    def kkt(self) -> KKT:
+        """Residuals of the optimality conditions at the end, over all samples."""
+        return self.end.kkt
+
+    def __repr__(self) -> str:
+        if self.loop.step.problem is None:
+            return f"Run({self.loop.length} steps)"
+        return f"Run({self.loop.length} steps: objective {self.end.objective:.6g}, {self.kkt})"
+
+
+def carry_out(loop: Loop, keep: Keep, show_progress: bool) -> Run:
+    """Carry out all steps and return the run.
+
+    Args:
+        loop: The steps.
+        keep: Which states to keep: "all", "sqrt" (every √T-th; those between are computed again), None for what fits
+            into memory, or a folder. Called again with the same folder, the run resumes after an interruption. A folder
+            of a run with other settings, data, start or batches is refused. One that another process uses is waited
+            for.
+        show_progress: Show progress with the objective, the worst violation and λ on a terminal.
+    """
+    folder = _read_folder(keep)
+    identity = None if folder is None else loop.identify()
+    states = States(loop.advance, loop.initial, loop.length, folder, identity, mode=None if folder else keep)  # type: ignore[arg-type]
+    with nullcontext() if folder is None else lock_folder(folder):
+        return Run(loop, states, _carry_out(loop, states, show_progress))
+
+
+def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
+    """Carry out the steps that are not in the folder of the states, and return the history of all."""
+    history, begin, journal = History(), 0, None
+    if states.folder is not None:
+        begin, journal = states.find_done(), Journal(states.folder / "history.jsonl", "history of a run")
+        if loop.step.problem is not None:
+            history = History.read(journal, states.identity)
+            begin = min(begin, len(history.steps))
+            history = history.cut(begin)
+            journal.write([states.identity, *(history.entry(number) for number in range(begin))])
+    if begin == 0:
+        states.put(0, loop.initial)
+    state = states[begin]
+    with progress("training", loop.length, show_progress) as report:
+        for t in range(begin, loop.length):
+            state, seen = loop.step.observe(t, state, loop.batch(t))
+            _check_finite(state, t, loop.length)
+            states.put(t + 1, state)
+            if seen is not None:
+                history.add(t, seen)
+                if journal is not None:
+                    journal.append(history.entry(-1))
+            report(t + 1, "" if seen is None else _describe(seen))
+    return history
+
+
+def _read_folder(keep: Keep) -> Path | None:
+    """Return the folder in which states are kept; None where they are kept in memory."""
+    if keep is None or (isinstance(keep, str) and keep in ("all", "sqrt")):
+        return None
+    mistyped = isinstance(keep, str) and keep.lower() in ("", "all", "sqrt", "none")
+    if mistyped or not isinstance(keep, str | os.PathLike) or Path(keep).is_file():
+        raise InvalidInputError(f'`keep` must be "all", "sqrt", a folder or None, not {keep!r}.')
+    return expect_folder(keep, "keep")
+
+
+def fetch(samples: SampleLosses, index: Tensor, device: torch.device) -> Any:
+    """Return the data of some samples as one batch."""
+    return map_tensors(next(samples.storage.fetch([index])), lambda t: t.to(device))
+
+
+def _check_finite(state: State, t: int, length: int) -> None:
+    if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
+        raise InvalidInputError(
+            f"The state of the training is not finite after step {t + 1} of {length}.",
+            "It must stay finite.",
+            "The training diverged, or the loss left its domain.",
+            "Use a smaller learning rate, or clip the arguments of logarithms and divisions.",
+        )
+
+
+def _describe(seen: Observation) -> str:
+    worst, largest = (float(x.max()) if len(x) else 0.0 for x in (seen.violations, seen.multipliers))
+    return f"(objective {float(seen.objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"

@@ -1,0 +1,407 @@
+"""What perturbations do to weights, written out in numpy, against every reader: all must see the same weights."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import dif
+from dif.derivatives.weight_change import Direction
+from dif.training.weights import RunPerturbation
+
+F64 = torch.float64
+N, D = 12, 2
+
+
+def squared(p, z):
+    return (z[0] @ p["t"] - z[1]) ** 2
+
+
+def draw(count, seed):
+    rng = np.random.default_rng(seed)
+    return torch.tensor(rng.normal(size=(count, D))), torch.tensor(rng.normal(size=count))
+
+
+GROUP = np.arange(N) % 3 == 0
+SOME = np.arange(N) < 5
+RISING = 1.0 + np.arange(N)
+
+
+def state():
+    """All kinds of sums, over two views; row 0 is the objective, and some rows have two sums."""
+    train = dif.Samples(squared, draw(N, 0), name="train")
+    rate = train.view(lambda p, z: z[0] @ p["t"], name="rate")
+    problem = dif.Problem(
+        train.mean() + dif.ridge(0.1),
+        [
+            train.mean(where=torch.tensor(GROUP)) <= train.mean() + 1.0,
+            (2.0 * rate.mean(where=torch.tensor(SOME)) >= -3.0).named("rate"),
+            train.mean(weights=torch.tensor(RISING)) <= 9.0,
+            train.sum(where=torch.tensor(SOME)) + rate.weighted(torch.tensor(RISING - 6.5)) <= 40.0,
+        ],
+    )
+    return train, problem
+
+
+class Sum:
+    """One sum in numpy: weights of the old samples and then of the new ones, in the order in which they are added."""
+
+    def __init__(self, weights, mean, everyone, rows):
+        self.w, self.mean, self.everyone = np.asarray(weights, float), mean, everyone
+        self.rows = rows  # row → coefficient
+
+
+def sums():
+    ones = np.ones(N)
+    return {
+        "mean": Sum(ones / N, True, True, {0: 1.0, 1: -1.0}),
+        "group": Sum(GROUP / GROUP.sum(), True, False, {1: 1.0}),
+        "some of rate": Sum(SOME / SOME.sum(), True, False, {2: -2.0}),
+        "weighted mean": Sum(RISING / RISING.sum(), True, False, {3: 1.0}),
+        "sum": Sum(SOME * 1.0, False, False, {4: 1.0}),
+        "weighted": Sum(RISING - 6.5, False, False, {4: 1.0}),
+    }
+
+
+OF_RATE = ("some of rate", "weighted")
+
+
+def sides(w, everyone, whole, before=0, added=0):
+    """Return the weights in a sum and in its divisor once some actions are carried out together.
+
+    `whole` lists ("remove", indices, renormalise) and ("add", like, renormalise); what does not renormalise leaves the
+    divisor as it was. `before` new samples of other actions come first, of `added` in all.
+    """
+    above = np.concatenate([w, np.zeros(added)])
+    below, at = above.copy(), len(w) + before
+    for kind, which, renormalise in whole:
+        if kind == "remove":
+            place, given = list(which), 0.0
+        else:
+            typical = w.sum() / max((w != 0).sum(), 1) * everyone
+            place, given = range(at, at + len(which)), [typical if like is None else w[like] for like in which]
+            at += len(which)
+        for side in (above, below) if renormalise else (above,):
+            side[place] = given
+    return above, below
+
+
+def expected(s, row, pieces, added, in_a_run=False):
+    """Return the weights of a sum in one row after pieces (factor, actions, rows or None for all).
+
+    A factor scales the change of the weights; in a training run that of the sum and of its divisor.
+    """
+    base = np.concatenate([s.w, np.zeros(added)])
+    total, above, below, before = base.copy(), base.copy(), base.copy(), 0
+    for factor, actions, rows in pieces:
+        if rows is None or row in rows:
+            one, other = sides(s.w, s.everyone, [a for a in actions if a[0] != "dw"], before, added)
+            dw = sum((np.where(s.w != 0, a[1], 0.0) for a in actions if a[0] == "dw"), np.zeros(N))
+            dw = np.concatenate([dw, np.zeros(added)])
+            above, below = above + factor * (one + dw - base), below + factor * (other - base)
+            total += factor * (one * (base.sum() / other.sum() if s.mean else 1.0) + dw - base)
+        before += sum(len(a[1]) for a in actions if a[0] == "add")
+    return above * (base.sum() / below.sum() if s.mean else 1.0) if in_a_run else total
+
+
+NEW2, NEW1 = draw(2, 1), draw(1, 2)
+DW = np.where(np.arange(N) % 4 == 1, 0.03, 0.0)
+
+# name → (how the user writes it, the same for numpy, the number of new samples)
+KINDS = {
+    "remove one": (lambda t, p: t.remove([3]), [(1.0, [("remove", [3], True)], None)], 0),
+    "remove several": (lambda t, p: t.remove([0, 3, 4]), [(1.0, [("remove", [0, 3, 4], True)], None)], 0),
+    "remove, paper": (lambda t, p: t.remove([3, 5], renormalise=False), [(1.0, [("remove", [3, 5], False)], None)], 0),
+    "remove from the objective": (
+        lambda t, p: t.remove([3], terms=[p.objective]),
+        [(1.0, [("remove", [3], True)], [0])],
+        0,
+    ),
+    "remove from a constraint": (
+        lambda t, p: t.remove([3], terms=[p.constraints[0]]),
+        [(1.0, [("remove", [3], True)], [1])],
+        0,
+    ),
+    "reweight": (lambda t, p: t.reweight(DW), [(1.0, [("dw", DW)], None)], 0),
+    "add": (
+        lambda t, p: t.add(NEW2, terms=[p.objective]),
+        [(1.0, [("add", [None, None], True)], [0])],
+        2,
+    ),
+    "add, like": (lambda t, p: t.add(NEW2, like=[3, 1]), [(1.0, [("add", [3, 1], True)], None)], 2),
+    "add, like, paper": (
+        lambda t, p: t.add(NEW1, like=3, renormalise=False),
+        [(1.0, [("add", [3], False)], None)],
+        1,
+    ),
+    "replace": (
+        lambda t, p: t.replace([3, 4], NEW2),
+        [(1.0, [("remove", [3, 4], False), ("add", [3, 4], False)], None)],
+        2,
+    ),
+    "half": (lambda t, p: 0.5 * t.remove([3]), [(0.5, [("remove", [3], True)], None)], 0),
+    "backwards": (lambda t, p: -0.2 * t.remove([3, 6]), [(-0.2, [("remove", [3, 6], True)], None)], 0),
+    "half of an addition": (lambda t, p: 0.5 * t.add(NEW1, like=3), [(0.5, [("add", [3], True)], None)], 1),
+    "thirds": (
+        lambda t, p: sum([t.remove([3]) * (1 / 3)] * 3),
+        [(1.0, [("remove", [3], True)], None)],
+        0,
+    ),
+    "two removals": (lambda t, p: t.remove([3]) + t.remove([4]), [(1.0, [("remove", [3, 4], True)], None)], 0),
+    "a removal twice": (lambda t, p: t.remove([3]) + t.remove([3, 6]), [(1.0, [("remove", [3, 6], True)], None)], 0),
+    "remove and add": (
+        lambda t, p: t.remove([3]) + t.add(NEW1, like=3),
+        [(1.0, [("remove", [3], False), ("add", [3], False)], None)],
+        1,
+    ),
+    "half of removing and adding": (
+        lambda t, p: 0.5 * (t.remove([3]) + t.add(NEW1, like=3)),
+        [(0.5, [("remove", [3], False), ("add", [3], False)], None)],
+        1,
+    ),
+    "replace and remove": (
+        lambda t, p: t.replace([3], NEW1) + t.remove([4]),
+        [(1.0, [("remove", [3], False), ("add", [3], False), ("remove", [4], True)], None)],
+        1,
+    ),
+    "both kinds of removal": (
+        lambda t, p: t.remove([3]) + t.remove([4], renormalise=False),
+        [(1.0, [("remove", [4], False), ("remove", [3], True)], None)],
+        0,
+    ),
+    "different terms": (
+        lambda t, p: t.remove([3], terms=[p.objective]) + t.remove([4]),
+        [(1.0, [("remove", [3, 4], True)], [0]), (1.0, [("remove", [4], True)], [1, 2, 3, 4])],
+        0,
+    ),
+    "all at once": (
+        lambda t, p: 0.3 * t.remove([1]) + t.remove([3]) + t.reweight(DW) + p.constraints[0].shift(0.25),
+        [(0.3, [("remove", [1], True)], None), (1.0, [("remove", [3], True), ("dw", DW)], None)],
+        0,
+    ),
+}  # fmt: skip
+
+
+# in a run the factor of these scales the divisor of a mean, too, so that its derivative is that of the weighted mean
+IN_PART = ("half", "backwards", "half of an addition", "all at once")
+
+
+def weights_by_row(kind, in_a_run=False):
+    """Return by row the dense weights of `train` and of `rate`, old and new samples, (5, 2, N + new)."""
+    _, pieces, added = KINDS[kind]
+    table = np.zeros((5, 2, N + added))
+    for name, s in sums().items():
+        for row, c in s.rows.items():
+            table[row, int(name in OF_RATE)] += c * expected(s, row, pieces, added, in_a_run)
+    return table
+
+
+def of_problem(problem, size):
+    """The same of a Problem's terms."""
+    table = np.zeros((5, 2, size))
+    for row, term in enumerate([problem.objective, *(c.term for c in problem.constraints)]):
+        for c, s in term.sums:
+            table[row, int(s.samples is not s.samples.population)] += c * s.weights.numpy()
+    return table
+
+
+def solved(problem):
+    """Any point will do: weights do not depend on it."""
+    return dif.Solution(problem, {"t": torch.tensor([0.3, -0.2], dtype=F64)})
+
+
+def losses_at(theta, size, added):
+    """Losses of both views, of old and new samples, (2, size)."""
+    X, y = (torch.cat(parts).numpy() for parts in zip(draw(N, 0), added, strict=True)) if added else map(
+        torch.Tensor.numpy, draw(N, 0)
+    )  # fmt: skip
+    score = X @ theta
+    return np.stack([(score - y) ** 2, score])[:, :size]
+
+
+def new_data(kind):
+    return {0: None, 1: NEW1, 2: NEW2}[KINDS[kind][2]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_problem_after(kind):
+    train, problem = state()
+    after = problem.after(KINDS[kind][0](train, problem))
+    np.testing.assert_allclose(of_problem(after, N + KINDS[kind][2]), weights_by_row(kind), atol=1e-14)
+    gone = weights_by_row(kind) == 0
+    assert (of_problem(after, N + KINDS[kind][2])[gone] == 0).all() or kind == "thirds"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_linearisation_and_batched_programs(kind):
+    train, problem = state()
+    perturbation, at = KINDS[kind][0](train, problem), solved(problem)
+    dense, direction = weights_by_row(kind), Direction(at.program, KINDS[kind][0](train, problem))
+    ell = losses_at(at.theta.numpy(), dense.shape[2], new_data(kind))
+    before = of_problem(problem, N)
+    moved = dense - np.concatenate([before, np.zeros((5, 2, dense.shape[2] - N))], 2)
+    change = np.einsum("rvn,vn->r", moved, ell)
+    df, _ = direction.first_order(0, at.theta, at.parts, at.part_gradients)
+    np.testing.assert_allclose(df, change, atol=1e-12)
+    V = torch.eye(D, dtype=F64)
+    effects = direction.first_order_effects(at.theta, torch.ones(5, dtype=F64), at.parts, at.part_gradients, V)[1]
+    np.testing.assert_allclose(effects[0], change, atol=1e-12)
+    values = at.f.numpy() + change
+    np.testing.assert_allclose(direction.perturbed_program(0).rows.values(at.theta), values, atol=1e-12)
+    stack = direction.stack_programs()
+    np.testing.assert_allclose(stack.gradients(at.theta[None])[0][0], values, atol=1e-12)
+    tau = torch.stack([c.tau.reshape(()) for c in problem.after(perturbation).constraints])
+    for found in (stack.tau[0], direction.perturbed_program(0).tau, at.program.tau + direction.dtau[0]):
+        np.testing.assert_allclose(found, tau, atol=1e-14)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_training_run_on_all_samples_at_once(kind):
+    train, problem = state()
+    start = {"t": torch.tensor([0.3, -0.2], dtype=F64)}
+    options = {"batch_size": N, "epochs": 2, "dual": dif.Ascent(0.1)}
+    run = dif.Training(problem, start, dif.SGD(0.01), **options).run(show_progress=False)
+    perturbation = KINDS[kind][0](train, problem)
+    change = RunPerturbation(run.loop, perturbation)
+    batch = change.batch(0)
+    weights, dense = change.weights(0, batch, 0, 1), np.zeros((5, 2, N + KINDS[kind][2]))
+    rows, divisors = run.loop.program.rows, {}
+    for number in range(len(rows.tables)):
+        mine = [p for p, part in enumerate(batch) if part.table == number]
+        members = sum((batch[p].U * weights.b[p][0]).sum(-1) for p in mine)  # (5, k)
+        divisors[number] = torch.where(rows.means[rows.columns(number)], members, 1.0)
+    for p, part in enumerate(batch):
+        share = rows.C[:, rows.columns(part.table)] / divisors[part.table]
+        seen = (share[:, :, None] * part.U * weights.a[p][0]).sum(1).numpy()
+        view = int(part.samples.loss is not squared)
+        dense[:, view, part.index.numpy()] += seen
+    np.testing.assert_allclose(dense, weights_by_row(kind, in_a_run=True), atol=1e-14)
+    if kind in IN_PART:
+        return
+    np.testing.assert_allclose(dense, weights_by_row(kind), atol=1e-14)
+    ends = dif.Retraining(run).change(perturbation)
+    again = dif.Training(problem.after(perturbation), start, dif.SGD(0.01), **{**options, "batch_size": N + 2})
+    # a run divides each mean by the weight of its members, which must be 1 in the problem that it trains on
+    if kind not in ("remove, paper", "reweight", "add, like, paper", "both kinds of removal"):
+        torch.testing.assert_close(run.theta + ends.flat, again.run(show_progress=False).theta, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_derivative_through_training_is_along_the_same_weights(kind):
+    """Forwards and backwards they are, and in proportion to the factor."""
+    train, problem = state()
+    start = {"t": torch.tensor([0.3, -0.2], dtype=F64)}
+    run = dif.Training(problem, start, dif.SGD(0.01), batch_size=N, epochs=3).run(show_progress=False)
+    perturbation = KINDS[kind][0](train, problem)
+    forwards = dif.UnrolledInfluence(run).change(perturbation).flat
+    target = dif.linear(torch.eye(D)[0]).as_term()
+    scores = dif.UnrolledInfluence(run, strict=False).scores(target, perturbation, probe=0, show_progress=False).values
+    np.testing.assert_allclose(scores[0, 0], forwards[0], rtol=1e-9, atol=1e-14)
+    half = dif.UnrolledInfluence(run).change(0.5 * perturbation).flat
+    torch.testing.assert_close(half, 0.5 * forwards, rtol=1e-12, atol=1e-16)
+
+
+HISTORY = {
+    "a removal": lambda p: p.after(p.people[0].remove([0, 7])),
+    "an addition": lambda p: p.after(p.people[0].add(NEW2, like=[3, 1])),
+    "both": lambda p: p.after(p.people[0].add(NEW1, like=4) + p.people[0].remove([0])),
+}
+SECOND = {
+    "remove": lambda t, p, new: t.remove([3]),
+    "add": lambda t, p, new: t.add(new, terms=[p.objective]),
+    "add, like": lambda t, p, new: t.add(new, like=4),
+    "replace": lambda t, p, new: t.replace([4], new),
+    "remove and add": lambda t, p, new: t.remove([4]) + t.add(new, like=4),
+}
+
+
+@pytest.mark.parametrize("earlier", HISTORY)
+@pytest.mark.parametrize("kind", SECOND)
+def test_after_earlier_perturbations(earlier, kind):
+    _, problem = state()
+    problem = HISTORY[earlier](problem)
+    people, new = problem.people[0], draw(1, 5)
+    perturbation = SECOND[kind](people, problem, new)
+    after, at = problem.after(perturbation), solved(problem)
+    truth = dif.Solution(after, at.params).program.rows.values(at.theta)
+    direction = Direction(at.program, perturbation)
+    torch.testing.assert_close(direction.perturbed_program(0).rows.values(at.theta), truth, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(direction.stack_programs().gradients(at.theta[None])[0][0], truth, rtol=1e-12, atol=0)
+    options = {"batch_size": N + 4, "epochs": 3, "dual": dif.Ascent(0.1)}
+    run, again = (
+        dif.Training(p, at.params, dif.SGD(0.01), **options).run(show_progress=False) for p in (problem, after)
+    )
+    ends = dif.Retraining(run).change(perturbation)
+    torch.testing.assert_close(run.theta + ends.flat, again.theta, rtol=0, atol=1e-12)
+    torch.testing.assert_close(run.point.lam + ends.multipliers.flat, again.point.lam, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("gone", [0, 39])
+def test_a_sample_added_to_a_run_after_a_removal(gone):
+    """The new sample weighs as much as the others, whichever was removed before."""
+    g = torch.Generator().manual_seed(0)
+    X = torch.randn(40, 2, generator=g, dtype=F64)
+    y = X @ torch.tensor([1.0, -0.5], dtype=F64) + 0.1 * torch.randn(40, generator=g, dtype=F64)
+    train = dif.Samples(squared, (X, y), name="train")
+    target = dif.Samples(squared, (X[:5] + 1, y[:5]), name="test").mean()
+    new = (torch.tensor([[2.0, 1.0]], dtype=F64), torch.tensor([0.5], dtype=F64))
+    problem = dif.Problem(train.mean() + dif.ridge(0.1)).after(train.remove([gone]))
+    start = {"t": torch.zeros(2, dtype=F64)}
+    run = dif.Training(problem, start, dif.SGD(0.05), batch_size=40, epochs=200).run(show_progress=False)
+    options = {"show_progress": False}
+    through = dif.UnrolledInfluence(run).scores(target, train.add(new), **options).values
+    again = dif.Retraining(run).scores(target, train.add(new), **options).values
+    solution = dif.fit(problem, start, **options)
+    truth = dif.Retraining(solution).scores(target, train.add(new), **options).values
+    first = dif.DirectionalInfluence(solution).scores(target, train.add(new), **options).values
+    torch.testing.assert_close(again, truth, rtol=1e-6, atol=0)
+    torch.testing.assert_close(through, first * 40 / 39, rtol=1e-6, atol=0)  # in a run the direction is (g − mean)/n
+
+
+def test_removing_and_adding_is_replacing():
+    train, problem = state()
+    solution = dif.fit(problem, {"t": torch.zeros(D, dtype=F64)}, show_progress=False)
+    run = dif.Training(problem, {"t": torch.zeros(D, dtype=F64)}, dif.SGD(0.01), batch_size=5, epochs=3, seed=1)
+    run = run.run(show_progress=False)
+    replaced, both = train.replace([3], NEW1), train.remove([3]) + train.add(NEW1, like=3)
+    for estimator in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.Retraining):
+        one, other = (estimator(solution).change(p).flat for p in (replaced, both))
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    one, other = (dif.Retraining(run).change(p).flat for p in (replaced, both))
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    whole, thirds = train.remove([3]), sum([train.remove([3]) * (1 / 3)] * 3)
+    for estimator in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.Retraining):
+        one, other = (estimator(solution).change(p).flat for p in (whole, thirds))
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-13)
+    one, other = (dif.Retraining(run).change(p).flat for p in (whole, thirds))
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+    assert problem.after(thirds).objective.sums[0][1].weights[3] == 0.0
+
+
+def test_many_perturbations_are_resolved_once_and_picked():
+    train, problem = state()
+    at = solved(problem)
+    many = [
+        train.remove_each(),
+        train.remove_groups([[1, 2], [4], [3, 6, 9]]),
+        train.remove_each() + train.remove([3]),
+        train.remove_each() + train.add(NEW1, like=1) + problem.constraints[0].shift(0.1),
+        0.5 * train.remove_each() + train.reweight(DW),
+        train.remove_each(terms=[problem.objective]) + 0.1 * train.replace([4], NEW1),
+    ]
+    for perturbations in many:
+        direction = Direction(at.program, perturbations)
+        stack = direction.stack_programs().gradients(at.theta.expand(direction.P, D))[0]
+        rows = [2, 0]
+        picked = direction.pick(rows)
+        for p, number in enumerate(rows):
+            alone = Direction(at.program, perturbations[number])
+            value = alone.perturbed_program(0).rows.values(at.theta)
+            torch.testing.assert_close(stack[number], value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(picked.perturbed_program(p).rows.values(at.theta), value, rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(picked.dtau[p], alone.dtau[0])
+        mix = torch.tensor([[1.0, -2.0]], dtype=F64)
+        first = [direction.first_order(p, at.theta, at.parts, at.part_gradients)[0] for p in rows]
+        mixed = picked.combine(mix, at.theta, torch.ones(5, dtype=F64), at.parts, at.part_gradients)[1][0]
+        torch.testing.assert_close(mixed, first[0] - 2 * first[1], rtol=1e-11, atol=1e-12)

@@ -263,7 +263,7 @@ def apply_perturbation(problem: Problem, perturbation: Perturbation) -> tuple[Te
                 mine = [change for change in changes.sums if part in change.sums and number in change.terms]
                 key = (id(part), *map(id, mine))
                 if key not in cache:
-                    cache[key] = _reweight(part, mine, extended.get(id(part.samples), part.samples), starts)
+                    cache[key] = _reweight(part, mine, extended.get(id(part.samples)) or part.samples, starts)
                 sums.append((c, cache[key]))
         return replace(terms[number], sums=tuple(sums))
 

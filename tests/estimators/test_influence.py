@@ -173,7 +173,7 @@ def test_summary_and_notebook_view(scored):
     harmful = dif.Influence(torch.zeros(1, 1), ("remove <b>[0]",), ("<script>",), "test", {})
     assert "<script>" not in harmful._repr_html_()
     assert "&lt;b&gt;[0]" in harmful._repr_html_()
-    assessment = {"rows": [], "errors": [], "pooled": None, "failed": "a reason"}
+    assessment = {"rows": [], "errors": [], "by_target": [], "pooled": None, "failed": "a reason"}
     about = {"assessment": assessment, "unanswered": {"a": "why"}}
     doubtful = dif.Influence(torch.full((1, 1), float("nan")), ("a",), ("t",), "test", about)
     assert "NOT trusted: no error could be estimated (a reason). 1 without an answer (NaN): why" in doubtful.summary()

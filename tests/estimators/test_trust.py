@@ -246,6 +246,33 @@ def test_small_targets_are_not_hidden_behind_large_ones():
     assert both.trusted is False
 
 
+def test_each_target_has_its_own_verdict(tmp_path):
+    """A target that hardly moves, because it is minimised, takes no trust from a target that does."""
+    X = torch.randn(200, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(200, dtype=F64, generator=torch.Generator().manual_seed(1))
+    y = X @ torch.tensor([1.0, -0.5, 0.3, 0.0], dtype=F64) + 0.5 * noise
+    train = dif.Samples(squared, (X, y), name="train")
+    solution = fit_problem(dif.Problem(train.mean()), d=4)
+    targets = {"coefficient": dif.linear([1.0, 0.0, 0.0, 0.0]), "risk": train.mean()}
+    with pytest.warns(dif.FirstOrderWarning, match="The predictions for risk cannot be trusted.* other targets can"):
+        scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), **QUIET)
+    assert scores.trusted_by_target == {"coefficient": True, "risk": False}
+    assert scores.trusted is False
+    assert "NOT trusted (risk; the other targets are trusted): the estimated relative error is " in scores.summary()
+    actual = dif.Retraining(solution).scores(targets, train.remove_each(), **QUIET)
+    off = (scores.values - actual.values).norm(dim=0) / actual.values.norm(dim=0)
+    np.testing.assert_allclose(scores.diagnostics["assessment"]["by_target"], off, rtol=0.3, atol=0.02)
+    scores.report(tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text()
+    assert "Predictions for this model can be trusted: they are off by " in page
+    assert "No sample is predicted to change risk by more than rounding error, so there is no ranking." in page
+    single = dif.DirectionalInfluence(solution).scores(targets["coefficient"], train.remove_each(), **QUIET)
+    assert single.trusted
+    assert dif.DirectionalInfluence(solution).scores(
+        targets, train.remove_each(), **QUIET, assess=0
+    ).trusted_by_target == {"coefficient": None, "risk": None}
+
+
 @pytest.mark.parametrize("estimator", [dif.ClassicalInfluence, dif.NewtonInfluence, dif.PenaltyInfluence])
 def test_every_predictor_says_how_far_it_can_be_trusted(estimator):
     train, problem, _ = fair()

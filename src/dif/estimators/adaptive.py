@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
-from dif.estimators.assessment import Assessor, ErrorEstimate, warn_unanswered
+from dif.estimators.assessment import Assessor, ErrorEstimate, describe_failure, warn_unanswered
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
@@ -96,12 +96,9 @@ class AdaptiveInfluence:
         error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
         answered = torch.isfinite(influence.values).all(1)
         estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
-        about["assessment"] = {
-            "rows": list(range(len(errors))),
-            "errors": errors,
-            "pooled": estimate.pooled if bool(answered.any()) else None,
-            "failed": None,
-        }
+        about["assessment"] = describe_failure("no perturbation has an answer")
+        if bool(answered.any()):
+            about["assessment"] = estimate.describe([]) | {"rows": list(range(len(errors))), "errors": errors}
         if unanswered:
             warn_unanswered(unanswered, len(perturbations))
         if self.accuracy is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dif.derivatives.stacked import BatchedProgram
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
-from dif.errors import DifError, FirstOrderWarning, InvalidInputError, warn
+from dif.errors import DifError, FirstOrderWarning, InvalidInputError, few, warn
 from dif.optimality.solution import Solution
 from dif.results.influence import TRUSTED
 from dif.runtime.inputs import as_index
@@ -53,12 +53,18 @@ class ErrorEstimate:
         return _ratio(*(torch.linalg.vector_norm(x / self.units, dim=1) for x in (self.error, self.size)))
 
     @property
-    def pooled(self) -> float:
-        """Relative error of all predictions together; of the worst target where targets have different units."""
-        error, size = self.error, self.size
-        if self.alike:
-            error, size = error.reshape(-1, 1), size.reshape(-1, 1)
-        return float(_ratio(*(torch.linalg.vector_norm(x, dim=0) for x in (error, size))).max())
+    def pooled(self) -> Tensor:
+        """Relative error of all predictions of each target together, (T,); targets in one unit are pooled, too."""
+        over = (0, 1) if self.alike else 0
+        return _ratio(*(torch.linalg.vector_norm(x, dim=over) for x in (self.error, self.size))).expand(len(self.units))
+
+    def describe(self, rows: list[int]) -> dict[str, Any]:
+        """Return the entry "assessment" of `Influence.diagnostics`, for estimates of the perturbations `rows`.
+
+        "errors" has an entry for each of them, "by_target" one for each target; "pooled" is that of the worst target.
+        """
+        errors, pooled = (x.double().cpu().tolist() for x in (self.relative, self.pooled))
+        return {"rows": rows, "errors": errors, "by_target": pooled, "pooled": max(pooled), "failed": None}
 
     @classmethod
     def join(cls, parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
@@ -201,7 +207,7 @@ class Assessor:
             count = count if self.solution.curvature.assembled else min(count, _ASSESSED_WITHOUT_HESSIAN)
             rows = _choose(scores, units.double().cpu(), count)
             if not rows:
-                return {"rows": [], "errors": [], "pooled": None, "failed": "there is no score to assess"}
+                return describe_failure("there is no score to assess")
             parts = []
             size = programs_at_once(self.solution)
             for begin in range(0, len(rows), size):
@@ -212,16 +218,29 @@ class Assessor:
             estimate = ErrorEstimate.join(parts)
         except DifError as error:
             warn_untrusted(f"Their error could not be estimated: {error}")
-            return {"rows": [], "errors": [], "pooled": None, "failed": str(error)}
-        if not estimate.pooled <= TRUSTED:
-            worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]]
-            warn_untrusted(
-                f"Their estimated relative error is {estimate.pooled:.2g} over the {len(rows)} perturbations that were "
-                f"assessed (at most {TRUSTED:g} is accepted), and largest for "
-                f"{worst.labels[0]!r}: the change is too large for a first-order prediction."
-            )
-        errors = estimate.relative.double().cpu().tolist()
-        return {"rows": rows, "errors": errors, "pooled": estimate.pooled, "failed": None}
+            return describe_failure(str(error))
+        assessment = estimate.describe(rows)
+        if not assessment["pooled"] <= TRUSTED:
+            worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]].labels[0]
+            warn_assessed(assessment, targets.names, worst)
+        return assessment
+
+
+def describe_failure(reason: str) -> dict[str, Any]:
+    """Return the entry "assessment" of `Influence.diagnostics` where no error could be estimated."""
+    return {"rows": [], "errors": [], "by_target": [], "pooled": None, "failed": reason}
+
+
+def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: str) -> None:
+    """Warn about the targets whose assessed predictions are not trusted; `worst` is the perturbation most off."""
+    bad = [name for name, pooled in zip(names, assessment["by_target"], strict=True) if not pooled <= TRUSTED]
+    others = " The predictions for the other targets can be trusted." if len(bad) < len(names) else ""
+    warn_untrusted(
+        f"Their estimated relative error is {assessment['pooled']:.2g} over the {len(assessment['rows'])} "
+        f"perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest for {worst!r}: the first "
+        f"order leaves out too much of the change.{others}",
+        f"The predictions for {few(bad)}" if others else "These predictions",
+    )
 
 
 def check_assessed(count: object) -> int:
@@ -254,10 +273,10 @@ def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
     )
 
 
-def warn_untrusted(reason: str) -> None:
+def warn_untrusted(reason: str, which: str = "These predictions") -> None:
     """Warn that predictions cannot be trusted, and say what can be done; the reason is a sentence."""
     warn(
-        f"These predictions cannot be trusted. {reason} Use dif.AdaptiveInfluence(solution, accuracy=0.05), which "
+        f"{which} cannot be trusted. {reason} Use dif.AdaptiveInfluence(solution, accuracy=0.05), which "
         "continues with a Newton step or the whole path where needed, or dif.Retraining. A larger ridge or more "
         "samples make first-order predictions more accurate.",
         FirstOrderWarning,

@@ -131,7 +131,6 @@ def build_reports(
         "run": _describe_run(command),
         "model": dict(model or {"data": hash_data(solution)}),
         "mark": mark,
-        "assessment": _clean_assessment(influence),
         "unanswered": influence.unanswered,
     }
     reports = []
@@ -140,6 +139,7 @@ def build_reports(
         parts = None if term is None else _split_scores(influence, explainer, term, column, listed)
         report = Report(
             target=target,
+            assessment=_clean_assessment(influence, column),
             value=values[column],
             histogram=_bin_scores(influence.values[:, column].double()),
             by_group=_summarize_groups(subjects, influence.values[:, column].tolist()),
@@ -277,13 +277,14 @@ def hash_data(solution: Solution) -> str:
     return hash_all(encode_tensor(leaf) for batch in batches for leaf in leaves(batch)).hex()
 
 
-def _clean_assessment(influence: Influence) -> dict[str, Any] | None:
-    """Return the error estimate of the scores with numbers that JSON can hold."""
+def _clean_assessment(influence: Influence, column: int) -> dict[str, Any] | None:
+    """Return the error estimate of the scores on one target with numbers that JSON can hold."""
     assessment = influence.diagnostics.get("assessment")
     if assessment is None:
         return None
-    errors, pooled = [finite(x) for x in assessment["errors"]], assessment["pooled"]
-    return assessment | {"errors": errors, "pooled": pooled and min(pooled, 1e300)}
+    pooled = [min(error, 1e300) for error in assessment["by_target"][column : column + 1]]
+    errors = [finite(x) for x in assessment["errors"]]
+    return assessment | {"errors": errors, "by_target": pooled, "pooled": next(iter(pooled), None)}
 
 
 def _bin_scores(column: Tensor) -> dict[str, list[float]]:

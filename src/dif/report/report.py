@@ -80,8 +80,8 @@ class Report:
             compared = {"n": len(pairs), "relative_error": error, "wrong_signs": wrong}
         verdict = Verdict.of(self.certificate, self.assessment, compared, self.unanswered, self.kinked)
         if self.certificate["holds"] and self.negligible and not self.kinked:
-            text = f"No sample changes {self.target} by more than rounding error, so the samples cannot be ranked."
-            verdict = Verdict(NOTE, text)
+            text = f"No sample is predicted to change {self.target} by more than rounding error"
+            verdict = Verdict(NOTE, f"{text}, so there is no ranking.")
         kept = [dict(entry) for entry in known.values()]
         return replace(self, samples=samples, agreement=agreement, retrained=kept, verdict=asdict(verdict))
 
@@ -98,8 +98,8 @@ class Report:
         remarks = []
         if self.negligible:
             remarks.append(
-                f"No sample changes {self.target} by more than rounding error (relative {_ROUNDING:g}), so the order "
-                "of the ranking means nothing."
+                f"No sample is predicted to change {self.target} by more than rounding error (relative "
+                f"{_ROUNDING:g}), so the order of the ranking means nothing."
             )
         for key, problem in (("why", "cannot be scored"), ("failed", "could not be retrained")):
             missing = [sample for sample in self.samples if sample.get(key)]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.targets import Targets
-from dif.errors import InvalidInputError, count_words
+from dif.errors import InvalidInputError, count_words, few
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
 from dif.problem.term import Term
@@ -218,9 +218,20 @@ class Influence:
 
     @property
     def trusted(self) -> bool | None:
-        """Whether the estimated relative error of the assessed scores is at most 25 %; None if none was assessed."""
+        """Whether the scores on every target can be trusted, see `trusted_by_target`; None if none was assessed."""
+        return None if self.diagnostics.get("assessment") is None else all(self.trusted_by_target.values())
+
+    @property
+    def trusted_by_target(self) -> dict[str, bool | None]:
+        """Whether the estimated relative error of the assessed scores is at most 25 %, by target.
+
+        None if none was assessed. The targets of Samples are in one unit, and are judged together.
+        """
         assessment = self.diagnostics.get("assessment")
-        return None if assessment is None else assessment["pooled"] is not None and assessment["pooled"] <= TRUSTED
+        if assessment is None:
+            return dict.fromkeys(self.targets)
+        pooled = assessment["by_target"] or [float("inf")] * len(self.targets)
+        return {name: error <= TRUSTED for name, error in zip(self.targets, pooled, strict=True)}
 
     @property
     def unanswered(self) -> tuple[int, str] | None:
@@ -363,7 +374,9 @@ class Influence:
         if assessment is not None and assessment["pooled"] is None:
             text = f"NOT trusted: no error could be estimated ({assessment['failed']})."
         elif assessment is not None:
-            verdict = "Trusted" if self.trusted else "NOT trusted"
+            bad = [name for name, good in self.trusted_by_target.items() if not good]
+            some = f" ({few(bad)}; the other targets are trusted)" if len(bad) < len(self.targets) else ""
+            verdict = f"NOT trusted{some}" if bad else "Trusted"
             text = f"{verdict}: the estimated relative error is {assessment['pooled']:.2g}."
         if self.unanswered:
             text += f" {self.unanswered[0]} without an answer (NaN): {self.unanswered[1]}"

@@ -13,7 +13,7 @@ import dif
 from dif.derivatives.sweeps import sample_gradients
 from dif.derivatives.targets import Targets
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.inputs import as_numbers
 
 
@@ -80,7 +80,7 @@ class TracIn:
         total = torch.zeros(len(removed), values.shape[1], dtype=torch.float64)
         return dif.Influence(total.index_add_(0, owner, values[rows]), perturbations, targets.names, self.name)
 
-    def _gradients(self, samples: SampleLosses, theta: Tensor, index: Tensor) -> Tensor:
+    def _gradients(self, samples: Samples, theta: Tensor, index: Tensor) -> Tensor:
         """Return the gradient of the loss of each sample of `index`, (P, d)."""
         return sample_gradients(samples, self.solution.program.parameters, theta, index)
 
@@ -102,7 +102,7 @@ def _check_rates(rates: Any, count: int) -> list[float]:
     return listed.tolist()
 
 
-def _read_removals(perturbations: dif.Perturbation) -> tuple[SampleLosses, list[list[int]]]:
+def _read_removals(perturbations: dif.Perturbation) -> tuple[Samples, list[list[int]]]:
     """Return the samples, and the numbers of those that each removal removes; refuse perturbations of other kinds."""
     factor, removal = perturbations.removal or (0.0, None)
     if removal is None or factor != 1.0 or removal.terms is not None:

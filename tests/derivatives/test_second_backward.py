@@ -7,7 +7,7 @@ from refusals import invalid
 from torch.autograd.function import once_differentiable
 
 import dif
-from dif.problem.sample_losses import NO_SECOND_BACKWARD
+from dif.derivatives.losses import NO_SECOND_BACKWARD
 
 QUIET = {"show_progress": False}
 SOFTPLUS = torch.nn.functional.softplus

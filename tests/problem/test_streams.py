@@ -277,14 +277,14 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     assert columns == [len(solution.active.active)]
     test = dif.Samples(logistic, (X[:9], Y[:9]), name="test")
     influence.scores(test, train.remove_each([0]))  # probes the new samples
-    batches = dif.problem.sample_losses.SampleLosses.batches
+    batches = dif.problem.samples.Samples.batches
 
     def counted(self, *args, **options):
         for place, batch in batches(self, *args, **options):
             fetched.append((self.name, place.stop - place.start))
             yield place, batch
 
-    monkeypatch.setattr("dif.problem.sample_losses.SampleLosses.batches", counted)
+    monkeypatch.setattr("dif.problem.samples.Samples.batches", counted)
     columns.clear()
     known = [train.weighted(torch.eye(60)[t]) for t in range(9)]  # targets of samples that are known already
     influence.scores(known, train.remove_each(), assess=0)

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.losses import NO_FORWARD, NO_MAP, NO_VMAP, BatchLosses, Differentiable
+from dif.derivatives.losses import NO_FORWARD, NO_MAP, NO_SECOND_BACKWARD, NO_VMAP, BatchLosses, Differentiable
 from dif.derivatives.rows import CompiledFunction, Rows, check_type, evaluate_function
 from dif.derivatives.sweeps import sample_losses, sample_slopes, stacked_losses
 from dif.errors import DifError, InvalidInputError, few
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import NO_SECOND_BACKWARD, PLAIN_ATTENTION, SampleLosses
+from dif.problem.samples import PLAIN_ATTENTION, Samples
 from dif.problem.term import Function
 from dif.runtime.guard import convert_errors, is_unsupported, numbers_at_once
 
@@ -38,7 +38,7 @@ def difference(at: Callable[[float], Tensor], here: Tensor, step: float) -> tupl
     return (after - before) / (2 * step), rounding, (before - 2 * here + after).abs() / step
 
 
-def check_slopes(samples: SampleLosses, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
+def check_slopes(samples: Samples, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
     """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one."""
     eps = torch.finfo(theta.dtype).eps
     here, slopes = sample_slopes(samples, parameters, theta, v[:, None])
@@ -64,7 +64,7 @@ _LEAP = 1e-2  # relative change of a loss within a tiny step that suggests a jum
 _TRIES = 3  # directions and steps that are tried: a kink spoils one of them, a wrong derivative spoils all
 
 
-def check_derivatives(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
+def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     """Check every method of differentiating a loss at θ, on samples spread over the data.
 
     Notes fallbacks, or refuses the loss.
@@ -279,7 +279,7 @@ _PROBE_SAMPLES = 64  # largest number of samples that are evaluated in a check
 
 
 def probe(
-    every_samples: Sequence[SampleLosses], functions: Sequence[Function], parameters: Parameters, theta: Tensor
+    every_samples: Sequence[Samples], functions: Sequence[Function], parameters: Parameters, theta: Tensor
 ) -> None:
     """Refuse losses and functions whose values or derivatives at θ are invalid; the random state is preserved."""
     if torch.is_inference_mode_enabled():
@@ -334,7 +334,7 @@ def _check_same(what: str, first: Tensor, second: Tensor) -> None:
 
 
 def check_used(
-    every_samples: Sequence[SampleLosses], functions: Sequence[Function], parameters: Parameters, theta: Tensor
+    every_samples: Sequence[Samples], functions: Sequence[Function], parameters: Parameters, theta: Tensor
 ) -> None:
     """Refuse parameters that no loss and no function other than a ridge depends on."""
     evaluations: list[Callable[[Any], Tensor]] = [f.fn for f in functions if f.ridge is None]
@@ -357,7 +357,7 @@ def check_used(
         )
 
 
-def check_tensors(samples: SampleLosses, parameters: Parameters) -> None:
+def check_tensors(samples: Samples, parameters: Parameters) -> None:
     """Refuse data of another type than the parameters, or on an accelerator other than theirs."""
     for t in samples.storage.tensors():
         wrong_type = t.is_floating_point() and t.dtype != parameters.dtype
@@ -368,7 +368,7 @@ def check_tensors(samples: SampleLosses, parameters: Parameters) -> None:
             )
 
 
-def _check_losses(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> None:
+def _check_losses(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     """Refuse losses that are not finite, random, of another type than the parameters, or depend on other samples."""
     name, spread = samples.name, torch.linspace(0, len(samples) - 1, min(_PROBE_SAMPLES, len(samples))).round().long()
     for at in (theta, _shift(theta, 1e-3, 1.0)):  # randomness may hide at θ = 0
@@ -473,7 +473,7 @@ def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
     return tuple(kink for kink in kinks if kink is not None)
 
 
-def _search_samples(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Kink | None:
+def _search_samples(samples: Samples, parameters: Parameters, theta: Tensor) -> Kink | None:
     """Search the losses of samples spread over the data."""
     spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
 

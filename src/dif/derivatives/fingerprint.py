@@ -27,7 +27,7 @@ from dif.derivatives.rows import Rows
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.problem.data import leaves
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 
 READ = 2**12  # samples read per batch, so that data on disk are not loaded as a whole
 # Folders of installed code, which is identified by name.
@@ -81,7 +81,7 @@ def encode_rows(rows: Rows) -> Iterator[bytes]:
             yield from ObjectEncoder().encode(function.fn)
 
 
-def encode_samples(samples: SampleLosses) -> Iterator[bytes]:
+def encode_samples(samples: Samples) -> Iterator[bytes]:
     """Yield the encoded loss and all data of the samples."""
     yield from ObjectEncoder().encode((samples.loss,) if samples.parted is None else samples.parted)
     for _, batch in samples.batches(at_most=READ):

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from dif.problem.data import map_tensors
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.guard import numbers_at_once
 
 # Operators on parameters that only rearrange or select entries.
@@ -185,7 +185,7 @@ def _record(given: Tensor) -> Tensor:
     return given.tape.record(given) if isinstance(given, _Traced) else given
 
 
-def _run(samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> tuple[Tensor, _Tape]:
+def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> tuple[Tensor, _Tape]:
     """Evaluate the loss of a batch on traced parameters; return the losses and the tape."""
     index = parameters.tensors(torch.arange(len(theta), device=theta.device))
     traced = {name: _Traced.of(t, tape, index[name]) for name, t in parameters.tensors(theta).items()}
@@ -194,7 +194,7 @@ def _run(samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: An
 
 
 def measure_maps(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, count: int
+    samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, count: int
 ) -> tuple[int, int] | None:
     """Return the inputs and outputs of all linear maps together (Σ p, Σ C); None if θ enters the loss otherwise."""
     try:
@@ -209,7 +209,7 @@ def measure_maps(
 
 
 def assemble_hessian(
-    samples: SampleLosses,
+    samples: Samples,
     parameters: Parameters,
     theta: Tensor,
     batches: Iterator[tuple[slice, Any]],
@@ -236,7 +236,7 @@ def assemble_hessian(
 
 
 def _second_derivative(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, elements: int
+    samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, elements: int
 ) -> Tensor:
     """Return S = wᵢ∇²φ of each sample in its z, (C, C, n); one product serves all samples, as they do not interact."""
     shapes = [value.shape for value in tape.values]

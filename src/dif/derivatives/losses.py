@@ -24,11 +24,14 @@ from dif.derivatives.linear_structure import measure_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import NO_SECOND_BACKWARD, SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.guard import UserCodeError, find_cure, is_unsupported, numbers_at_once
 
 NO_FORWARD = "slopes from gradients: an operator of the loss has no forward mode"
 NO_MAP = "gradients from whole batches: the loss cannot be mapped over samples"
+NO_SECOND_BACKWARD = (
+    "Hessian-vector products by forward over reverse mode: an operator has no correct second backward pass"
+)
 NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 
 _PASS = 2**21  # numbers (inputs and intermediates) in one batch on the CPU: 16 MiB, so that they stay in its caches
@@ -235,7 +238,7 @@ class _ConstantFactors(TorchFunctionMode):
 class BatchLosses(Differentiable):
     """The losses of one batch as a function of θ."""
 
-    samples: SampleLosses
+    samples: Samples
     parameters: Parameters
     batch: Any
     count: int
@@ -311,7 +314,7 @@ def _as_batch(z: Any) -> Any:
     return map_tensors(z, lambda x: x.unsqueeze(0))
 
 
-def _split_model(samples: SampleLosses) -> tuple[Callable[[Any, Any], Tensor], Callable[[Tensor, Any], Tensor]]:
+def _split_model(samples: Samples) -> tuple[Callable[[Any, Any], Tensor], Callable[[Tensor, Any], Tensor]]:
     """Return the model and the loss of its outputs; refuse samples that do not name the outputs."""
     if samples.parted is None:
         raise InvalidInputError(
@@ -334,7 +337,7 @@ class Cost:
     maps: tuple[int, int] | None = None  # inputs and outputs of its linear maps, if θ enters by nothing else
 
 
-def cost(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Cost:
+def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
     """Measure the cost of one sample on a few samples; the result is cached per number of parameters."""
     cached = samples.costs.get(len(theta))
     if cached is None:
@@ -349,7 +352,7 @@ def cost(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> Cost:
     return cached
 
 
-def _measure_batch(samples: SampleLosses, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int, int]:
+def _measure_batch(samples: Samples, parameters: Parameters, theta: Tensor, count: int) -> tuple[int, int, int]:
     """Count the intermediate numbers, the input numbers and the multiplications of one batch of `count` samples."""
     if count == 0:
         return 0, 0, 0
@@ -380,7 +383,7 @@ class _OperationCounter(TorchDispatchMode):
         return out
 
 
-def samples_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int = 0) -> int:
+def samples_at_once(samples: Samples, parameters: Parameters, theta: Tensor, columns: int = 0) -> int:
     """Return how many samples make a batch that leaves room for the `columns` that go through it."""
     each = cost(samples, parameters, theta)
     room = numbers_at_once(theta, max(_PASS, _PER_PARAMETER * len(theta)))
@@ -390,7 +393,7 @@ def samples_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor
     return most
 
 
-def gradients_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor, columns: int) -> int | None:
+def gradients_at_once(samples: Samples, parameters: Parameters, theta: Tensor, columns: int) -> int | None:
     """Return how many per-sample gradients fit into memory; None if slopes along so many columns need none of them.
 
     Forward mode costs about two evaluations per column. Per-sample gradients cost about three evaluations and a fixed
@@ -403,7 +406,7 @@ def gradients_at_once(samples: SampleLosses, parameters: Parameters, theta: Tens
     return max(1, numbers_at_once(theta, _GRADIENTS) // d)
 
 
-def jacobians_at_once(samples: SampleLosses, parameters: Parameters, theta: Tensor) -> int | None:
+def jacobians_at_once(samples: Samples, parameters: Parameters, theta: Tensor) -> int | None:
     """Return how many samples' Jacobians of the model fit into memory; None if torch cannot map the model over samples.
 
     It is tried on one sample.

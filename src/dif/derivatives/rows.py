@@ -20,7 +20,7 @@ from dif.derivatives.sweeps import (
 )
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.problem.term import Function, SampleSum, Term
 from dif.runtime.guard import (
     convert_errors,
@@ -114,7 +114,7 @@ _STRUCTURED = 16  # number of parameters from which the linear structure of a lo
 class Table:
     """The weighted sums over one `Samples`: U·ℓ(θ), at consecutive positions of p."""
 
-    samples: SampleLosses
+    samples: Samples
     sums: tuple[SampleSum, ...]
     U: Tensor  # (k, n)
 
@@ -257,7 +257,7 @@ class Rows:
             gradient = gradient + pull(w).detach()
         return f_values, gradient
 
-    def _is_one_batch(self, samples: SampleLosses, theta: Tensor) -> bool:
+    def _is_one_batch(self, samples: Samples, theta: Tensor) -> bool:
         """Return whether this process's part of the samples is a single batch."""
         local, most = span(len(samples)), samples_at_once(samples, self.parameters, theta)
         return 0 < local.stop - local.start <= min(most, samples.batch_size or most)

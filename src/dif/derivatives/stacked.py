@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.derivatives.rows import CompiledFunction, output_slices
 from dif.derivatives.sweeps import sweep_batches
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.guard import retry_with_smaller_batches
 
 
@@ -20,7 +20,7 @@ class BatchedProgram:
     """P programs that weight the same samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
 
     parameters: Parameters
-    tables: tuple[tuple[SampleLosses, Tensor], ...]  # samples, W (P, 1 + m, n)
+    tables: tuple[tuple[Samples, Tensor], ...]  # samples, W (P, 1 + m, n)
     functions: tuple[CompiledFunction, ...]
     C: Tensor  # (1 + m, outputs of the functions)
     tau: Tensor  # (P, m)

@@ -10,7 +10,7 @@ from torch import Tensor
 from dif.derivatives.linear_structure import NotLinearError, assemble_hessian
 from dif.derivatives.losses import BatchLosses, cost, gradients_at_once, jacobians_at_once, samples_at_once
 from dif.problem.parameters import Parameters
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.guard import (
     gather_rows,
     holds_in_all_processes,
@@ -23,7 +23,7 @@ from dif.runtime.guard import (
 
 
 def sweep_batches(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None,
+    samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None,
     at_most: int | None = None, *, columns: int = 0, shared: bool = True,
 ) -> Iterator[tuple[slice, BatchLosses]]:  # fmt: skip
     """Sweep over all samples, or those listed: yield positions and the losses of the samples there as a map of θ.
@@ -38,9 +38,7 @@ def sweep_batches(
 
 
 @retry_with_smaller_batches
-def sample_losses(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
-) -> Tensor:
+def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """Return ℓᵢ(θ) of all samples or of those listed, (n,)."""
     batches = [loss.values(theta) for _, loss in sweep_batches(samples, parameters, theta, indices)]
     losses = torch.cat(batches) if batches else theta.new_zeros(0)  # of this process
@@ -48,9 +46,7 @@ def sample_losses(
 
 
 @retry_with_smaller_batches
-def sample_gradients(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, indices: Tensor | None = None
-) -> Tensor:
+def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """Return ∇ℓᵢ(θ) of all samples or of those listed, (n, d)."""
     batches = [loss.sample_gradients(theta) for _, loss in sweep_batches(samples, parameters, theta, indices)]
     total = len(samples) if indices is None else len(indices)
@@ -59,7 +55,7 @@ def sample_gradients(
 
 @retry_with_smaller_batches
 def sample_slopes(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, V: Tensor, indices: Tensor | None = None
+    samples: Samples, parameters: Parameters, theta: Tensor, V: Tensor, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep."""
     most = gradients_at_once(samples, parameters, theta, V.shape[1])
@@ -74,7 +70,7 @@ def sample_slopes(
 
 @retry_with_smaller_batches
 def weighted_gradients(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, weights: Tensor
+    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over all samples, for each row w of weights (k, n)."""
     value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
@@ -85,7 +81,7 @@ def weighted_gradients(
 
 
 @retry_with_smaller_batches
-def stacked_losses(samples: SampleLosses, parameters: Parameters, thetas: Tensor) -> Tensor:
+def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor) -> Tensor:
     """Return ℓᵢ of all samples at several θ (P, d), (P, n)."""
     sweep = sweep_batches(samples, parameters, thetas[0], shared=False)
     return torch.cat([thetas.new_zeros((len(thetas), 0)), *(loss.stacked_values(thetas) for _, loss in sweep)], 1)
@@ -93,7 +89,7 @@ def stacked_losses(samples: SampleLosses, parameters: Parameters, thetas: Tensor
 
 @retry_with_smaller_batches
 def structured_hessian(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, w: Tensor, indices: Tensor | None = None
+    samples: Samples, parameters: Parameters, theta: Tensor, w: Tensor, indices: Tensor | None = None
 ) -> Tensor | None:
     """Return Σᵢ wᵢ∇²ℓᵢ of a loss that depends on θ only through linear maps of the batch; None for other losses."""
     each = cost(samples, parameters, theta)
@@ -113,7 +109,7 @@ def structured_hessian(
 
 @retry_with_smaller_batches
 def gauss_newton_hessian(
-    samples: SampleLosses, parameters: Parameters, theta: Tensor, w: Tensor, indices: Tensor | None = None
+    samples: Samples, parameters: Parameters, theta: Tensor, w: Tensor, indices: Tensor | None = None
 ) -> Tensor | None:
     """Return Σᵢ wᵢ∇²ℓᵢ without the curvature of the model; None if torch cannot map the model over samples."""
     most = jacobians_at_once(samples, parameters, theta)

@@ -15,7 +15,7 @@ from dif.derivatives.stacked import BatchedProgram
 from dif.derivatives.sweeps import sample_losses, sample_slopes, weighted_gradients
 from dif.errors import InvalidInputError
 from dif.problem.perturbation import Perturbation
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.problem.weights import Changes, SumChange, check_shift
 from dif.runtime.inputs import check_instance
 
@@ -27,7 +27,7 @@ class Block:
     touch: Tensor  # (1 + m, k) coefficients of the table's sums in the changed rows, zero in the other rows
     columns: slice  # positions of the sums in p(θ)
     alpha: Tensor  # (P, k), or (1, k) if the same for all perturbations
-    samples: SampleLosses  # of the table, or the added samples
+    samples: Samples  # of the table, or the added samples
     owner: Tensor | None  # (E,) perturbation of each entry; None: each entry belongs to all perturbations
     index: Tensor  # (E,) sample of each entry
     s: Tensor  # (E, k) weight changes

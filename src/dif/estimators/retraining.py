@@ -22,7 +22,7 @@ from dif.errors import DifError, NotConvergedError
 from dif.estimators.protocol import Out, ScoredChunk, Scoring, chunk_size, describe_residuals, differences
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
-from dif.problem.sample_losses import PLAIN_ATTENTION
+from dif.problem.samples import PLAIN_ATTENTION
 from dif.results.change import Change
 from dif.results.influence import Influence
 from dif.runtime.archive import read_archive, write_archive

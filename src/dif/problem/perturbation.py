@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError, few
-from dif.problem.sample_losses import SampleLosses
 from dif.runtime.inputs import as_index, check_number
+
+if TYPE_CHECKING:
+    from dif.problem.samples import Samples
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +79,7 @@ class Entries:
 class _PerSamples:
     """An action of P perturbations, each on some samples."""
 
-    samples: SampleLosses
+    samples: Samples
     entries: Entries  # indices of the samples of each perturbation
     renormalise: bool
     terms: tuple[Any, ...] | None  # terms that are changed; None means all
@@ -122,7 +124,7 @@ class Addition(_PerSamples):
     Here `samples` are those that the new ones are added to, and the entries are indices into `new`.
     """
 
-    new: SampleLosses
+    new: Samples
     like: Tensor | None  # (len(new),) indices into `samples`
 
     def labels(self) -> list[str]:
@@ -134,7 +136,7 @@ class Addition(_PerSamples):
 class Reweighting(_Single):
     """Add weight dw to every sample, times the coefficient of each term, wherever the sample has weight."""
 
-    samples: SampleLosses
+    samples: Samples
     dw: Tensor  # (n,)
     terms: tuple[Any, ...] | None  # terms that are changed; None means all
 
@@ -272,7 +274,7 @@ class Perturbation:
         return None if others or not isinstance(action, Removal) else (c, action)
 
     @property
-    def removed(self) -> tuple[SampleLosses, Tensor] | None:
+    def removed(self) -> tuple[Samples, Tensor] | None:
         """The samples that P complete removals of one sample each remove, and their indices, (P,); otherwise None."""
         c, action = self.removal or (0.0, None)
         if action is None or c != 1.0 or not action.is_single:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.problem.perturbation import Perturbation, Shift
-from dif.problem.sample_losses import SampleLosses
 from dif.runtime.inputs import as_numbers, as_tensor, check_number
+
+if TYPE_CHECKING:
+    from dif.problem.samples import Samples
 
 
 class Kind(Enum):
@@ -93,7 +95,7 @@ class Kinds:
 class SampleSum:
     """Σᵢ wᵢ ℓ(zᵢ, θ) over the samples of one `Samples`; `normalised` marks a mean, which a removal renormalises."""
 
-    samples: SampleLosses
+    samples: Samples
     weights: Tensor  # (n,) float64, on the CPU
     normalised: bool
     everyone: bool  # whether it is over all samples, so that an added sample belongs to it

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.problem.perturbation import Action, Addition, Entries, Perturbation, Removal, Reweighting, Shift
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.problem.term import Constraint, SampleSum, Term
 
 Problem = Any  # a dif.Problem, which asks here what it is after a perturbation
@@ -48,7 +48,7 @@ class SumChange:
     1 + alpha_p = Σw / (Σw + Σdw).
     """
 
-    samples: SampleLosses
+    samples: Samples
     sums: tuple[SampleSum, ...]  # all k sums over these samples
     terms: tuple[int, ...]  # numbers of the terms in which it holds: 0 is the objective, 1 the first constraint
     factor: float
@@ -99,7 +99,7 @@ class Changes:
 # Resolution
 
 
-def _tables(terms: Iterable[Term | Constraint]) -> list[tuple[SampleLosses, tuple[SampleSum, ...]]]:
+def _tables(terms: Iterable[Term | Constraint]) -> list[tuple[Samples, tuple[SampleSum, ...]]]:
     """Return the Samples of some terms, each with the distinct sums over it."""
     sums = list({id(s): s for term in terms for _, s in _read(term).sums}.values())
     every = list({id(s.samples): s.samples for s in sums}.values())
@@ -117,7 +117,7 @@ def _find_used(sums: Sequence[SampleSum], terms: Iterable[Term | Constraint]) ->
 
 
 def _split(
-    actions: Sequence[Action], population: SampleLosses, terms: Sequence[Any]
+    actions: Sequence[Action], population: Samples, terms: Sequence[Any]
 ) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
     """Return the actions on a population that are carried out together, with the numbers of the terms they act on.
 
@@ -274,15 +274,13 @@ def apply_perturbation(problem: Problem, perturbation: Perturbation) -> tuple[Te
     return perturb(0), constraints
 
 
-def _extend(
-    samples: Sequence[SampleLosses], perturbation: Perturbation
-) -> tuple[dict[int, SampleLosses], dict[int, int]]:
+def _extend(samples: Sequence[Samples], perturbation: Perturbation) -> tuple[dict[int, Samples], dict[int, int]]:
     """Append the data of all additions to the Samples that they are added to.
 
     Returns:
         The extended Samples, by id of the old ones; and the index of the first new sample, by id of the addition.
     """
-    extended: dict[int, SampleLosses] = {}
+    extended: dict[int, Samples] = {}
     starts: dict[int, int] = {}
     every = [action for _, action in perturbation.actions if isinstance(action, Addition)]
     for population in {id(s.population): s.population for s in samples}.values():
@@ -301,9 +299,7 @@ def _extend(
     return extended, starts
 
 
-def _reweight(
-    part: SampleSum, changes: Sequence[SumChange], samples: SampleLosses, starts: dict[int, int]
-) -> SampleSum:
+def _reweight(part: SampleSum, changes: Sequence[SumChange], samples: Samples, starts: dict[int, int]) -> SampleSum:
     """Return a sum with the weights that its samples have after the changes."""
     old = torch.cat([part.weights, part.weights.new_zeros(len(samples) - len(part.weights))])
     weights = old
@@ -317,7 +313,7 @@ def _reweight(
     return part if not changes and samples is part.samples else replace(part, samples=samples, weights=weights)
 
 
-def find_indispensable(problem: Problem, samples: SampleLosses) -> dict[int, str]:
+def find_indispensable(problem: Problem, samples: Samples) -> dict[int, str]:
     """Return the samples that are the only one in a term, which is undefined without them: index → term in words."""
     terms: dict[int, str] = {}
     every = (problem.objective, *problem.constraints)

@@ -20,7 +20,7 @@ from dif.errors import InvalidInputError, count_words, few
 from dif.optimality.solution import Solution
 from dif.problem.data import leaves
 from dif.problem.perturbation import Perturbation
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.inputs import is_numbering, is_reordered, is_same, read_labels, write_label
 
 _MAX_LENGTH = 160  # characters of an entry
@@ -84,13 +84,13 @@ class Subjects:
         return subjects
 
     @cached_property
-    def _removed(self) -> tuple[SampleLosses, list[int]] | None:
+    def _removed(self) -> tuple[Samples, list[int]] | None:
         """The samples that are removed, and which of them each perturbation removes; None if it is not one of each."""
         _, removal = (self.perturbations.removal if isinstance(self.perturbations, Perturbation) else None) or (0, None)
         return None if removal is None or not removal.is_single else (removal.samples, removal.entries.index.tolist())
 
     @property
-    def train(self) -> SampleLosses | None:
+    def train(self) -> Samples | None:
         """The samples that are removed, one by each perturbation; None if something else changes."""
         return None if self._removed is None else self._removed[0]
 
@@ -289,7 +289,7 @@ class SampleSets:
 
     @classmethod
     def of(
-        cls, samples: SampleLosses | None, groups: Sequence[Any] | None, features: Mapping[str, Sequence[Any]]
+        cls, samples: Samples | None, groups: Sequence[Any] | None, features: Mapping[str, Sequence[Any]]
     ) -> SampleSets:
         """Read the groups and features of samples; columns of another length say nothing about them."""
         if samples is None:
@@ -301,7 +301,7 @@ class SampleSets:
         found = (_read_set(words, column) for words, column in named if len(column) == len(samples))
         return cls(samples.population, tuple(column for column in found if column is not None))
 
-    def describe(self, samples: SampleLosses, members: Sequence[int]) -> str:
+    def describe(self, samples: Samples, members: Sequence[int]) -> str:
         """Return the name and the size of a set: "label = 1, group a (83 samples)".
 
         The name is one that fits these samples and no others; without one, the first samples are listed.

@@ -13,7 +13,7 @@ import torch
 from dif.errors import count_words
 from dif.optimality.certificate import BAD, GOOD, NOTE
 from dif.optimality.solution import Solution
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.problem.term import Function, SampleSum
 from dif.report.subjects import SampleSets
 from dif.results.influence import TRUSTED
@@ -89,7 +89,7 @@ def write_formulas(solution: Solution, sets: SampleSets) -> list[str]:
     return formulas
 
 
-def _describe_sum(part: SampleSum, sets: SampleSets, minimised: Sequence[SampleLosses]) -> str:
+def _describe_sum(part: SampleSum, sets: SampleSets, minimised: Sequence[Samples]) -> str:
     """Describe a sum over samples, which samples it is over, and whether it is of a loss that training minimises."""
     members = torch.nonzero(part.weights).reshape(-1).tolist()
     if not members:

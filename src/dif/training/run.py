@@ -22,7 +22,6 @@ from dif.optimality.judgement import KKT
 from dif.optimality.solution import Solution
 from dif.problem.data import leaves, map_tensors
 from dif.problem.problem import Problem
-from dif.problem.sample_losses import SampleLosses
 from dif.problem.samples import Samples
 from dif.runtime.archive import Journal, lock_folder, read_archive, write_archive
 from dif.runtime.inputs import expect_folder
@@ -324,7 +323,7 @@ def _read_folder(keep: Keep) -> Path | None:
     return expect_folder(keep, "keep")
 
 
-def fetch(samples: SampleLosses, index: Tensor, device: torch.device) -> Any:
+def fetch(samples: Samples, index: Tensor, device: torch.device) -> Any:
     """Return the data of some samples as one batch."""
     return map_tensors(next(samples.storage.fetch([index])), lambda t: t.to(device))
 

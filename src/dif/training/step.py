@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dif.derivatives.program import Program
 from dif.problem.problem import Problem
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 
 State = dict[str, Any]  # tensors in nested dicts, tuples and lists: parameters, multipliers, the optimiser's memory
 
@@ -20,7 +20,7 @@ class Part:
     """Samples of one table in one batch."""
 
     table: int  # number of the table among those of the program
-    samples: SampleLosses
+    samples: Samples
     data: Any
     index: Tensor  # (B,) numbers of the samples
     U: Tensor  # (k, B) their weights in the table's sums; of sums that are not means, scaled up to all samples

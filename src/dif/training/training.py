@@ -15,7 +15,7 @@ from dif.derivatives.program import Program
 from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
-from dif.problem.sample_losses import SampleLosses
+from dif.problem.samples import Samples
 from dif.runtime.guard import convert_errors
 from dif.runtime.inputs import as_index, check_number
 from dif.solving.fit import read_multipliers
@@ -108,7 +108,7 @@ class Training:
 
 
 def draw_batches(
-    tables: Sequence[SampleLosses], batch_size: int, epochs: int, seed: int
+    tables: Sequence[Samples], batch_size: int, epochs: int, seed: int
 ) -> tuple[tuple[tuple[Tensor, ...], ...], tuple[range, ...]]:
     """Return the samples of each table at every step, and the steps of each epoch.
 

@@ -98,7 +98,7 @@ def test_removals_agree_with_re_solving_by_scipy(kind):
     assert min(correlations) > 0.99, correlations
 
 
-def test_the_constraint_holds_for_every_group_although_only_the_smaller_is_constrained():
+def test_the_constraint_holds_for_both_groups_although_only_one_is_constrained():
     solution = solve("demographic parity")
     assert solution.problem.names == ("demographic parity, young, at most", "demographic parity, young, at least")
     p = expit(X.numpy() @ solution.theta.numpy())
@@ -116,6 +116,63 @@ def test_two_groups_of_equal_size_have_a_regular_solution():
     assert dif.Certificate.of(solution).holds
     p = expit(X.numpy() @ solution.theta.numpy())
     np.testing.assert_allclose(np.abs([p[half].mean(), p[~half].mean()] - p.mean()), 0.01, atol=1e-9)
+
+
+def divide(sizes, kind, seed=1):
+    """Two groups of people, one with higher scores, under a constraint stated by name, and the oracle."""
+    rng, group = np.random.default_rng(seed), np.repeat([0, 1], sizes)
+    features = np.c_[rng.normal(size=(len(group), 3)), np.ones(len(group))]
+    features[:, 0] += 0.8 * group
+    labels = np.sign(features[:, 0] + 0.5 * rng.normal(size=len(group)) - 0.4)
+    train = dif.Samples(loss, (torch.tensor(features), torch.tensor(labels)), name="train")
+    options = {"sensitive_features": group, "bound": 0.03}
+    if kind == "error rate parity":
+        rows = dif.fairness.error_rate_parity(train, error, **options)
+    else:
+        known = {} if kind == "demographic parity" else {"labels": labels}
+        rows = getattr(dif.fairness, kind.replace(" ", "_"))(train, score, **options, **known)
+    problem = dif.Problem(train.mean() + dif.ridge(RIDGE), rows)
+    solution = dif.fit(problem, {"w": torch.zeros(4).double()}, show_progress=False)
+    return train, solution, FairOracle(kind, features, labels, group, 0.03, RIDGE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "leaving"),
+    [
+        ("demographic parity", (60, 50), 40),
+        ("equalised odds", (60, 50), 40),
+        ("demographic parity", (100, 100), 1),
+        ("error rate parity", (100, 100), 5),
+    ],
+)
+def test_the_rule_holds_for_the_group_that_a_removal_makes_the_smaller_one(kind, sizes, leaving):
+    train, solution, oracle = divide(sizes, kind)
+    assert dif.Certificate.of(solution).holds
+    removal, here = train.remove(range(leaving)), np.arange(sum(sizes)) >= leaving
+    theta = oracle.solve(here, solution.theta.numpy())
+    again = dif.fit(solution.problem.after(removal), solution.params, show_progress=False)
+    np.testing.assert_allclose(again.theta, theta, atol=1e-6)
+    for exact in (dif.Retraining(solution), dif.PathInfluence(solution)):
+        np.testing.assert_allclose(exact.change(removal).flat + solution.theta, theta, atol=1e-6)
+    if leaving <= 5:
+        actual = theta - oracle.solve(np.ones(len(here), dtype=bool), solution.theta.numpy())
+        found = dif.DirectionalInfluence(solution).change(removal).flat.numpy()
+        assert np.linalg.norm(found - actual) < 0.15 * np.linalg.norm(actual)
+
+
+def test_scores_follow_the_smaller_group_in_every_removal():
+    """Groups of equal size: whoever leaves makes the own group the smaller one."""
+    train, solution, oracle = divide((100, 100), "demographic parity")
+    gone = [0, 7, 19, 101, 155, 199]
+    group = torch.tensor(oracle.group)
+    rate = train.view(lambda params, batch: torch.sigmoid(score(params, batch)), name="rate")
+    gap = rate.mean(where=group == 1) - rate.mean(where=group == 0)
+    before = solution.value(gap)
+    measure = lambda w: np.subtract(*(expit(oracle.X @ w)[oracle.group == g].mean() for g in (1, 0)))  # noqa: E731
+    actual = [measure(oracle.solve(np.arange(200) != i, solution.theta.numpy())) - float(before) for i in gone]
+    for estimator, tolerance in ((dif.DirectionalInfluence, 0.1), (dif.NewtonInfluence, 0.05), (dif.Retraining, 1e-3)):
+        found = estimator(solution).scores(gap, train.remove_each(gone), show_progress=False).values[:, 0].numpy()
+        assert np.linalg.norm(found - actual) < tolerance * np.linalg.norm(actual), estimator
 
 
 def test_equal_means_are_one_equality_per_group_except_the_largest():
@@ -226,6 +283,10 @@ def test_wrong_inputs_are_refused():
         (
             lambda: constrain("demographic parity", ratio=1.2),
             "`ratio` must be above 0 and at most 1, such as 0.8 for the four-fifths rule, not 1.2",
+        ),
+        (
+            lambda: constrain("equal opportunity", ratio=0.8, link=None),
+            "`ratio` cannot be used with link=None, because mean scores may be negative; pass `bound` instead",
         ),
         (lambda: constrain("demographic parity", link=3), "`link` must be a function"),
         (lambda: constrain("bounded group loss", loss=3), "`loss` must be a function"),

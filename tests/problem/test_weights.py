@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 import dif
+from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.weight_change import Direction
 from dif.training.weights import RunPerturbation
 
@@ -365,7 +368,7 @@ def test_removing_and_adding_is_replacing():
     run = dif.Training(problem, {"t": torch.zeros(D, dtype=F64)}, dif.SGD(0.01), batch_size=5, epochs=3, seed=1)
     run = run.run(show_progress=False)
     replaced, both = train.replace([3], NEW1), train.remove([3]) + train.add(NEW1, like=3)
-    for estimator in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.Retraining):
+    for estimator in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.PathInfluence, dif.Retraining):
         one, other = (estimator(solution).change(p).flat for p in (replaced, both))
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
     one, other = (dif.Retraining(run).change(p).flat for p in (replaced, both))
@@ -405,3 +408,61 @@ def test_many_perturbations_are_resolved_once_and_picked():
         first = [direction.first_order(p, at.theta, at.parts, at.part_gradients)[0] for p in rows]
         mixed = picked.combine(mix, at.theta, torch.ones(5, dtype=F64), at.parts, at.part_gradients)[1][0]
         torch.testing.assert_close(mixed, first[0] - 2 * first[1], rtol=1e-11, atol=1e-12)
+
+
+def compare_groups(inside, weights=None):
+    """A problem that compares the mean of one of two groups with that of both, from above and from below."""
+    train = dif.Samples(squared, draw(len(inside), 0), name="train")
+    weights = None if weights is None else torch.tensor(weights)
+    group, both = train.mean(where=torch.tensor(inside), weights=weights), train.mean(weights=weights)
+    rows = (group <= both + 0.5).of_smaller_group(), (group >= both - 0.25).of_smaller_group().named("least")
+    return train, dif.Problem(train.mean() + dif.ridge(0.1), rows)
+
+
+SIX_OF_14 = np.arange(14) < 6
+FROM_LARGER = range(6, 11)  # leaves 6 and 3
+# name → (perturbation, what the upper bound of .5 and the lower bound of −.25 are multiplied by)
+GROUPS_CHANGE = {
+    "the order stays": (lambda t, p: t.remove([0, 8]), 1.0),
+    "equal": (lambda t, p: t.remove([8, 9]), 1.0),
+    "turned": (lambda t, p: t.remove(FROM_LARGER), 3 / 6),
+    "turned by people who come": (lambda t, p: t.add(draw(6, 3), like=2), 8 / 12),
+    "in thirds": (lambda t, p: sum([(1 / 3) * t.remove(FROM_LARGER)] * 3), 3 / 6),
+    "half of it": (lambda t, p: 0.5 * t.remove(FROM_LARGER), 3 / 4),
+    "means keep their divisors": (lambda t, p: t.remove(FROM_LARGER, renormalise=False), 1.0),
+    "from the objective": (lambda t, p: t.remove(FROM_LARGER, terms=[p.objective]), 1.0),
+    "with other bounds": (lambda t, p: t.remove(FROM_LARGER) + p.constraints[0].shift(0.5), 1.0),
+    "nobody else is left": (lambda t, p: t.remove(range(6, 14)), 1.0),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPS_CHANGE)
+def test_the_bound_of_the_smaller_group(kind):
+    train, problem = compare_groups(SIX_OF_14)
+    make, factor = GROUPS_CHANGE[kind]
+    perturbation = make(train, problem)
+    after = problem.after(perturbation)
+    upper, lower = after.constraints
+    shifted = kind == "with other bounds"  # from .5 to 1, and then by 1/2
+    assert float(upper.tau) == pytest.approx(0.5 * factor, abs=1e-15)
+    assert float(lower.tau) == pytest.approx(0.25 * (0.5 if shifted else factor), abs=1e-15)
+    direction = Direction(solved(problem).program, perturbation)
+    torch.testing.assert_close(direction.perturbed_program(0).tau, torch.stack([upper.tau, lower.tau]))
+    together = Direction(solved(problem).program, train.remove_each() + perturbation)
+    one = Direction(solved(problem).program, train.remove([13]) + perturbation)
+    torch.testing.assert_close(together.dtau[13], one.dtau[0], rtol=0, atol=0)
+    torch.testing.assert_close(together.pick([13]).dtau, one.dtau, rtol=0, atol=0)
+
+
+def test_the_bound_of_the_smaller_group_after_several_perturbations():
+    """Where the order turns back, the bound is the first one; weights count as repetitions."""
+    weights = np.where(SIX_OF_14, 2.0, 1.5)  # 12 and 12
+    train, problem = compare_groups(SIX_OF_14, weights)
+    turned = problem.after(train.remove([13]))
+    assert float(turned.constraints[0].tau) == pytest.approx(0.5 * 10.5 / 12)
+    back = turned.after(turned.people[0].remove([0]))
+    assert float(back.constraints[0].tau) == pytest.approx(0.5)
+    again = back.after(back.people[0].remove([12]))
+    assert float(again.constraints[0].tau) == pytest.approx(0.5 * 9 / 10)
+    fixed = dif.Problem(problem.objective, [replace(c, share=None) for c in problem.constraints])
+    assert fingerprint_program(solved(problem).program) != fingerprint_program(solved(fixed).program)

@@ -57,14 +57,10 @@ def hash_all(parts: Iterable[bytes]) -> bytes:
 
 def fingerprint_program(program: Program) -> bytes:
     """Hash everything that defines a problem, except the values of its parameters."""
-    bounds, encoder, layout = (
-        map(encode_tensor, (program.tau, program.kinds.equal)),
-        ObjectEncoder(),
-        program.parameters,
-    )
-    return hash_all(
-        chain(bounds, encode_rows(program.rows), encoder.encode_module(layout.module), encoder.encode(layout.fixed))
-    )
+    bounds, encoder, layout = (program.tau, program.kinds.equal), ObjectEncoder(), program.parameters
+    shares = tuple(constraint.share for constraint in program.problem.constraints)
+    module, fixed = encoder.encode_module(layout.module), encoder.encode((shares, layout.fixed))
+    return hash_all(chain(map(encode_tensor, bounds), encode_rows(program.rows), module, fixed))
 
 
 def encode_rows(rows: Rows) -> Iterator[bytes]:

@@ -53,11 +53,11 @@ class Direction:
         self.P = len(perturbation)
         self.blocks = [block for change in changes.sums for block in self._build_blocks(change)]
         none = program.tau.new_zeros((1, program.m)).expand(self.P, -1)
-        self.dtau = none.clone() if changes.shifts else none
-        for factor, shift in changes.shifts:
-            rows = program.rows_of(shift.constraint)
-            check_shift(shift, count := rows.stop - rows.start)
-            self.dtau[:, rows] += factor * shift.dtau.reshape(-1).to(self.dtau).expand(count)
+        self.dtau = none.clone() if changes.bounds else none
+        for constraint, dtau in changes.bounds:
+            rows = program.rows_of(constraint)
+            check_shift(constraint, dtau.shape[1], rows.stop - rows.start)
+            self.dtau[:, rows] += dtau.to(self.dtau)
 
     def __getitem__(self, rows: slice) -> Direction:
         begin, end, _ = rows.indices(self.P)

@@ -29,15 +29,17 @@ def demographic_parity(
     ratio · mean_g(p) ≤ mean(p) + bound ("at most") and mean_g(p) ≥ ratio · mean(p) − bound ("at least").
     The selection rate of fairlearn counts score > 0 instead of p; `compare_metrics` shows it beside p.
 
-    Of two groups only the smaller is constrained, because the other then is too. With bound=0 the means are equal: one
-    equality for each group except the largest, which follows.
+    Of two groups only the smaller is constrained, because the other then is too; where a perturbation turns the order
+    of their sizes, the bound moves so that it limits the other one. With bound=0 the means are equal: one equality for
+    each group except the largest, which follows.
 
     Args:
         train: The samples of the objective. The constraints are made of a view, so that a removal acts on both.
         score: The score of the model, `score(params, batch)` → (n,); positive for the label 1.
         sensitive_features: The group of each sample, (n,), or several features, (n, k), which are combined.
         bound: The largest difference.
-        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0.
+        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0. It needs a link, because scores
+            may be negative.
         link: The smooth stand-in for the decision score > 0. The default is the probability of logistic regression;
             None takes the score itself.
         sample_weight: Weights of the samples in the means, ≥ 0; None weighs all alike.
@@ -50,7 +52,7 @@ def demographic_parity(
     >>> most.name, least.name
     ('demographic parity, a, at most', 'demographic parity, a, at least')
     """
-    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    view, columns = _view(train, score, link, ratio), (sensitive_features, control_features, sample_weight)
     return _compare_groups(_Rule("demographic parity", bound, ratio), view, {"": None}, *columns)
 
 
@@ -63,7 +65,7 @@ def equal_opportunity(
     The other arguments are those of `demographic_parity`; `labels` are 0 and 1, −1 and 1, or booleans.
     """
     _, positive = _divide_by_label(train, labels, sensitive_features)
-    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    view, columns = _view(train, score, link, ratio), (sensitive_features, control_features, sample_weight)
     return _compare_groups(_Rule("equal opportunity", bound, ratio), view, {"": positive}, *columns)
 
 
@@ -73,7 +75,7 @@ def false_positive_rate_parity(
 ) -> list[dif.Constraint]:  # fmt: skip
     """Constrain smoothed false positive rates: as `equal_opportunity`, among the samples with label 0."""
     negative, _ = _divide_by_label(train, labels, sensitive_features)
-    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    view, columns = _view(train, score, link, ratio), (sensitive_features, control_features, sample_weight)
     return _compare_groups(_Rule("false positive rate parity", bound, ratio), view, {"": negative}, *columns)
 
 
@@ -83,7 +85,7 @@ def equalised_odds(
 ) -> list[dif.Constraint]:  # fmt: skip
     """Constrain both smoothed rates: as `equal_opportunity`, among label 0 and among label 1."""
     negative, positive = _divide_by_label(train, labels, sensitive_features)
-    view, columns = _view(train, score, link), (sensitive_features, control_features, sample_weight)
+    view, columns = _view(train, score, link, ratio), (sensitive_features, control_features, sample_weight)
     events: dict[str, Tensor | None] = {"label 0, ": negative, "label 1, ": positive}
     return _compare_groups(_Rule("equalised odds", bound, ratio), view, events, *columns)
 
@@ -97,7 +99,7 @@ def error_rate_parity(
     `error(params, batch)` is a smooth error of each sample, such as the probability of the wrong label. The other
     arguments are those of `demographic_parity`, without `link`.
     """
-    view = _view(train, check_function(error, "error"), None)
+    view = _view(train, check_function(error, "error"), None, 1)
     columns = sensitive_features, control_features, sample_weight
     return _compare_groups(_Rule("error rate parity", bound, ratio), view, {"": None}, *columns)
 
@@ -172,11 +174,13 @@ def _compare_groups(
                 f"Group {empty[0]!r} has no samples in {rule.name}{words and ', ' + words[:-2]}, so its mean is not "
                 "defined; merge it with another one, or leave out the control feature."
             )
-        follows = rule.ratio == 1 and (len(sizes) == 2 or rule.bound == 0)  # from the constraints of the others
-        implied = max(sizes, key=lambda group: sizes[group]) if follows else None
+        equal = rule.bound == 0 and rule.ratio == 1
+        alternate = len(sizes) == 2 and rule.ratio == 1 and not equal
+        implied = max(sizes, key=lambda group: sizes[group]) if alternate or equal else None
         for group, inside in masks.items():
             if group != implied:
-                rows += rule.compare(words + group, view.mean(where=inside, weights=sample_weight), everyone)
+                found = rule.compare(words + group, view.mean(where=inside, weights=sample_weight), everyone)
+                rows += [row.of_smaller_group() for row in found] if alternate else found
     return rows
 
 
@@ -196,10 +200,15 @@ def _divide_by_control(events: Mapping[str, Tensor | None], control: Groups) -> 
     }
 
 
-def _view(train: dif.Samples, score: PerSample, link: Link) -> dif.Samples:
+def _view(train: dif.Samples, score: PerSample, link: Link, ratio: float) -> dif.Samples:
     """Return the view of the samples whose loss is link(score)."""
     _check_samples(train)
     check_function(score, "score")
+    if link is None and ratio != 1:
+        raise InvalidInputError(
+            "`ratio` cannot be used with link=None, because mean scores may be negative; pass `bound` instead, or a "
+            "link whose values are positive, such as torch.sigmoid."
+        )
     if link is None:
         return train.view(score, name=f"score of {train.name}")
     stand_in, name = check_function(link, "link"), f"probability of {train.name}"

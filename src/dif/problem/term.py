@@ -240,6 +240,7 @@ class Constraint:
     kind: Kind
     negated: bool = False
     name: str | None = None
+    share: float | None = None  # of one of two groups, where the constraint is `of_smaller_group`
 
     @property
     def known_rows(self) -> int | None:
@@ -254,6 +255,15 @@ class Constraint:
     def named(self, name: str) -> Constraint:
         """Return the same constraint with a name, which is shown by `active`, Δλ and reports."""
         return replace(self, name=name)
+
+    def of_smaller_group(self) -> Constraint:
+        """Return this constraint, mean of one group ≤ mean of two groups + bound, for whichever of them is smaller.
+
+        With sizes N₁ and N₂, and N in all, the means differ by m₁ − m = N₂/N·(m₁ − m₂) and m₂ − m = −N₁/N·(m₁ − m₂).
+        Where a perturbation makes group 1 the larger one, the bound is multiplied by N₂/N₁, so that it limits |m₂ − m|.
+        """
+        (_, group), (_, both) = self.term.sums
+        return replace(self, share=float(both.weights[group.weights != 0].sum() / both.weights.sum()))
 
     def shift(self, dtau: float | Tensor) -> Perturbation:
         """Return a perturbation that adds dtau (one number, or one per row) to the right-hand side as written.

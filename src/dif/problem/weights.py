@@ -6,7 +6,7 @@ linearisation, retraining, and the batches of a training run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -67,33 +67,35 @@ class SumChange:
 
 @dataclass(frozen=True, eq=False)
 class Changes:
-    """P perturbations of a problem, resolved: the changes of its sums, and the shifts of its bounds."""
+    """P perturbations of a problem, resolved: the changes of its sums and of its bounds."""
 
     P: int
     sums: tuple[SumChange, ...]
-    shifts: tuple[tuple[float, Shift], ...]
+    bounds: tuple[tuple[Constraint, Tensor], ...]  # δτ: (P, rows), 1 instead of P or rows where all are the same
 
     @classmethod
     def of(cls, problem: Problem, perturbation: Perturbation) -> Changes:
         """Resolve perturbations; refuse those of other samples, terms or constraints than the problem's."""
         for _, action in perturbation.actions:
             _check_action(problem, action)
-        shifts = tuple((c, action) for c, action in perturbation.actions if isinstance(action, Shift))
         terms: tuple[Any, ...] = (problem.objective, *problem.constraints)
-        found = []
+        found: dict[int, list[SumChange]] = {piece: [] for piece in range(len(perturbation.pieces))}
         for samples, sums in _tables(terms):
-            for factor, actions in perturbation.pieces:
+            for piece, (factor, actions) in enumerate(perturbation.pieces):
                 for together, numbers in _split(actions, samples.population, terms):
                     used = _find_used(sums, [terms[number] for number in numbers])
                     if any(used):
                         moves = _move(together, sums, used)
                         alpha = _renormalise(moves, sums, used, together)
-                        found.append(SumChange(samples, sums, numbers, factor, moves, alpha))
-        return cls(len(perturbation), tuple(found), shifts)
+                        found[piece].append(SumChange(samples, sums, numbers, factor, moves, alpha))
+        bounds = [(c, _move_bound(n, c, perturbation, found)) for n, c in enumerate(problem.constraints, 1)]
+        moved = tuple((constraint, dtau) for constraint, dtau in bounds if bool((dtau != 0).any()))
+        return cls(len(perturbation), tuple(change for each in found.values() for change in each), moved)
 
     def pick(self, rows: Tensor) -> Changes:
         """Return the listed perturbations, in that order, without resolving them again."""
-        return Changes(len(rows), tuple(change.pick(rows) for change in self.sums), self.shifts)
+        bounds = tuple((c, dtau if len(dtau) == 1 else dtau[rows]) for c, dtau in self.bounds)
+        return Changes(len(rows), tuple(change.pick(rows) for change in self.sums), bounds)
 
 
 # Resolution
@@ -198,12 +200,38 @@ def _renormalise(
     return torch.where(means & (divisor != 0), (before - divisor) / torch.where(divisor != 0, divisor, 1.0), 0.0)
 
 
+def _move_bound(
+    number: int, constraint: Constraint, perturbation: Perturbation, found: Mapping[int, Sequence[SumChange]]
+) -> Tensor:
+    """Return δτ of constraint `number` − 1, given what each piece does to the sums.
+
+    A mean of N members keeps N/(1 + α) of them, so the share of a group follows from the α of two means.
+    """
+    old, total, share = constraint.tau.reshape(1, -1), torch.zeros((1, 1), dtype=torch.float64), constraint.share
+    for piece, (factor, actions) in enumerate(perturbation.pieces):
+        shifts = (a.dtau for a in actions if isinstance(a, Shift) and a.constraint is constraint)
+        tau = sum((dtau.reshape(1, -1) for dtau in shifts), old)
+        for change in found[piece]:
+            mine = [change.sums.index(part) for _, part in constraint.term.sums if part in change.sums]
+            if share is not None and number in change.terms and mine:
+                group, both = mine
+                after = share * (1.0 + change.alpha[:, both]) / (1.0 + change.alpha[:, group])
+                tau = tau * (_limit(after) / _limit(torch.tensor(share, dtype=torch.float64)))[:, None]
+        total = total + factor * (tau - old)
+    return total
+
+
+def _limit(share: Tensor) -> Tensor:
+    """Return the factor min(1, N₂/N₁) of the bound for the share of group 1; 1 where there is no group 2 left."""
+    return torch.where(share > 1 - _ROUNDING, 1.0, ((1 - share) / share).clamp(max=1.0))
+
+
 def _check_action(problem: Problem, action: Action) -> None:
     """Refuse an action on samples, terms or constraints that are not of this problem."""
     if isinstance(action, Shift):
         rows = problem.constraints[problem.position(action.constraint)].known_rows
         if rows is not None:
-            check_shift(action, rows)
+            check_shift(action.constraint, action.dtau.numel() if action.dtau.dim() else 1, rows)
         return
     name = action.samples.name
     if all(people is not action.samples.population for people in problem.people):
@@ -232,14 +260,11 @@ def _check_action(problem: Problem, action: Action) -> None:
             )
 
 
-def check_shift(shift: Shift, rows: int) -> None:
+def check_shift(constraint: Constraint, count: int, rows: int) -> None:
     """Refuse a shift that has neither one value nor one for each row of its constraint."""
-    count = shift.dtau.numel()
-    if shift.dtau.dim() and count != rows:
+    if count not in (1, rows):
         allowed = "1 value" if rows == 1 else f"1 value, or {rows}"
-        raise InvalidInputError(
-            f"The shift of {shift.constraint.name or 'a constraint'} must have {allowed}, not {count}."
-        )
+        raise InvalidInputError(f"The shift of {constraint.name or 'a constraint'} must have {allowed}, not {count}.")
 
 
 # Readers
@@ -267,11 +292,11 @@ def apply_perturbation(problem: Problem, perturbation: Perturbation) -> tuple[Te
                 sums.append((c, cache[key]))
         return replace(terms[number], sums=tuple(sums))
 
-    constraints = []
-    for number, constraint in enumerate(problem.constraints, 1):
-        shifts = [c * shift.dtau for c, shift in changes.shifts if shift.constraint is constraint]
-        constraints.append(replace(constraint, term=perturb(number), tau=sum(shifts, constraint.tau)))
-    return perturb(0), constraints
+    constraints = [replace(c, term=perturb(number)) for number, c in enumerate(problem.constraints, 1)]
+    for constraint, dtau in changes.bounds:
+        number, shift = problem.position(constraint), dtau[0, 0] if dtau.shape[1] == 1 else dtau[0]
+        constraints[number] = replace(constraints[number], tau=constraint.tau + shift)
+    return perturb(0), [c if c.share is None else c.of_smaller_group() for c in constraints]
 
 
 def _extend(samples: Sequence[Samples], perturbation: Perturbation) -> tuple[dict[int, Samples], dict[int, int]]:

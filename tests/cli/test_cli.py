@@ -142,7 +142,11 @@ def test_errors_are_printed_on_one_line(model, tmp_path):
         refused(name, model, "--out", occupied / "deeper", words=["Cannot write into", "--out"])
     refused("report", tmp_path / "empty", words=["There is no report.json in", "dif score FILE"])
     (tmp_path / "report.json").write_text("{}")
-    refused("report", tmp_path, words=["it is damaged, or not of format 'dif report 3'. Delete it and"])
+    refused(
+        "report",
+        tmp_path,
+        words=["report.json' is damaged, or was not written by dif: KeyError: 'checksum'. Delete it and"],
+    )
 
 
 def test_without_an_active_constraint(model, tmp_path):

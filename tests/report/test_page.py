@@ -1,8 +1,9 @@
 """The report in a real browser: it works offline, narrow and dark, with the keyboard, and shows data as text."""
 
+import json
 import os
 import shutil
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import combinations
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 import dif
 from dif.cli.description import Description
 from dif.report.builder import build_reports
-from dif.report.report import Report, write_html
+from dif.report.report import Report, load_reports, write_html
 from dif.report.words import format_number
+from dif.runtime.archive import write_document
 
 EVIL = "<script>alert(1)</script>"
 LONG = "applicants aged 25 or younger at the time of their application, in Deutsche Mark"
@@ -110,6 +112,89 @@ def test_data_are_shown_as_text(browser, page):
         box.value = 'bold'; box.dispatchEvent(new Event('input'));""")
     assert "<b>bold</b> & more" in browser.execute_script("return document.querySelector('#table tbody').innerText")
     assert browser.execute_script("return document.querySelectorAll('#table b').length") == 0
+
+
+MARKUP = "</script></style></title>\"'><img src=x onerror='pwned=1'><svg onload='pwned=1'><script>pwned=1</script>"
+HARM = """
+    const made = document.querySelectorAll('img, svg[onload], iframe, object, [onerror], [onload]').length;
+    const links = [...document.querySelectorAll('[href]')].map(a => a.getAttribute('href'));
+    const foreign = links.filter(link => !/^(#samples|data:text\\/csv;)/.test(link)).length;
+    return [typeof window.pwned, document.querySelectorAll('script').length, made, foreign];"""
+INERT = ["undefined", 2, 0, 0]
+
+
+def find_fields(content, path=()):
+    """Return the place of every value and every name in a report, as keys one after the other."""
+    listed = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
+    fields = [(path, None)] if path else []
+    for key, value in listed:
+        fields += find_fields(value, (*path, key)) + ([(path, key)] if isinstance(key, str) and path else [])
+    return fields
+
+
+def read_field(content, path):
+    return read_field(content[path[0]], path[1:]) if path else content
+
+
+def spoil(content, path, name, text):
+    """Return a copy with markup in place of a value, or of the name of one."""
+    copied = json.loads(json.dumps(content))
+    parent = read_field(copied, path[:-1] if name is None else path)
+    if name is None:
+        parent[path[-1]] = text
+    else:
+        parent[text] = parent.pop(name)
+    return copied
+
+
+def read_foreign(folder, content):
+    """Write the page of a report of a stranger, who knows how to compute its checksum; None where it is refused."""
+    write_document(folder / "report.json", "report", {"answers": [content]})
+    try:
+        write_html(folder / "report.html", load_reports(folder / "report.json"))
+    except dif.InvalidInputError:
+        return None
+    return folder / "report.html"
+
+
+@pytest.fixture(scope="module")
+def content(page):
+    return json.loads(json.dumps(asdict(replace(page[1], samples=page[1].samples[:2]))))
+
+
+def test_markup_in_all_texts_is_text(browser, content, tmp_path):
+    """All texts at once, and two numbers that the page writes as they are."""
+    texts = [path for path, name in find_fields(content) if name is None and isinstance(read_field(content, path), str)]
+    spoiled = content
+    for number, path in enumerate([*texts, ("total",), ("agreement", "n")]):
+        if path[-1] != "state":  # this one is refused unless it is one of three
+            spoiled = spoil(spoiled, path, None, f"{MARKUP}{number}")
+    written = read_foreign(tmp_path, spoiled)
+    assert written is not None
+    assert open_page(browser, written).execute_script(HARM) == INERT
+    assert browser.execute_script("return document.body.textContent").count("pwned=1") > 50
+
+
+@pytest.mark.slow
+def test_markup_in_any_field_is_text(browser, content, tmp_path):
+    """Each value and each name alone, so that no other stops the script of the page."""
+    accepted = 0
+    for path, name in find_fields(content):
+        written = read_foreign(tmp_path, spoil(content, path, name, MARKUP))
+        if written is not None:
+            assert open_page(browser, written).execute_script(HARM) == INERT, (path, name)
+            accepted += 1
+    assert accepted > 50
+
+
+def test_the_policy_of_the_page_stops_scripts_of_others(browser, page):
+    """What escaping would miss does not run either."""
+    open_page(browser, page[0])
+    browser.execute_script("document.body.insertAdjacentHTML('beforeend', arguments[0])", MARKUP)
+    browser.execute_script(
+        "const made = document.createElement('script'); made.textContent = 'pwned=1'; document.body.append(made);"
+    )
+    assert browser.execute_async_script("setTimeout(() => arguments[0](typeof window.pwned), 50)") == "undefined"
 
 
 def test_search_narrows_the_table_and_columns_sort_it(browser, page):

@@ -4,15 +4,22 @@ import copy
 import os
 import re
 import shutil
+from dataclasses import asdict
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from problems import F64, fair_logistic, fit_problem, zeros
+from typer.testing import CliRunner
 
 import dif
+from dif.cli import app
+from dif.cli.description import TEMPLATE
 from dif.cli.kept_fit import KeptFits
+from dif.report.builder import build_reports
+from dif.report.report import load_reports, save_reports
+from dif.report.subjects import Subjects
 from dif.runtime.archive import Journal, open_atomically, read_archive, write_archive
 from dif.solving.fit import Checkpoint, FitState
 
@@ -26,6 +33,11 @@ def ground():
     train, problem, _ = fair_logistic()
     training = dif.Training(problem, zeros(), dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 20, 2)
     return train, problem, fit_problem(problem), training
+
+
+@cache
+def ground_run():
+    return ground()[3].run(**QUIET)
 
 
 # Of each kind of file: what writes it into a folder, and what reads it. The reader returns all numbers and verdicts.
@@ -112,6 +124,41 @@ def read_kept_fit(folder):
     return KeptFits(folder, folder / "model.py").fit(problem, zeros(), **QUIET).theta
 
 
+def write_results(folder):
+    """Fill a folder of the command line; the model file stands beside it."""
+    small = TEMPLATE.replace("600", "40").replace("dif.ridge(1e-2)", "dif.ridge(1e-1)")
+    (folder.parent / "model.py").write_text(small)
+    read_results(folder)
+
+
+def read_results(folder):
+    """Ask for retrainings on both targets, and return what the folder then holds, but for the time."""
+    for target in ("risk", "gap"):
+        words = ["retrain", str(folder.parent / "model.py"), "--target", target, "--top", "2", "--out", str(folder)]
+        result = CliRunner().invoke(app, words)
+        if result.exit_code:
+            raise dif.InvalidInputError(result.stderr)
+    scores = [picture(dif.Influence.load(path)) for path in sorted(folder.glob("scores/*.npz"))]
+    return [asdict(report) | {"run": {}} for report in load_reports(folder / "report.json")], scores
+
+
+def write_reports(folder):
+    train, _, solution, _ = ground()
+    scores = dif.DirectionalInfluence(solution, strict=False).scores(train.mean(), train.remove_each(range(9)), **QUIET)
+    subjects = Subjects.of(scores.carried_out, solution)
+    save_reports(folder / "report.json", build_reports(scores, subjects, [train.mean()], title="a"))
+
+
+def read_reports(folder):
+    return [asdict(report) for report in load_reports(folder / "report.json")]
+
+
+def train_again(folder):
+    """Retrain a training run, of which some was kept."""
+    train, run = ground()[0], ground_run()
+    return dif.Retraining(run, keep=folder).scores(train.mean(), train.remove_each(range(4)), **QUIET).values
+
+
 KINDS = {
     "solution": (write_solutions, read_solution, 10),
     "fit checkpoint": (write_checkpoints, read_checkpoint, 50),
@@ -122,6 +169,9 @@ KINDS = {
     "run and sweep": (write_run_and_sweep, read_run, 5),
     "columns of a Hessian": (read_hessian, read_hessian, 8),
     "kept fit": (read_kept_fit, read_kept_fit, 8),
+    "kept trainings": (train_again, train_again, 8),
+    "reports": (write_reports, read_reports, 50),
+    "results of the command line": (write_results, read_results, 0),
 }
 
 
@@ -129,7 +179,7 @@ def damage(folder, rng):
     """Damage one of the files; return what was done to which."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
     path = files[rng.integers(len(files))]
-    whole, what = path.read_bytes(), rng.choice(["flip", "cut", "append", "swap", "digit", "lose"])
+    whole, what = path.read_bytes(), rng.choice(["flip", "cut", "empty", "append", "swap", "digit", "lose"])
     k = int(rng.integers(len(whole)))
     if what == "flip":
         changed = bytearray(whole)
@@ -137,6 +187,8 @@ def damage(folder, rng):
         path.write_bytes(changed)
     elif what == "cut":
         path.write_bytes(whole[:k])
+    elif what == "empty":
+        path.write_bytes(b"")
     elif what == "append":
         path.write_bytes(whole + rng.bytes(int(rng.integers(1, 40))))
     elif what == "swap":
@@ -166,8 +218,13 @@ def same(a, b):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        *((kind, False) for kind in KINDS if KINDS[kind][2]),
+        *(pytest.param(kind, True, marks=pytest.mark.slow) for kind in KINDS),
+    ],
+)
 def test_damage_is_named_or_changes_nothing(kind, whole, tmp_path):
     write, read, number = KINDS[kind]
     sound = tmp_path / "sound"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -20,9 +19,10 @@ from dif.errors import InvalidInputError
 from dif.report.builder import hash_data
 from dif.report.report import Report, load_reports, save_reports, write_html
 from dif.results.influence import Influence
-from dif.runtime.archive import lock_folder, open_atomically
+from dif.runtime.archive import lock_folder, read_document, write_document
 
 _OWNER = "model.json"  # file that says whose results these are
+_KIND = "owner of results"  # of that file
 _MAX_NAME = 40  # characters of a target's name in the name of a file
 
 
@@ -64,12 +64,11 @@ class ResultsFolder:
         with lock_folder(self.path):
             self.check()
             if self._read_owner() != self._describe_owner():
-                with open_atomically(self.path / _OWNER) as file:
-                    file.write((json.dumps(self._describe_owner()) + "\n").encode())
+                write_document(self.path / _OWNER, _KIND, self._describe_owner())
 
     def _read_owner(self) -> dict[str, str] | None:
-        note = self.path / _OWNER
-        return json.loads(note.read_text("utf-8")) if note.is_file() else None
+        note, cure = self.path / _OWNER, "Choose another folder with --out, or delete this one."
+        return read_document(note, _KIND, cure) if note.is_file() else None
 
     def _describe_owner(self) -> dict[str, str]:
         """Return the name of the model file, a hash of its place relative to the folder, and one of its bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import hashlib
 import html
 import io
 import json
@@ -57,7 +58,7 @@ def render(reports: Sequence[Mapping[str, Any]]) -> str:
     newest, page = answers[0], files("dif") / "report" / "page"
     shown = [answer | {"samples": _list_samples(answer, _MAX_BYTES / len(answers))} for answer in answers]
     outdated = [not _is_same_model(answer, newest) for answer in answers]
-    parts = {
+    parts: dict[str, object] = {
         "title": f"{newest['title']}: influence on {', '.join(answer['target'] for answer in answers)}",
         "heading": f"{newest['title']}: what each training sample does",
         "made": _describe_origin(newest),
@@ -66,13 +67,15 @@ def render(reports: Sequence[Mapping[str, Any]]) -> str:
         "downloads": join(*(_format_download(k, answer, _MAX_CSV // len(shown)) for k, answer in enumerate(shown))),
         "runs": join(*(_wrap(k, "div", _format_run(answer)) for k, answer in enumerate(answers))),
     }
-    files_of_page = {name: (page / f"report.{name}").read_text("utf-8") for name in ("html", "css", "js")}
-    return Template(files_of_page["html"]).substitute(
-        style=files_of_page["css"],
-        script=files_of_page["js"],
-        data=_escape_json(shown),
-        **{name: join(part) for name, part in parts.items()},
-    )
+    template, style, script = (Markup((page / f"report.{name}").read_text("utf-8")) for name in ("html", "css", "js"))
+    parts |= {"style": style, "script": script, "data": _escape_json(shown)}
+    parts |= {"style_hash": _hash_source(style), "script_hash": _hash_source(script)}
+    return Template(template).substitute({name: join(part) for name, part in parts.items()})
+
+
+def _hash_source(text: str) -> str:
+    """Return the hash by which the policy of the page allows a script or a style, and no other."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _list_samples(answer: Mapping[str, Any], room: float) -> list[dict[str, Any]]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +16,8 @@ from dif.report.page import render
 from dif.report.words import Verdict
 from dif.results.change import Agreement
 from dif.results.influence import Influence
-from dif.runtime.archive import open_atomically
+from dif.runtime.archive import damage_error, open_atomically, read_document, write_document
 
-_FORMAT = "dif report 3"  # written to and expected in every report.json
 _ROUNDING = 1e-13  # scores below this are rounding errors, relative to the target or to the mean loss
 
 
@@ -129,27 +126,19 @@ class Report:
 
 def save_reports(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
     """Write reports, oldest first, to one JSON file; the file is complete or not written at all."""
-    content = {"format": _FORMAT, "answers": [asdict(report) for report in reports]}
-    with open_atomically(path) as file:
-        file.write((json.dumps(content, indent=1, allow_nan=False) + "\n").encode())
+    write_document(path, "report", {"answers": [asdict(report) for report in reports]})
 
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
     """Read the reports that `save_reports` wrote, oldest first."""
-    if not os.path.exists(path):
-        raise FileNotFoundError(f"There is no report file {os.fspath(path)!r}. Write one with `dif score FILE`.")
+    cure = "Delete it and run `dif score` again, or choose another folder with --out."
+    content = read_document(path, "report", cure)
     try:
-        content = json.loads(Path(path).read_text("utf-8"))
-        if content["format"] != _FORMAT:
-            raise ValueError(f"format {content['format']!r}")
         reports = [Report(**answer) for answer in content["answers"]]
         _render(reports)  # fails if anything is missing
         return reports
     except Exception as error:
-        raise InvalidInputError(
-            f"Report file {os.fspath(path)!r} cannot be read ({type(error).__name__}: {error}): it is damaged, or not "
-            f"of format {_FORMAT!r}. Delete it and run `dif score` again, or choose another folder with --out."
-        ) from error
+        raise damage_error(path, error, cure) from error
 
 
 def write_html(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:

@@ -55,23 +55,52 @@ def read_archive(
         FileNotFoundError: Where there is no such file.
         InvalidInputError: Where it is damaged, of another kind or version, or belongs to something else.
     """
-    if not expect_path(path).exists():
-        raise FileNotFoundError(f"There is no {kind} file {os.fspath(path)!r}.")
-    try:
+    with _naming_damage(path, kind, cure):
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         text, checksum = str(arrays.pop("about")), str(arrays.pop("checksum"))
         about = json.loads(text)
-        if about["kind"] != kind or about["version"] != VERSION:
-            raise ValueError(f"it is {about['kind']!r}, version {about['version']}, not {kind!r}, version {VERSION}")
-        if checksum != _hash(text, arrays):
-            raise ValueError("its checksum differs")
-        others = [name for name, value in expected.items() if about[name] != value]
-        if others:
-            raise ValueError(f"it has another {others[0]}")
+        _check(about, kind, checksum == _hash(text, arrays), expected)
+    return arrays, about
+
+
+def write_document(path: FilePath, kind: str, about: Mapping[str, Any]) -> None:
+    """Write a description alone as a JSON file that people can read, too; the arguments as in `write_archive`."""
+    content = {"kind": kind, "version": VERSION, **about}
+    sealed = content | {"checksum": _hash(json.dumps(content, allow_nan=False), {})}
+    with open_atomically(path) as file:
+        file.write((json.dumps(sealed, indent=1) + "\n").encode())
+
+
+def read_document(path: FilePath, kind: str, cure: str = "") -> dict[str, Any]:
+    """Return the description in a file of `write_document`; arguments and errors as in `read_archive`."""
+    with _naming_damage(path, kind, cure):
+        content = json.loads(Path(path).read_bytes())
+        checksum = content.pop("checksum")
+        _check(content, kind, checksum == _hash(json.dumps(content), {}), {})
+        return {name: value for name, value in content.items() if name not in ("kind", "version")}
+
+
+@contextmanager
+def _naming_damage(path: FilePath, kind: str, cure: str) -> Iterator[None]:
+    """Turn all that goes wrong while a file is read into an error that names the file."""
+    if not expect_path(path).exists():
+        raise FileNotFoundError(f"There is no {kind} file {os.fspath(path)!r}.")
+    try:
+        yield
     except Exception as error:
         raise damage_error(path, error, cure) from error
-    return arrays, about
+
+
+def _check(about: Mapping[str, Any], kind: str, intact: bool, expected: Mapping[str, Any]) -> None:
+    """Refuse a file of another kind or version, one that was changed, and one that belongs to something else."""
+    if about["kind"] != kind or about["version"] != VERSION:
+        raise ValueError(f"it is {about['kind']!r}, version {about['version']}, not {kind!r}, version {VERSION}")
+    if not intact:
+        raise ValueError("its checksum differs")
+    others = [name for name, value in expected.items() if about[name] != value]
+    if others:
+        raise ValueError(f"it has another {others[0]}")
 
 
 def damage_error(path: FilePath, reason: object, cure: str = "") -> InvalidInputError:

@@ -14,7 +14,7 @@
     if (text !== undefined) element.textContent = text;
     return element;
   };
-  // The same formats as in numbers.py: four significant digits
+  // The same formats as in words.py: four significant digits
   const short = (x) => {
     if (x === 0) return "0";
     if (x >= 1e-4 && x < 1e6) return x >= 1000 ? Math.round(x).toString() : Number(x.toPrecision(4)).toString();

@@ -131,6 +131,8 @@ def save_reports(path: str | os.PathLike[str], reports: Sequence[Report]) -> Non
 
 def load_reports(path: str | os.PathLike[str]) -> list[Report]:
     """Read the reports that `save_reports` wrote, oldest first."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(f"There is no report file {os.fspath(path)!r}. Write one with `dif score FILE`.")
     cure = "Delete it and run `dif score` again, or choose another folder with --out."
     content = read_document(path, "report", cure)
     try:

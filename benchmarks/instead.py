@@ -178,14 +178,14 @@ def section() -> str:
     return f"""## What users would write instead
 
 Logistic regression with a ridge, in which the risk of one group is bounded and the bound binds; float64, one thread,
-the shortest of up to 4 runs. To fit: SciPy's SLSQP with its own gradients, and scikit-learn's LogisticRegression without
-the constraint. To score all removals on the group's risk: the closed form of this one model in NumPy. dif's times start
-with the trained model and include its checks; the default setting also estimates the error of the scores.
+the shortest of up to 4 runs. To fit: SciPy's SLSQP with its own gradients, and scikit-learn's LogisticRegression
+without the constraint. To score all removals on the group's risk: the closed form of this one model in NumPy. dif's
+times start with the trained model and include its checks; the default setting also estimates the error of the scores.
 
 {table(headings, rows)}
-At n = 20,000 and d = 600, `Retraining` of 100 removals takes {rest["retraining"] / rest["fit"]:.1f} times as long as one
-`fit`, and `PathInfluence` of a group of 5 % {rest["path"] / rest["fit"]:.1f} times. At n = 2,000 and d = 20, a report on
-two targets takes {rest["report"] / rest["scores"]:.1f} times as long as its scores.
+Other ratios: `Retraining` of 100 removals to one `fit` at n = 20,000 and d = 600:
+{rest["retraining"] / rest["fit"]:.1f}; `PathInfluence` of a group of 5 % to one `fit`:
+{rest["path"] / rest["fit"]:.1f}. A report on two targets to its scores at n = 2,000 and d = 20: {rest["report"] / rest["scores"]:.1f}.
 """
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from dif.errors import InvalidInputError, few
 from dif.runtime.inputs import as_index, check_number
 
-if TYPE_CHECKING:
-    from dif.problem.samples import Samples
+Samples = Any  # a dif.Samples, which makes perturbations
 
 
 @dataclass(frozen=True, eq=False)

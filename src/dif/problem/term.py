@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,8 +16,7 @@ from dif.errors import InvalidInputError
 from dif.problem.perturbation import Perturbation, Shift
 from dif.runtime.inputs import as_numbers, as_tensor, check_number
 
-if TYPE_CHECKING:
-    from dif.problem.samples import Samples
+Samples = Any  # a dif.Samples, which makes terms
 
 
 class Kind(Enum):

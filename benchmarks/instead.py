@@ -185,7 +185,8 @@ times start with the trained model and include its checks; the default setting a
 {table(headings, rows)}
 Other ratios: `Retraining` of 100 removals to one `fit` at n = 20,000 and d = 600:
 {rest["retraining"] / rest["fit"]:.1f}; `PathInfluence` of a group of 5 % to one `fit`:
-{rest["path"] / rest["fit"]:.1f}. A report on two targets to its scores at n = 2,000 and d = 20: {rest["report"] / rest["scores"]:.1f}.
+{rest["path"] / rest["fit"]:.1f}.
+A report on two targets to its scores at n = 2,000 and d = 20: {rest["report"] / rest["scores"]:.1f}.
 """
 
 

@@ -3,7 +3,7 @@ import torch
 import dif
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
-from dif.estimators.protocol import ScoredChunk, Scoring, differences
+from dif.estimators.protocol import by_chunk, differences, fill_scores
 from dif.linalg.solvers import prepare
 from dif.optimality.solution import expect_solution
 
@@ -32,10 +32,11 @@ class Unconstrained:
         at, targets = self.solution, Targets(target, self.solution)
 
         def work(some):
-            return ScoredChunk(differences(at, targets, map(self._move, some.perturbation)), {})
+            return differences(at, targets, map(self._move, some.perturbation)), {}
 
-        scoring = Scoring(self, self.name, at, targets, Direction(at.program, perturbations), {}, out)
-        return scoring.close(scoring.fill(work, 16, jobs, show_progress))
+        direction = Direction(at.program, perturbations)
+        score = by_chunk(work, direction, jobs=jobs)
+        return fill_scores(self, at, targets, direction, score, {}, out=out, show_progress=show_progress)
 
 
 X, y = torch.randn(50, 2).double(), torch.randn(50).double()

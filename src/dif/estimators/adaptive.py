@@ -15,7 +15,7 @@ from dif.estimators.assessment import Assessor, ErrorEstimate, describe_failure,
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
-from dif.estimators.protocol import Out, ScoredChunk, Scoring, describe_solution
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, fill_scores
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
@@ -89,8 +89,14 @@ class AdaptiveInfluence:
         at, targets = self.solution, Targets(target, self.solution)
         units, direction = self._assessor.measure_units(targets), Direction(at.program, perturbations)
         about = {**describe_solution(at), "accuracy": self.accuracy, "strict": self.strict}
-        scoring = Scoring(self, self.name, at, targets, direction, about, out)
-        influence = scoring.fill(partial(self._score, targets, units), _CHUNK, jobs, show_progress)
+        score = by_chunk(partial(self._score, targets, units), direction, _CHUNK, jobs)
+        return fill_scores(
+            self, at, targets, direction, score, about, out=out, show_progress=show_progress,
+            complete=partial(self._complete, targets, units, perturbations),
+        )  # fmt: skip
+
+    def _complete(self, targets: Targets, units: Tensor, perturbations: Perturbation, influence: Influence) -> None:
+        """Judge the scores by the estimated errors of all of them, and warn where they are not to be trusted."""
         about = influence.diagnostics
         unanswered, errors = about["unanswered"], about["remainders"]
         error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
@@ -103,9 +109,8 @@ class AdaptiveInfluence:
             warn_unanswered(unanswered, len(perturbations))
         if self.accuracy is None:
             _warn_inaccurate(perturbations, errors)
-        return scoring.close(influence)
 
-    def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> ScoredChunk:
+    def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> Scored:
         first, first_estimate = self._score_first_order(chunk, targets, units)
         by, rows, estimates, unanswered = [], [], [], {}
         for p, perturbation in enumerate(chunk.perturbation):
@@ -124,7 +129,7 @@ class AdaptiveInfluence:
             "error": joined.error.double().cpu().tolist(),
             "size": joined.size.double().cpu().tolist(),
         }
-        return ScoredChunk(torch.stack(rows).double().cpu(), about)
+        return torch.stack(rows).double().cpu(), about
 
     def side_by_side(self, target: Any, perturbations: Perturbation) -> dict[str, Influence]:
         """Return the scores of DIF, of Newton's step and of the path for the same perturbations."""

@@ -15,7 +15,7 @@ from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, FirstOrderWarning, InvalidInputError, few, warn
 from dif.optimality.solution import Solution
-from dif.results.influence import TRUSTED
+from dif.results.influence import TRUSTED, Influence
 from dif.runtime.inputs import as_index
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
@@ -194,9 +194,16 @@ class Assessor:
         )
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
-    def assess(
-        self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends
-    ) -> dict[str, Any]:  # fmt: skip
+    def completion(self, count: int, targets: Targets, direction: Direction, ends: Ends) -> Callable[[Influence], None]:
+        """Return what completes a result: it adds the assessment of `count` of the strongest scores, and of others."""
+
+        def complete(influence: Influence) -> None:
+            if count:
+                influence.diagnostics["assessment"] = self.assess(count, targets, direction, influence.stored, ends)
+
+        return complete
+
+    def assess(self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends) -> dict[str, Any]:
         """Estimate the errors of the `count` strongest scores and of as many random ones.
 
         `ends` returns where the predictions of some perturbations end. Returns the entry "assessment" of

@@ -12,7 +12,7 @@ from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor, check_assessed, warn_unanswered
-from dif.estimators.protocol import Out, ScoredChunk, Scoring, describe_solution, differences
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.kkt_system import KKTSystem, Response
 from dif.optimality.solution import Solution, expect_solution
@@ -87,22 +87,24 @@ class FirstOrderEstimator:
         Q = targets.gradients(self.at.theta)
         columns = torch.cat([system.V, system.solver.solve(Q)], 1)  # (d, k + T)
         most = min(_SLOPES // columns.shape[1], max(_SMALLEST, direction.P // _CHUNKS))
-        scoring = Scoring(self, self.title, self.at, targets, direction, self._describe(system), out)
-        influence = scoring.fill(partial(self._score, system, columns), most, jobs, show_progress)
-        influence.diagnostics.update(self._describe_work(system))
-        if influence.diagnostics["unanswered"]:
-            warn_unanswered(influence.diagnostics["unanswered"], direction.P)
-        if assessed:
-            ends = lambda _, chunk: self.ends(system, chunk)  # noqa: E731
-            found = self._assessor.assess(assessed, targets, direction, influence.stored, ends)
-            influence.diagnostics["assessment"] = found
-        return scoring.close(influence)
+        assess_scores = self._assessor.completion(assessed, targets, direction, lambda _, some: self.ends(system, some))
 
-    def _score(self, system: KKTSystem, columns: Tensor, direction: Direction) -> ScoredChunk:
+        def complete(influence: Influence) -> None:
+            influence.diagnostics.update(self._describe_work(system))
+            if influence.diagnostics["unanswered"]:
+                warn_unanswered(influence.diagnostics["unanswered"], direction.P)
+            assess_scores(influence)
+
+        return fill_scores(
+            self, self.at, targets, direction, by_chunk(partial(self._score, system, columns), direction, most, jobs),
+            self._describe(system), name=self.title, out=out, show_progress=show_progress, complete=complete,
+        )  # fmt: skip
+
+    def _score(self, system: KKTSystem, columns: Tensor, direction: Direction) -> Scored:
         values, response = self.first_order_scores(system, columns, direction)
         lam = self.solution.lam + system.spread(response.nu, self.at.program.m)
         about = {"switched": int(self._find_switched(lam).sum()), "unanswered": _by_label(direction, response)}
-        return ScoredChunk(values.double().cpu(), about)
+        return values.double().cpu(), about
 
     def first_order_scores(self, system: KKTSystem, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
         """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
@@ -160,15 +162,15 @@ class FirstOrderEstimator:
         direction = Direction(self.at.program, perturbations)
         system, targets = self.linearise(direction), Targets(target, self.at)
 
-        def work(chunk: Direction) -> ScoredChunk:
+        def work(chunk: Direction) -> Scored:
             omega, response = self.steps(system, chunk)
-            return ScoredChunk(differences(self.at, targets, omega), {"unanswered": _by_label(chunk, response)})
+            return differences(self.at, targets, omega), {"unanswered": _by_label(chunk, response)}
 
-        title, about = f"{self.title}, re-evaluated", self._describe(system)
-        scoring = Scoring(self, title, self.at, targets, direction, about)
-        influence = scoring.fill(work, max(1, _STEPS // self.at.theta.numel()), 1, show_progress)
-        influence.diagnostics.update(self._describe_work(system))
-        return influence
+        return fill_scores(
+            self, self.at, targets, direction, by_chunk(work, direction, max(1, _STEPS // self.at.theta.numel())),
+            self._describe(system), name=f"{self.title}, re-evaluated", show_progress=show_progress,
+            complete=lambda influence: influence.diagnostics.update(self._describe_work(system)),
+        )  # fmt: skip
 
     def ends(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""

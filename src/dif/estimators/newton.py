@@ -13,7 +13,7 @@ from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor, check_assessed
-from dif.estimators.protocol import ONE_BY_ONE, Out, ScoredChunk, Scoring, describe_solution, differences
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.operator import Matrix, Operator
 from dif.linalg.solvers import Solver
@@ -22,7 +22,6 @@ from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
 from dif.results.influence import Influence
-from dif.runtime.work import check_jobs
 
 _STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed: 256 MiB
 
@@ -70,7 +69,7 @@ class NewtonInfluence:
 
         Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
-        at, assessed, jobs = self.solution, check_assessed(assess), check_jobs(jobs)
+        at, assessed = self.solution, check_assessed(assess)
         direction, targets = Direction(at.program, perturbations), Targets(target, at)
         fits = direction.P * at.theta.numel() <= _STEPS
         taken: list[_Step] | None = [] if assessed and fits and jobs == 1 and out is None else None
@@ -79,14 +78,14 @@ class NewtonInfluence:
             steps = self._steps(chunk) if taken is None else [taken[p] for p in rows]
             return torch.stack([omega for omega, _, _ in steps]), torch.stack([lam for _, lam, _ in steps])
 
-        scoring = Scoring(self, self.name, at, targets, direction, self._diagnostics, out)
-        influence = scoring.fill(partial(self._score, targets, taken), ONE_BY_ONE, jobs, show_progress)
-        if assessed:
-            found = self._assessor.assess(assessed, targets, direction, influence.stored, ends)
-            influence.diagnostics["assessment"] = found
-        return scoring.close(influence)
+        score = by_chunk(partial(self._score, targets, taken), direction, jobs=jobs)
+        complete = self._assessor.completion(assessed, targets, direction, ends)
+        return fill_scores(
+            self, at, targets, direction, score, self._diagnostics, out=out, show_progress=show_progress,
+            complete=complete,
+        )  # fmt: skip
 
-    def _score(self, targets: Targets, taken: list[_Step] | None, direction: Direction) -> ScoredChunk:
+    def _score(self, targets: Targets, taken: list[_Step] | None, direction: Direction) -> Scored:
         """Score a chunk of perturbations; the steps are added to the list `taken`, where given."""
         steps = self._steps(direction)
         if taken is not None:
@@ -94,7 +93,7 @@ class NewtonInfluence:
         labels = direction.perturbation.labels
         reasons = {label: reason for label, (_, _, reason) in zip(labels, steps, strict=True) if reason}
         values = differences(self.solution, targets, [omega for omega, _, _ in steps])
-        return ScoredChunk(values, {"unanswered": reasons})
+        return values, {"unanswered": reasons}
 
     def _steps(self, direction: Direction) -> list[_Step]:
         return [self._step(direction[p : p + 1]) for p in range(direction.P)]

@@ -12,7 +12,7 @@ from torch import Tensor
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, InvalidInputError, few
-from dif.estimators.protocol import ONE_BY_ONE, Out, ScoredChunk, Scoring, describe_solution, differences
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
@@ -80,10 +80,10 @@ class PathInfluence:
         """Return the difference of each target between start and end of each path. Keywords as in `dif.Estimator`."""
         at, targets = self.solution, Targets(target, self.solution)
         direction = Direction(at.program, perturbations)
-        scoring = Scoring(self, self.name, at, targets, direction, self._diagnostics, out)
-        return scoring.close(scoring.fill(partial(self._score, targets), ONE_BY_ONE, jobs, show_progress))
+        score, about = by_chunk(partial(self._score, targets), direction, jobs=jobs), self._diagnostics
+        return fill_scores(self, at, targets, direction, score, about, out=out, show_progress=show_progress)
 
-    def _score(self, targets: Targets, chunk: Direction) -> ScoredChunk:
+    def _score(self, targets: Targets, chunk: Direction) -> Scored:
         moves: list[Tensor] = []
         unanswered: dict[str, str] = {}
         events: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ class PathInfluence:
             if path.events:
                 events[perturbation.labels[0]] = [str(event) for event in path.events]
             moves.append(path.thetas[-1] - self.solution.theta)
-        return ScoredChunk(differences(self.solution, targets, moves), {"unanswered": unanswered, "events": events})
+        return differences(self.solution, targets, moves), {"unanswered": unanswered, "events": events}
 
 
 def check_stops(stops: Sequence[float]) -> list[float]:

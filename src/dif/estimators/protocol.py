@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -70,90 +69,72 @@ class Estimator(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class ScoredChunk:
-    """The scores of consecutive perturbations."""
-
-    values: Tensor  # (P, T), float64, on the CPU
-    about: dict[str, Any]  # diagnostics of the chunk: numbers, lists and dicts, see `_join`
+Scored = tuple[Tensor, dict[str, Any]]  # scores (P, T) of consecutive perturbations, and their diagnostics, see `_join`
 
 
-class Scoring:
-    """One call of `scores`: what is scored, where the scores go, and the loop that fills them.
+def fill_scores(
+    estimator: Estimator, at: Solution, targets: Targets, direction: Direction,
+    score: Callable[[int], Iterable[Scored]],
+    diagnostics: dict[str, Any], *, name: str = "", out: Out = None, show_progress: bool = True,
+    complete: Callable[[Influence], None] = lambda _: None,
+) -> Influence:  # fmt: skip
+    """Score all perturbations; rows that the file `out` has already are not computed again.
 
     Args:
         estimator: The result remembers it.
-        name: Of the estimator, as results show it.
         at: The point of which the scores are.
         targets: Targets.
         direction: The perturbations, resolved.
+        score: Yields the scores from a given row on, see `by_chunk`.
         diagnostics: What the result says about the point and the settings.
+        name: What results show as the name of the estimator; empty for the estimator's own.
         out: File for the scores; None keeps them in memory.
+        show_progress: Show a progress bar.
+        complete: Adds to the diagnostics of the result what is known when all rows are there.
     """
+    name, perturbations = name or estimator.name, direction.perturbation
+    origin, shape = Origin(at, targets, estimator), (direction.P, len(targets.names))
+    sheet = MemoryScores(shape) if out is None else _open(out, shape, name, origin, direction, diagnostics)
+    influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics), origin=origin)
+    if sheet.done < direction.P:
+        with progress(name, direction.P, show_progress) as report:
+            for values, about in score(sheet.done):
+                sheet.write(values, **about)
+                report(sheet.done)
+    for key in sheet.pieces[0].keys() - {"end", "checksum"}:
+        influence.diagnostics[key] = _join([piece[key] for piece in sheet.pieces])
+    complete(influence)
+    if isinstance(sheet, FileScores):
+        sheet.finish(influence.describe())
+    return influence
 
-    def __init__(
-        self, estimator: Estimator, name: str, at: Solution, targets: Targets, direction: Direction,
-        diagnostics: dict[str, Any], out: Out = None,
-    ) -> None:  # fmt: skip
-        self.direction, self.out = direction, out
-        self.shape = (direction.P, len(targets.names))
-        self._about = (name, targets, at, diagnostics)
-        self._origin = Origin(at, targets, estimator)
 
-    def fill(
-        self, work: Callable[[Direction], ScoredChunk], most: int, jobs: int = 1, show_progress: bool = True
-    ) -> Influence:
-        """Score chunks of at most `most` perturbations, each by one call of `work`."""
-        size = chunk_size(self.direction.P, most, jobs := check_jobs(jobs))
+def by_chunk(
+    work: Callable[[Direction], Scored], direction: Direction, most: int = ONE_BY_ONE, jobs: int = 1
+) -> Callable[[int], Iterable[Scored]]:
+    """Score perturbations in chunks of at most `most`, each by one call of `work`."""
+    size = chunk_size(direction.P, most, jobs := check_jobs(jobs))
+    chunks = lambda begin: [direction[start : start + size] for start in range(begin, direction.P, size)]  # noqa: E731
+    return lambda begin: map(work, chunks(begin)) if jobs == 1 else run_in_order(work, chunks(begin), jobs)
 
-        def score(begin: int) -> Iterator[ScoredChunk]:
-            ends = range(begin, self.direction.P, size)
-            return run_in_order(work, [self.direction[start : start + size] for start in ends], jobs)
 
-        return self.collect(score, show_progress)
-
-    def collect(self, score: Callable[[int], Iterable[ScoredChunk]], show_progress: bool) -> Influence:
-        """Collect the scores; rows that a file has already are not computed again.
-
-        Args:
-            score: Returns the chunks from a given row on.
-            show_progress: Show a progress bar.
-        """
-        name, targets, _, diagnostics = self._about
-        perturbations = self.direction.perturbation
-        sheet = MemoryScores(self.shape) if self.out is None else self._open(self.out)
-        influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics), origin=self._origin)
-        if sheet.done < len(perturbations):
-            with progress(name, len(perturbations), show_progress) as report:
-                for chunk in score(sheet.done):
-                    sheet.write(chunk.values, **chunk.about)
-                    report(sheet.done)
-        for key in sheet.pieces[0].keys() - {"end", "checksum"}:
-            influence.diagnostics[key] = _join([piece[key] for piece in sheet.pieces])
-        self._sheet = sheet
-        return influence
-
-    def close(self, influence: Influence) -> Influence:
-        """Complete the file of a result whose diagnostics are complete, and return the result."""
-        if isinstance(self._sheet, FileScores):
-            self._sheet.finish(influence.describe())
-        return influence
-
-    def _open(self, out: str | os.PathLike[str]) -> FileScores:
-        """Open the file of the scores; its fingerprint is a hash of all that they depend on."""
-        name, targets, at, diagnostics = self._about
-        if not is_single_process():
-            raise InvalidInputError(
-                "`out` must be None inside dif.sharded(), where all processes would write the same file; save the "
-                "result in one process, or share the work by jobs=."
-            )
-        settings = f"{name} {targets.names} {json.dumps(diagnostics, sort_keys=True)}"
-        chunks = (self.direction[begin : begin + _HASHED] for begin in range(0, self.direction.P, _HASHED))
-        changes = chain.from_iterable(map(hash_direction, chunks))
-        digest = hash_all(chain([settings.encode()], changes, [at.identity], hash_targets(targets))).hex()
-        perturbations = self.direction.perturbation
-        about = describe_scores(name, diagnostics, targets.names, perturbations, perturbations.index)
-        return FileScores(out, self.shape, digest, about)
+def _open(
+    out: str | os.PathLike[str], shape: tuple[int, int], name: str, origin: Origin, direction: Direction,
+    diagnostics: dict[str, Any],
+) -> FileScores:  # fmt: skip
+    """Open the file of the scores; its fingerprint is a hash of all that they depend on."""
+    if not is_single_process():
+        raise InvalidInputError(
+            "`out` must be None inside dif.sharded(), where all processes would write the same file; save the "
+            "result in one process, or share the work by jobs=."
+        )
+    targets, perturbations = origin.targets, direction.perturbation
+    settings = f"{name} {targets.names} {json.dumps(diagnostics, sort_keys=True)}"
+    chunks = (direction[begin : begin + _HASHED] for begin in range(0, direction.P, _HASHED))
+    changes = chain.from_iterable(map(hash_direction, chunks))
+    digest = hash_all(chain([settings.encode()], changes, [origin.solution.identity], hash_targets(targets))).hex()
+    about = describe_scores(name, diagnostics, targets.names, perturbations, perturbations.index)
+    return FileScores(out, shape, digest, about)
 
 
 def _join(entries: list[Any]) -> Any:
@@ -176,17 +157,11 @@ def differences(at: Solution, targets: Targets, moves: Iterable[Tensor]) -> Tens
     return torch.stack([targets.values(at.theta + move) - before for move in moves]).double().cpu()
 
 
-def describe_residuals(solution: Solution) -> dict[str, float]:
-    """Describe how far the point is from a solution."""
-    kkt = solution.kkt
-    return {"stationarity": kkt.stationarity, "feasibility": kkt.feasibility, "complementarity": kkt.complementarity}
-
-
 def describe_solution(solution: Solution) -> dict[str, Any]:
     """Describe the point on which an answer rests: residuals, active set, existence of the derivative."""
     active = solution.active
     return {
-        "kkt": describe_residuals(solution),
+        "kkt": solution.kkt.parts,
         "binding": [active.names[j] for j in active.binding],
         "weak": [active.names[j] for j in active.weak],
         "uncertain": [active.names[j] for j in active.uncertain],

@@ -19,7 +19,7 @@ from dif.derivatives.fingerprint import hash_all, hash_direction
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, NotConvergedError
-from dif.estimators.protocol import Out, ScoredChunk, Scoring, chunk_size, describe_residuals, differences
+from dif.estimators.protocol import Out, Scored, chunk_size, differences, fill_scores
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.problem.samples import PLAIN_ATTENTION
@@ -161,7 +161,7 @@ class Retraining:
             solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
         self._cache = None if keep is None else RetrainingCache.open(keep, solution, self.tol)
         self._batched: BatchedNewton | None = None
-        self._diagnostics = {"kkt": describe_residuals(solution), "tol": self.tol, "strict": strict}
+        self._diagnostics = {"kkt": solution.kkt.parts, "tol": self.tol, "strict": strict}
 
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ of one perturbation, by solving the changed problem."""
@@ -185,7 +185,7 @@ class Retraining:
         at, targets, jobs = self.solution, Targets(target, self.solution), check_jobs(jobs)
         direction = Direction(at.program, perturbations)
 
-        def score(begin: int) -> Iterator[ScoredChunk]:
+        def score(begin: int) -> Iterator[Scored]:
             remaining = direction[begin:]
             labels = remaining.perturbation.labels
             for label, (end, failure) in zip(labels, self._retrain(remaining, jobs), strict=True):
@@ -195,10 +195,10 @@ class Retraining:
                     "residuals": [float("nan") if end is None else end.residual],
                     "failed": {label: str(failure)} if solved is None else {},
                 }
-                yield ScoredChunk(differences(at, targets, [move]), about)
+                yield differences(at, targets, [move]), about
 
-        scoring = Scoring(self, self.name, at, targets, direction, self._diagnostics, out)
-        influence = scoring.close(scoring.collect(score, show_progress))
+        about = self._diagnostics
+        influence = fill_scores(self, at, targets, direction, score, about, out=out, show_progress=show_progress)
         return influence if self._run is None else replace(influence, origin=None)  # the end of a run solves nothing
 
     def _retrain(self, direction: Direction, jobs: int = 1) -> Iterator[Outcome]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, InvalidInputError
-from dif.estimators.protocol import Out, ScoredChunk, Scoring, differences
+from dif.estimators.protocol import Out, Scored, differences, fill_scores
 from dif.problem.data import map_tensors
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
@@ -78,17 +78,17 @@ class UnrolledInfluence:
             raise InvalidInputError(f"`probe` must be an integer ≥ 0, not {probe!r}.")
         targets = Targets(target, self.run.point)
 
-        def score(begin: int) -> Iterator[ScoredChunk]:
+        def score(begin: int) -> Iterator[Scored]:
             sweep = sweep_back(self.run, self._resolve(perturbations), targets, show_progress)
             values = _check_finite(sweep.record.by_row().sum(2).double().cpu(), self.strict)
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
                 about["probe"] = self._probe(count, targets, perturbations, values)
-            yield ScoredChunk(values, about)
+            yield values, about
 
         direction = Direction(self.run.point.program, perturbations)
-        scoring = Scoring(self, self.name, self.run.point, targets, direction, {"since": self.since}, out)
-        influence = scoring.close(scoring.collect(score, False))
+        about = {"since": self.since}
+        influence = fill_scores(self, self.run.point, targets, direction, score, about, out=out, show_progress=False)
         return replace(influence, origin=None)  # the end of a run solves nothing
 
     def by_term(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:

@@ -59,14 +59,17 @@ class KKT:
     @property
     def residual(self) -> float:
         """The largest of the three; NaN if one of them is."""
-        parts = (self.stationarity, self.feasibility, self.complementarity)
+        parts = self.parts.values()
         return float("nan") if any(part != part for part in parts) else max(parts)
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """The three residuals by name."""
+        names = ("stationarity", "feasibility", "complementarity")
+        return {name: getattr(self, name) for name in names}
+
     def __str__(self) -> str:
-        return (
-            f"stationarity {self.stationarity:.2e}, feasibility {self.feasibility:.2e}, "
-            f"complementarity {self.complementarity:.2e}"
-        )
+        return ", ".join(f"{name} {part:.2e}" for name, part in self.parts.items())
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,7 +146,7 @@ def test_the_old_samples_are_refused_after_an_addition():
 def test_what_estimators_refuse_is_refused_here():
     X, y = torch.randn(12, 2, dtype=F64, generator=torch.Generator().manual_seed(0)), torch.arange(12.0, dtype=F64)
     train = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
-    other = dif.Samples(lambda p, z: (z @ p["w"]) ** 2, X, name="other")
+    other = dif.Samples(lambda p, z: (z @ p["w"]) ** 2, X + 1.0, name="other")
     cap, bound = train.mean() <= 5.0, other.mean() <= 9.0
     problem = dif.Problem(train.mean() + dif.ridge(0.1), [cap, bound])
     for terms, text in (

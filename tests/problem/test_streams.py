@@ -12,6 +12,7 @@ from dif.derivatives.losses import cost
 from dif.derivatives.sweeps import sample_gradients, sample_slopes
 from dif.derivatives.weight_change import Direction
 from dif.problem.parameters import Parameters
+from dif.problem.weights import Changes
 
 X, Y = class_data()
 
@@ -298,3 +299,48 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     assert found.diagnostics["within_reach"] == []
     assert columns == [8, 9]  # mixtures of the perturbations show how far they reach
     assert sum(n for name, n in fetched if name == "train") == 60 + 60 + 2 * 60  # their losses and gradients
+
+
+@pytest.fixture
+def evaluations(monkeypatch):
+    """Counts the batches of losses that are evaluated, and the resolutions of perturbations."""
+    counts = {"losses": 0, "resolutions": 0}
+    losses, resolve = dif.Samples.losses, Changes.of.__func__
+
+    def evaluate(self, *arguments):
+        counts["losses"] += 1
+        return losses(self, *arguments)
+
+    def resolve_counted(cls, *arguments):
+        counts["resolutions"] += 1
+        return resolve(cls, *arguments)
+
+    monkeypatch.setattr(dif.Samples, "losses", evaluate)
+    monkeypatch.setattr(Changes, "of", classmethod(resolve_counted))
+    return counts
+
+
+def test_a_solution_is_judged_once(evaluations):
+    """The second estimator on a solution evaluates nothing: the judgement and the curvature are kept."""
+    solution = fit_problem(fair_logistic()[1])
+    evaluations["losses"] = 0
+    dif.DirectionalInfluence(solution)
+    assert evaluations["losses"] > 0  # the first one judges
+    evaluations["losses"] = 0
+    kinds = (dif.DirectionalInfluence, dif.NewtonInfluence, dif.PathInfluence, dif.AdaptiveInfluence, dif.Retraining)
+    for kind in kinds:
+        kind(solution)
+    assert evaluations["losses"] == 0
+
+
+def test_perturbations_are_resolved_once_and_a_report_asks_the_estimator(evaluations, tmp_path):
+    train, problem, group = fair_logistic()
+    solution = fit_problem(problem)
+    gap = train.mean(where=group == 1) - train.mean(where=group == 2)
+    estimator = dif.DirectionalInfluence(solution)
+    evaluations["resolutions"] = 0
+    scores = estimator.scores({"risk": train.mean(), "gap": gap}, train.remove_groups([[i % 60] for i in range(600)]))
+    assert evaluations["resolutions"] == 1
+    evaluations["losses"] = 0
+    scores.report(tmp_path / "report.html")
+    assert 0 < evaluations["losses"] <= 60

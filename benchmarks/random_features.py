@@ -22,7 +22,7 @@ from torch import Tensor
 
 import dif
 from dif.derivatives import rows
-from dif.derivatives import stacked as stack
+from dif.derivatives import weight_change as stack
 from studies.data import mnist
 
 

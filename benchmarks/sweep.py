@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.protocol import ScoredChunk, Scoring

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.runtime.work import progress
 from studies import results
 from studies.digits import Task, build_task, trace_training

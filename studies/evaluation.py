@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.evaluation import DatamodellingScore, LabelErrors, LeaveOneOut, RemovalCurve, Table
 from studies import pictures, results
 from studies.digits import Task, build_task, trace_training

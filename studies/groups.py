@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.estimators.adaptive import WARN_ABOVE
 from dif.report import plots
 from dif.runtime.work import progress

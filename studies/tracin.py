@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import dif
-from dif.derivatives.sweeps import sample_gradients
-from dif.derivatives.targets import Targets
+from dif.derivatives.losses import sample_gradients
+from dif.derivatives.program import Targets
 from dif.problem.parameters import Parameters
 from dif.problem.samples import Samples
 from dif.runtime.inputs import as_numbers

@@ -8,7 +8,7 @@ import torch
 from problems import class_data, logistic
 
 import dif
-from dif.derivatives.sweeps import sample_slopes
+from dif.derivatives.losses import sample_slopes
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 import torch
 
 import dif
-from dif.data.credit import german_credit
+from dif.data import german_credit
 
 credit = german_credit()
 young = credit.age <= 25

@@ -1,7 +1,7 @@
 import torch
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.estimators.protocol import by_chunk, differences, fill_scores
 from dif.linalg.solvers import prepare

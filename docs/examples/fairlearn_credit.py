@@ -18,7 +18,7 @@ from sklearn.metrics import accuracy_score
 import dif
 import dif.fairness
 from dif.adapters.fairlearn import FairClassifier, solution_of
-from dif.data.credit import german_credit
+from dif.data import german_credit
 
 credit = german_credit()
 X, paid = credit.X[:, :-1].numpy(), (credit.paid.numpy() > 0).astype(int)

@@ -13,7 +13,7 @@ from sklearn.metrics import zero_one_loss
 
 import dif
 import dif.fairness
-from dif.data.credit import german_credit
+from dif.data import german_credit
 
 credit = german_credit()
 age = np.where(credit.age.numpy() <= 30, "young", "old")

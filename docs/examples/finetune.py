@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import dif
-from dif.data.credit import german_credit
+from dif.data import german_credit
 from dif.report import plots
 
 credit = german_credit()

@@ -10,7 +10,7 @@ import matplotlib.pyplot as plt
 import torch
 
 import dif
-from dif.data.credit import german_credit
+from dif.data import german_credit
 from dif.report import plots
 
 credit = german_credit()

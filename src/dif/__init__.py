@@ -32,8 +32,7 @@ from dif.estimators.unrolled import UnrolledInfluence
 from dif.linalg.conjugate_gradients import ConjugateGradients
 from dif.linalg.operator import Operator
 from dif.linalg.solvers import LinearSolver
-from dif.optimality.certificate import Certificate
-from dif.optimality.judgement import KKT, ActiveSet
+from dif.optimality.judgement import KKT, ActiveSet, Certificate
 from dif.optimality.solution import Solution
 from dif.problem.parameters import variable
 from dif.problem.perturbation import Perturbation

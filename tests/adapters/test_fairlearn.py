@@ -12,7 +12,7 @@ from scipy.special import expit
 
 import dif
 import dif.fairness
-from dif.data.credit import german_credit
+from dif.data import german_credit
 
 pytest.importorskip("fairlearn")
 from fairlearn.metrics import MetricFrame, false_positive_rate, selection_rate, true_positive_rate

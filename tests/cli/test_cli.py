@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dif
 from dif.cli import app, main
 from dif.cli.description import TEMPLATE, Description
-from dif.report.report import Report
+from dif.report.builder import Report
 
 RUN = CliRunner()
 

@@ -9,10 +9,10 @@ from problems import retrainings
 from typer.testing import CliRunner
 
 import dif
-from dif.cli import analysis, app, kept_fit, model
+from dif.cli import analysis, app, model, results_folder
 from dif.cli.description import TEMPLATE
 from dif.cli.results_folder import ResultsFolder
-from dif.report.report import Report, load_reports
+from dif.report.builder import Report, load_reports
 from dif.runtime.archive import lock_folder
 
 RUN = CliRunner()
@@ -35,7 +35,7 @@ def fits(monkeypatch):
         counted.append(words)
         return dif.solving.fit.fit(*words, **options)
 
-    monkeypatch.setattr(kept_fit, "fit", count)
+    monkeypatch.setattr(results_folder, "fit", count)
     return counted
 
 
@@ -93,7 +93,7 @@ def test_a_warning_of_fit_is_shown_each_time(file, fits, monkeypatch):
         fits.append(words)
         return dif.solving.fit.fit(*words, **options)
 
-    monkeypatch.setattr(kept_fit, "fit", warn)
+    monkeypatch.setattr(results_folder, "fit", warn)
     words = ["check", str(file), "--out", str(file.parent / "out")]
     for _ in range(2):
         assert "dif: Note: `fit` stopped early.\n" in RUN.invoke(app, words).stderr
@@ -192,7 +192,7 @@ def test_runs_at_the_same_time_lose_nothing(file):
     out, names = file.parent / "out", [f"t{k}" for k in range(6)]
     ask("retrain", file, "--top", "2")
     template = Report.load(out / "report.json")
-    folder = ResultsFolder(out, file, kept_fit.KeptFits(out / "fits", file), shared=True)
+    folder = ResultsFolder(out, file, results_folder.KeptFits(out / "fits", file), shared=True)
     together = threading.Barrier(len(names))
 
     def add(name):
@@ -255,7 +255,7 @@ def interrupt(monkeypatch, place, name, words):
 def test_an_interrupted_run_says_what_is_true(file, monkeypatch):
     out = file.parent / "out"
     words = ["retrain", str(file), "--top", "3", "--out", str(out)]
-    said = interrupt(monkeypatch, kept_fit, "fit", words)
+    said = interrupt(monkeypatch, results_folder, "fit", words)
     assert said == "Interrupted while running the model file. Nothing new was kept. The same command starts again."
     assert not list(out.rglob("*.npz"))
     said = interrupt(monkeypatch, analysis, "_predict", words)

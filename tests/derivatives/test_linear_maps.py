@@ -5,9 +5,8 @@ import torch
 from torch.nn.functional import cross_entropy, linear, softplus
 
 from dif import Samples
-from dif.derivatives.losses import cost
+from dif.derivatives.losses import cost, structured_hessian
 from dif.derivatives.rows import Rows
-from dif.derivatives.sweeps import structured_hessian
 from dif.problem.parameters import Parameters
 
 N = 40

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import dif
-from dif.derivatives.sweeps import sample_gradients, sample_slopes, stacked_losses
-from dif.optimality.certificate import judge_derivatives
+from dif.derivatives.losses import sample_gradients, sample_slopes, stacked_losses
+from dif.optimality.judgement import judge_derivatives
 
 pytest.importorskip("expecttest")  # required by torch's database
 with warnings.catch_warnings():

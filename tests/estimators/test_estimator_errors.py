@@ -39,7 +39,7 @@ from torch import nn
 
 import dif
 from dif.linalg.solvers import DenseCholesky
-from dif.report.report import Report
+from dif.report.builder import Report
 
 
 @pytest.mark.parametrize("kind", ESTIMATORS)

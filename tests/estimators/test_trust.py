@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 import dif
 from dif.cli import app
 from dif.cli.description import TEMPLATE, Description
-from dif.optimality.certificate import Certificate
-from dif.report.builder import is_loss
-from dif.report.report import Report
+from dif.optimality.judgement import Certificate
+from dif.report.builder import Report, is_loss
 from dif.report.words import Verdict
 from studies import calibration
 

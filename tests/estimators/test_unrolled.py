@@ -7,7 +7,7 @@ from refusals import invalid, refused
 from trainings import classify, logistic, state_problem, violations
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.training.adjoint import rerun
 from dif.training.descent import TrainingStep
 

@@ -11,7 +11,7 @@ from scipy.special import expit
 
 import dif
 import dif.fairness
-from dif.data.credit import german_credit
+from dif.data import german_credit
 
 CREDIT = german_credit()
 X, Y, YOUNG = CREDIT.X[:700], CREDIT.paid[:700], (CREDIT.age <= 30)[:700].numpy()

@@ -8,8 +8,7 @@ from torch.func import grad, vmap
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import dif
-from dif.derivatives.losses import cost
-from dif.derivatives.sweeps import sample_gradients, sample_slopes
+from dif.derivatives.losses import cost, sample_gradients, sample_slopes
 from dif.derivatives.weight_change import Direction
 from dif.problem.parameters import Parameters
 from dif.problem.weights import Changes

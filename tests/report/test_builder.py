@@ -183,7 +183,7 @@ def test_a_report_costs_few_evaluations_of_the_losses(tmp_path, monkeypatch):
         finally:
             searching.clear()
 
-    for place in ("dif.optimality.solution", "dif.derivatives.targets"):
+    for place in ("dif.optimality.solution", "dif.derivatives.program"):
         monkeypatch.setattr(f"{place}.find_kinks", search)
     data, group = fair_logistic()[0].storage.data, torch.arange(60) % 3
     train = dif.Samples(counted, data, name="train")

@@ -11,8 +11,7 @@ import torch
 
 import dif
 from dif.cli.description import Description
-from dif.report.builder import build_reports
-from dif.report.report import Report, load_reports, write_html
+from dif.report.builder import Report, build_reports, load_reports, write_html
 from dif.report.words import format_number
 from dif.runtime.archive import write_document
 

@@ -10,8 +10,7 @@ import torch
 
 import dif
 from dif.report import write_report
-from dif.report.builder import build_reports
-from dif.report.report import load_reports
+from dif.report.builder import build_reports, load_reports
 from dif.report.subjects import SampleSets, Subjects
 from dif.report.words import explain_constraint, format_number, format_percent, write_formulas
 

@@ -16,9 +16,8 @@ from typer.testing import CliRunner
 import dif
 from dif.cli import app
 from dif.cli.description import TEMPLATE
-from dif.cli.kept_fit import KeptFits
-from dif.report.builder import build_reports
-from dif.report.report import load_reports, save_reports
+from dif.cli.results_folder import KeptFits
+from dif.report.builder import build_reports, load_reports, save_reports
 from dif.report.subjects import Subjects
 from dif.runtime.archive import Journal, open_atomically, read_archive, write_archive
 from dif.solving.fit import Checkpoint, FitState

@@ -23,9 +23,8 @@ from torch import nn
 
 import dif
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.stacked import BatchedProgram
-from dif.derivatives.sweeps import gauss_newton_hessian
-from dif.derivatives.weight_change import Direction
+from dif.derivatives.losses import gauss_newton_hessian
+from dif.derivatives.weight_change import BatchedProgram, Direction
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.lanczos import KrylovModel, exact_step
 from dif.runtime.work import Limits

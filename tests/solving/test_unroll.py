@@ -8,7 +8,7 @@ from torch.func import grad
 from trainings import F64, classify, logistic, state_problem
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.runtime.guard import UserCodeError
 
 QUIET = {"show_progress": False}

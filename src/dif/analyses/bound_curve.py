@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.errors import DifError, InvalidInputError, few
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dif.derivatives.program import Program
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Program, Targets
 from dif.errors import DifError, InvalidInputError, NotConvergedError, count_words
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dif.estimators.retraining import RetrainingCache
     from dif.optimality.solution import Solution
     from dif.problem.perturbation import Perturbation
-    from dif.report.report import Report
+    from dif.report.builder import Report
     from dif.results.influence import Influence
 
 _WRITING = "writing the report"  # stage of a run in which its answer is complete
@@ -144,7 +144,7 @@ class Analysis:
 def assess(description: Description) -> tuple[Any, dict[str, Any], tuple[int, str] | None, str]:
     """Return the constraint margins, the error estimate of the scores, the unanswered removals and the kinks."""
     import dif
-    from dif.derivatives.targets import Targets
+    from dif.derivatives.program import Targets
 
     predictor, (removals, _) = dif.DirectionalInfluence(description.solution), find_removals(description)
     targets = description.targets

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import dif
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.errors import DifError, InvalidInputError
 from dif.optimality.solution import Solution
 from dif.problem.samples import Samples

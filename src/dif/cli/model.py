@@ -74,7 +74,7 @@ def check(file: File, out: OutDir = Path("results"), as_json: AsJson = False, qu
     Example: dif check model.py
     """
     with _analyse(file, out, quiet, as_json) as (analysis, folder):
-        from dif.optimality.certificate import Certificate
+        from dif.optimality.judgement import Certificate
         from dif.report.words import Verdict
 
         description = analysis.read(folder, need_targets=False)
@@ -163,7 +163,7 @@ def report(
     Example: dif report results
     """
     with report_errors():
-        from dif.report.report import load_reports, write_html
+        from dif.report.builder import load_reports, write_html
         from dif.runtime.archive import lock_folder
 
         if not (folder / "report.json").is_file():

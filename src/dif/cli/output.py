@@ -20,8 +20,8 @@ from rich.table import Table
 from dif.errors import NotASolutionError, NotConvergedWarning
 
 if TYPE_CHECKING:
-    from dif.optimality.certificate import Certificate
-    from dif.report.report import Report
+    from dif.optimality.judgement import Certificate
+    from dif.report.builder import Report
 
 _EXTRAS = (
     "cvxpy",

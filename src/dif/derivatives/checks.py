@@ -11,9 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.losses import NO_FORWARD, NO_MAP, NO_SECOND_BACKWARD, NO_VMAP, BatchLosses, Differentiable
+from dif.derivatives.losses import (
+    NO_FORWARD,
+    NO_MAP,
+    NO_SECOND_BACKWARD,
+    NO_VMAP,
+    BatchLosses,
+    Differentiable,
+    sample_losses,
+    sample_slopes,
+    stacked_losses,
+)
 from dif.derivatives.rows import CompiledFunction, Rows, check_type, evaluate_function
-from dif.derivatives.sweeps import sample_losses, sample_slopes, stacked_losses
 from dif.errors import DifError, InvalidInputError, few
 from dif.problem.parameters import Parameters
 from dif.problem.samples import PLAIN_ATTENTION, Samples

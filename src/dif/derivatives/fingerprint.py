@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dif.derivatives.program import Program
+from dif.derivatives.program import Program, Targets
 from dif.derivatives.rows import Rows
-from dif.derivatives.targets import Targets
 from dif.derivatives.weight_change import Direction
 from dif.problem.data import leaves
 from dif.problem.samples import Samples

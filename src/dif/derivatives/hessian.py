@@ -8,9 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dif.derivatives.losses import cost, jacobians_at_once
+from dif.derivatives.losses import cost, jacobians_at_once, sample_slopes, weighted_gradients
 from dif.derivatives.rows import Rows
-from dif.derivatives.sweeps import sample_slopes, weighted_gradients
 from dif.linalg.operator import Matrix, coordinate_curvature, positive
 from dif.runtime.guard import UserCodeError
 

@@ -9,10 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from dif.derivatives.losses import Differentiable, linearise, samples_at_once
-from dif.derivatives.sweeps import (
+from dif.derivatives.losses import (
+    Differentiable,
     gauss_newton_hessian,
+    linearise,
     sample_losses,
+    samples_at_once,
     stacked_losses,
     structured_hessian,
     sweep_batches,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
 from dif.estimators.assessment import Assessor, ErrorEstimate, describe_failure, warn_unanswered

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives.stacked import BatchedProgram
-from dif.derivatives.targets import Targets
-from dif.derivatives.weight_change import Direction
+from dif.derivatives.program import Targets
+from dif.derivatives.weight_change import BatchedProgram, Direction
 from dif.errors import DifError, FirstOrderWarning, InvalidInputError, few, warn
 from dif.optimality.solution import Solution
 from dif.results.influence import TRUSTED, Influence

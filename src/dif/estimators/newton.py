@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor, check_assessed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.fingerprint import hash_all, hash_direction, hash_targets
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import InvalidInputError
 from dif.optimality.solution import Solution

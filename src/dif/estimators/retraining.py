@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.fingerprint import hash_all, hash_direction
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, NotConvergedError
 from dif.estimators.protocol import Out, Scored, chunk_size, differences, fill_scores

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, InvalidInputError
 from dif.estimators.protocol import Out, Scored, differences, fill_scores

@@ -6,7 +6,7 @@ A model file for the command line (dif check, dif score, dif retrain) on real da
 import torch
 
 import dif
-from dif.data.credit import german_credit
+from dif.data import german_credit
 
 credit = german_credit()
 young = credit.age <= 25

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
-from dif.fairness.constraints import Link, PerSample
-from dif.fairness.groups import Groups, check_function
+from dif.fairness.constraints import Groups, Link, PerSample, check_function
 from dif.runtime.inputs import check_order, describe, read_array, read_numbers
 
 # Metrics of decisions as functions of the weights of true and false positives, and of false and true negatives

@@ -16,11 +16,9 @@ from torch import Tensor
 from dif.derivatives.checks import Kink, find_kinks
 from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash_all
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.program import PerConstraint, Program
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import PerConstraint, Program, Targets
 from dif.errors import InvalidInputError, count_words, few
-from dif.optimality.certificate import Certificate, judge_solution
-from dif.optimality.judgement import KKT, ActiveSet, Finding, Scales, residuals
+from dif.optimality.judgement import KKT, ActiveSet, Certificate, Finding, Scales, judge_solution, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression

@@ -1,6 +1,5 @@
 """What users see: the report and its HTML page, plots, the file that describes a model. No estimates are made here."""
 
-from dif.report.builder import write_report
-from dif.report.report import Report
+from dif.report.builder import Report, write_report
 
 __all__ = ["Report", "write_report"]

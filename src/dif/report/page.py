@@ -14,7 +14,7 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from dif.optimality.certificate import BAD, GOOD
+from dif.optimality.judgement import BAD, GOOD
 from dif.report.words import format_number, format_percent
 
 _MAX_SAMPLES = 1000  # samples of a report that the page lists

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.fingerprint import READ
-from dif.derivatives.sweeps import sample_losses
+from dif.derivatives.losses import sample_losses
 from dif.errors import InvalidInputError, count_words, few
 from dif.optimality.solution import Solution
 from dif.problem.data import leaves

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from dif.errors import count_words
-from dif.optimality.certificate import BAD, GOOD, NOTE
+from dif.optimality.judgement import BAD, GOOD, NOTE
 from dif.optimality.solution import Solution
 from dif.problem.samples import Samples
 from dif.problem.term import Function, SampleSum

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.errors import InvalidInputError, count_words, few
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dif.derivatives.stacked import BatchedProgram
+from dif.derivatives.weight_change import BatchedProgram
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.conjugate_gradients import ConjugateGradients, conjugate_gradients
 from dif.optimality.judgement import residuals

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.hessian import Curvature
-from dif.derivatives.program import Program
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Program, Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, DifError, NotConvergedError, count_words
 from dif.linalg.anderson import Extrapolation

@@ -20,8 +20,7 @@ from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
-from dif.optimality.certificate import judge_feasibility
-from dif.optimality.judgement import KKT, Scales, residuals
+from dif.optimality.judgement import KKT, Scales, judge_feasibility, residuals
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program
 from dif.problem.parameters import Parameters

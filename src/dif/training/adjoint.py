@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dif.derivatives.fingerprint import hash_all, hash_direction, hash_targets
 from dif.derivatives.losses import cost
-from dif.derivatives.targets import Targets
+from dif.derivatives.program import Targets
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.perturbation import Perturbation

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import dif
 from dif.derivatives.fingerprint import encode_tensor, hash_all
 from dif.derivatives.hessian import DENSE_LIMIT
-from dif.linalg.conjugate_gradients import SolverSeries
+from dif.linalg.solvers import SolverSeries
 from dif.runtime.archive import open_atomically
 from studies import results
 from studies.cnn_figures import draw_figure, draw_images

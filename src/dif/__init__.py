@@ -29,9 +29,7 @@ from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.protocol import Estimator
 from dif.estimators.retraining import Retraining
 from dif.estimators.unrolled import UnrolledInfluence
-from dif.linalg.conjugate_gradients import ConjugateGradients
-from dif.linalg.operator import Operator
-from dif.linalg.solvers import LinearSolver
+from dif.linalg.solvers import ConjugateGradients, LinearSolver, Operator
 from dif.optimality.judgement import KKT, ActiveSet, Certificate
 from dif.optimality.solution import Solution
 from dif.problem.parameters import variable

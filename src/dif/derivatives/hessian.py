@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dif.derivatives.losses import cost, jacobians_at_once, sample_slopes, weighted_gradients
 from dif.derivatives.rows import Rows
-from dif.linalg.operator import Matrix, coordinate_curvature, positive
+from dif.linalg.solvers import Matrix, coordinate_curvature, positive
 from dif.runtime.guard import UserCodeError
 
 DENSE_LIMIT = 5000  # largest number of parameters for which the Hessian is assembled

@@ -8,8 +8,7 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.errors import DegenerateError, NotConvergedError
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.linalg.operator import Matrix
-from dif.linalg.solvers import DenseCholesky, Solver, prepare
+from dif.linalg.solvers import DenseCholesky, Matrix, Solver, prepare
 from dif.optimality.judgement import Scales
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.linalg.operator import Operator
+from dif.linalg.solvers import Operator
 
 _MAX_STEPS = 60  # largest number of Lanczos steps
 _CHECK_EVERY = 6  # steps between two tests for convergence

@@ -12,7 +12,7 @@ from torch import Tensor
 from dif.derivatives.checks import check_slopes, explain
 from dif.errors import DegenerateError, DifError, InfeasibleError, InvalidInputError, NotASolutionError, SameDataWarning
 from dif.linalg.lanczos import tangent_curvature
-from dif.linalg.operator import Operator
+from dif.linalg.solvers import Operator
 from dif.problem.term import Kinds
 
 GOOD, NOTE, BAD = "good", "note", "bad"  # verdicts: the condition holds, holds with a reservation, fails

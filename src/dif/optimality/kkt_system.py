@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.linalg.multiplier_qp import no_step_error, solve_reduced_qp
-from dif.linalg.operator import Operator
-from dif.linalg.solvers import LinearSolver, Solver, prepare
+from dif.linalg.solvers import LinearSolver, Operator, Solver, prepare
 from dif.problem.term import Kinds
 
 Solve = Callable[[Tensor], Tensor]  # applies an inverse of H_ρ to columns

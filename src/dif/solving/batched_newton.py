@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dif.derivatives.weight_change import BatchedProgram
 from dif.linalg.anderson import Extrapolation
-from dif.linalg.conjugate_gradients import ConjugateGradients, conjugate_gradients
+from dif.linalg.conjugate_gradients import conjugate_gradients
+from dif.linalg.solvers import ConjugateGradients
 from dif.optimality.judgement import residuals
 from dif.optimality.kkt_system import KKTSystem, Solve, complete_step
 from dif.optimality.solution import Solution

@@ -18,8 +18,8 @@ from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
-from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
+from dif.linalg.solvers import SolverSeries
 from dif.optimality.judgement import KKT, Scales, judge_feasibility, residuals
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program

@@ -182,7 +182,7 @@ class _Check:
         """Compare gradients by vmap, over several weights and over several θ, with plain ones."""
         pulled = self.losses.pull(self.theta, self.weights)[1]
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
-        expected = torch.stack([self.plain[0], self._gradient_near(number, 1)])
+        expected = torch.stack([self.plain[0], self._gradient_near(number, self.steps[number])])
         W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
         stacked = self.losses.stacked_gradients(thetas, W, ones)[1]
         return max(_relative_gap(pulled, self.plain), _relative_gap(stacked, expected))
@@ -210,12 +210,13 @@ class _Check:
         crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # equal for a symmetric matrix
         size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
         asymmetry = max(float((crossed[0] - crossed[1]).abs()) - self.negligible, 0.0) / size if size > 0 else 0.0
-        differences, near = self._gradient_differences(number, 1)
-        uncertainty = self.negligible / self.units + near
+        at, step = partial(self._gradient_near, number), self.steps[number]
+        differences, rounding, bend = difference(at, self.plain[0], step)
+        uncertainty = self.negligible / self.units + rounding.max() + bend
         gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
         if gap > self.allowed:  # on a kink, or where the curvature vanishes, differences depend on the step
-            closer, near = self._gradient_differences(number, 32)
-            uncertainty = uncertainty + near + 2 * (differences - closer).abs()
+            closer, rounding, bend = difference(at, self.plain[0], step / 32)
+            uncertainty = uncertainty + rounding.max() + bend + 2 * (differences - closer).abs()
             gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
         return max(gap, asymmetry)
 
@@ -234,20 +235,9 @@ class _Check:
             jumps &= step / 32 * (closer.abs() + 0.5 * bent) > 0.5 * change
         return slope, torch.where(jumps, rounding, rounding + bend)
 
-    def _gradient_differences(self, number: int, shorter: float) -> tuple[Tensor, Tensor]:
-        """Return the derivative of the gradient along a direction by differences, (d,), and its uncertainty, (d,).
-
-        The step is divided by `shorter`.
-        """
-        step = self.steps[number]
-        at = lambda t: self._gradient_near(number, t / step)  # noqa: E731
-        slope, rounding, bend = difference(at, self.plain[0], step / shorter)
-        return slope, rounding.max() + bend
-
-    def _gradient_near(self, number: int, share: float) -> Tensor:
-        """Return the plain gradient at a share of a step along a direction, (d,)."""
-        near = self.theta + share * self.steps[number] * self.directions[number]
-        return self._gradients(near, self.weights[:1])[1][0]
+    def _gradient_near(self, number: int, step: float) -> Tensor:
+        """Return the plain gradient after a step along a direction, (d,)."""
+        return self._gradients(self.theta + step * self.directions[number], self.weights[:1])[1][0]
 
     def _gradients(self, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return ℓ(θ), and Σᵢ wᵢ∇ℓᵢ(θ) for each row w of weights, by plain backward passes."""
@@ -420,14 +410,12 @@ _CANDIDATES = 4  # sharpest bends per line that are examined closely
 _JUMP = 0.02  # change over a tiny interval that makes a kink or jump, relative to the range along the line
 
 # Operators whose derivative or value jumps somewhere.
-_PIECEWISE = frozenset(
-    (
-        *("abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge"),
-        *("gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "le", "leaky_relu", "lt", "max"),
-        *("maximum", "max_pool2d_with_indices", "median", "min", "minimum", "ne", "relu", "rrelu_with_noise", "round"),
-        *("sign", "softshrink", "sort", "threshold", "topk", "trunc", "where", "_prelu_kernel"),
-    )
-)
+_PIECEWISE = {
+    "abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge", "gt",
+    "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "le", "leaky_relu", "lt", "max", "maximum",
+    "max_pool2d_with_indices", "median", "min", "minimum", "ne", "relu", "rrelu_with_noise", "round", "sign",
+    "softshrink", "sort", "threshold", "topk", "trunc", "where", "_prelu_kernel",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -62,11 +62,13 @@ class Curvature:
         multiplications = _PER_PRODUCT * d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs)
         share = _AFFORDABLE.get(device, 2.5e11) / max(multiplications, 1)
         affordable = d <= _ANYWAY or _ONCE.get(device, 1) * share >= 1
+        known = self.parts is not None and not self.gauss_newton
         decided = {
             "d": d,
             "share": share,
             "cheap": d <= DENSE_LIMIT and share >= 1,
-            "assembled": self.parts is not None or (d <= DENSE_LIMIT and affordable),
+            "parts": None if self.gauss_newton else self.parts,
+            "assembled": known or (d <= DENSE_LIMIT and affordable),
         }
         for name, value in decided.items():
             object.__setattr__(self, name, value)
@@ -115,7 +117,7 @@ class Curvature:
         some samples, which may cost as many evaluations of all losses as given.
         """
         if self.has_gauss_newton:
-            return self._add_rows(replace(self.plain or self, gauss_newton=True, parts=None).dense())
+            return self._add_rows(replace(self.plain or self, gauss_newton=True).dense())
         sketch = self.sketch(evaluations)
         return None if sketch is None else sketch.rough()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,21 +186,22 @@ def _record(given: Tensor) -> Tensor:
     return given.tape.record(given) if isinstance(given, _Traced) else given
 
 
-def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> tuple[Tensor, _Tape]:
-    """Evaluate the loss of a batch on traced parameters; return the losses and the tape."""
+def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> Tensor:
+    """Evaluate the losses of a batch on traced parameters, which use the tape."""
     index = parameters.tensors(torch.arange(len(theta), device=theta.device))
     traced = {name: _Traced.of(t, tape, index[name]) for name, t in parameters.tensors(theta).items()}
     out: Any = samples.loss(parameters.bind(traced), batch)  # type: ignore[arg-type]
-    return map_tensors(out, _record), tape
+    return map_tensors(out, _record)
 
 
 def measure_maps(
     samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, count: int
 ) -> tuple[int, int] | None:
     """Return the inputs and outputs of all linear maps together (Σ p, Σ C); None if θ enters the loss otherwise."""
+    tape = _Tape()
     try:
         with torch.enable_grad():
-            _, tape = _run(samples, parameters, theta, batch, _Tape())
+            _run(samples, parameters, theta, batch, tape)
     except Exception:  # an error of the loss itself is raised again where the loss is evaluated
         return None
     entries = sum(m.index.numel() for m in tape.maps)
@@ -209,23 +211,19 @@ def measure_maps(
 
 
 def assemble_hessian(
-    samples: Samples,
-    parameters: Parameters,
-    theta: Tensor,
-    batches: Iterator[tuple[slice, Any]],
-    w: Tensor,
+    samples: Samples, parameters: Parameters, theta: Tensor, batches: Iterator[tuple[slice, Any]], w: Tensor,
     elements: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return Σᵢ wᵢ∇²ℓᵢ(θ), (d, d), over these batches, for a loss of linear maps.
 
     `elements` is how many intermediate numbers the loss of one sample has, see `Cost`.
     """
-    total, index = None, torch.zeros(0, dtype=torch.long)
+    total, index, run = None, torch.zeros(0, dtype=torch.long), partial(_run, samples, parameters, theta)
     for place, batch in batches:
+        tape = _Tape()
         with torch.enable_grad():  # requires_grad marks what depends on θ
-            _, tape = _run(samples, parameters, theta, batch, _Tape())
-        S = _second_derivative(samples, parameters, theta, batch, tape, w[place], elements)
-        K = _assemble_upper(tape.maps, S)
+            run(batch, tape)
+        K = _assemble_upper(tape.maps, _second_derivative(partial(run, batch), tape, w[place], elements))
         total = K if total is None else total + K
         index = torch.cat([m.index.T.reshape(-1) for m in tape.maps])
     if total is None:
@@ -235,23 +233,19 @@ def assemble_hessian(
     return theta.new_zeros((len(theta), len(theta))).index_add_(0, index, half.T.contiguous())
 
 
-def _second_derivative(
-    samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, elements: int
-) -> Tensor:
+def _second_derivative(run: Callable[[_Tape], Tensor], tape: _Tape, w: Tensor, elements: int) -> Tensor:
     """Return S = wᵢ∇²φ of each sample in its z, (C, C, n); one product serves all samples, as they do not interact."""
-    shapes = [value.shape for value in tape.values]
-    sizes = [m.outputs for m in tape.maps]
     Z = torch.cat([value.detach().reshape(len(w), -1) for value in tape.values], 1)
 
     def phi(Z: Tensor) -> Tensor:
-        given = tuple(part.reshape(shape) for part, shape in zip(torch.split(Z, sizes, 1), shapes, strict=True))
-        return _run(samples, parameters, theta, batch, _Tape(given, tape.dependences))[0] @ w
+        parts = torch.split(Z, [m.outputs for m in tape.maps], 1)
+        given = tuple(part.reshape(value.shape) for part, value in zip(parts, tape.values, strict=True))
+        return run(_Tape(given, tape.dependences)) @ w
 
     directions = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
-    pull = vjp(grad(phi), Z)[1]
-    chunk_size = max(1, numbers_at_once(theta) // max(1, len(Z) * (elements + Z.shape[1])))
-    product = vmap(lambda e: pull(e)[0], chunk_size=chunk_size, randomness="same")
-    return product(directions).detach().transpose(1, 2).contiguous()
+    at_once = max(1, numbers_at_once(Z) // max(1, len(Z) * (elements + Z.shape[1])))
+    product = vmap(vjp(grad(phi), Z)[1], chunk_size=at_once, randomness="same")
+    return product(directions)[0].detach().transpose(1, 2).contiguous()
 
 
 def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:

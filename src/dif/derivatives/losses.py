@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,7 +87,7 @@ class Differentiable(ABC):
         """
         if NO_FORWARD not in self.fallbacks:
             try:
-                with _ConstantFactors():
+                with _ConstantFactors() if V.shape[1] == 1 else nullcontext():
                     value, slope = self._map_columns(lambda v: jvp(self, (theta,), (v,))[:2], theta, V)
                 return value[0], slope.T
             except Exception as error:
@@ -401,7 +402,8 @@ def sweep_batches(
 @retry_with_smaller_batches
 def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """Return ℓᵢ(θ) of all samples or of those listed, (n,)."""
-    batches = [loss.values(theta) for _, loss in sweep_batches(samples, parameters, theta, indices)]
+    with torch.no_grad():
+        batches = [loss(theta) for _, loss in sweep_batches(samples, parameters, theta, indices)]
     losses = torch.cat(batches) if batches else theta.new_zeros(0)  # of this process
     return gather_rows(losses, len(samples) if indices is None else len(indices))
 

@@ -144,8 +144,10 @@ class Rows:
             tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
         outputs = {id(f): evaluate_function(f, parameters, theta).detach() for f in functions}
         compiled = tuple(CompiledFunction.of(f, parameters, theta, outputs[id(f)].numel()) for f in functions)
-        total = len(position) + sum(f.size for f in compiled)
-        columns = {id(f.function): place for f, place in output_slices(compiled, total)}
+        total = len(position)
+        for f in compiled:
+            position[id(f.function)] = slice(total, total + f.size)
+            total += f.size
 
         blocks, shapes = [theta.new_zeros((0, total))], []
         for term in terms:
@@ -162,7 +164,7 @@ class Rows:
                 block[:, position[id(s)]] += c
             for c, f in term.functions:
                 rows = outputs[id(f)].numel()
-                block[:, columns[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
+                block[:, position[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
             blocks.append(block)
         return cls(parameters, tuple(tables), compiled, torch.cat(blocks)), shapes
 

@@ -195,11 +195,12 @@ def retry_with_smaller_batches(sweep: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
-                with convert_errors("loss or function"):
-                    return sweep(*args, **kwargs)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or _short[0] >= _HALVINGS or not is_single_process():
-                    raise
+                return sweep(*args, **kwargs)
+            except Exception as error:
+                short = isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
+                if not short or _short[0] >= _HALVINGS or not is_single_process():
+                    with convert_errors("loss or function"):
+                        raise
                 reason = str(error).splitlines()[0].rstrip(".")
             _short[0] += 1
             gc.collect()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.derivatives.weight_change import Direction, mark_rows
+from dif.derivatives.weight_change import Direction
 from dif.errors import InvalidInputError
 from dif.problem.data import describe
 from dif.problem.perturbation import Addition, Perturbation
@@ -80,7 +80,8 @@ class RunPerturbation:
         program = self.loop.program
         (number,) = (t for t, table in enumerate(program.rows.tables) if table.samples is change.samples)
         moves = tuple(self._read(number, move) for move in change.moves)
-        return StepChange(number, change.factor * mark_rows(program, change.terms), moves)
+        mine = torch.isin(program.terms, torch.tensor(change.terms, device=program.tau.device))
+        return StepChange(number, change.factor * mine.to(program.tau), moves)
 
     def _read(self, number: int, move: Move) -> StepMove:
         """Return a move relative to the weights that the samples have in the run."""

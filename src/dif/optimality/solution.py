@@ -18,7 +18,7 @@ from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import PerConstraint, Program, Targets
 from dif.errors import InvalidInputError, count_words, few
-from dif.optimality.judgement import KKT, ActiveSet, Certificate, Finding, Scales, judge_solution, residuals
+from dif.optimality.judgement import KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
@@ -197,7 +197,8 @@ class Solution:
             return lam
         scales = self.objective_scales
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
-        rows = torch.nonzero(kinds.at_bound(scales.slack(self.c), reach) & (scales.norms > 0)).reshape(-1)
+        slack, _ = scales.steps(self.c, lam)
+        rows = torch.nonzero(kinds.at_bound(slack, reach) & (scales.norms > 0)).reshape(-1)
         if len(rows) == 0:
             return lam
         A = (self.G[rows] / scales.root / scales.norms[rows, None]).double().cpu().numpy().T  # (d, k)
@@ -316,41 +317,26 @@ class Solution:
     def kkt(self) -> KKT:
         """Residuals of the optimality conditions."""
         gradient = self.program.weights(self.lam) @ self.J
-        return residuals(self.scales, gradient, self.c, self.lam, self.program.kinds)
-
-    @property
-    def goal(self) -> float:
-        """The residual that counts as solved: the tolerance, or what rounding allows."""
-        return max(self.tol, 16 * self.kkt.rounding)
+        return residuals(self.scales, gradient, self.c, self.lam, self.program.kinds, self.tol)
 
     @property
     def converged(self) -> bool:
         """Whether the KKT residual is within the tolerance."""
-        return self.kkt.residual <= self.goal
+        return self.kkt.residual <= self.kkt.goal
 
     @cached_property
     def kinks(self) -> tuple[Kink, ...]:
         """Kinks of the losses near this point, found by probing."""
         return find_kinks(self.program.rows, self.theta)
 
-    @cached_property
-    def active(self) -> ActiveSet:
-        """Binding, weak and inactive rows, and whether the derivative exists."""
-        eps = torch.finfo(self.theta.dtype).eps
-        tolerance = max(eps**0.447, min(10 * self.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
-        return ActiveSet.read(
-            self.program.names, self.scales, self.c, self.lam, self.program.kinds, self.G, self.curvature, tolerance
-        )
+    active = cached_property(ActiveSet.read)
+    """Binding, weak and inactive rows, and whether the derivative exists."""
 
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """Whether this is a solution at which derivatives can be trusted, judged once."""
-        return tuple(judge_solution(self))
+    findings = cached_property(judge_solution)
+    """Whether this is a solution at which derivatives can be trusted, judged once."""
 
-    @cached_property
-    def certificate(self) -> Certificate:
-        """All that is known about this point, good and bad, judged once."""
-        return Certificate.judge(self, self.findings)
+    certificate = cached_property(Certificate.judge)
+    """All that is known about this point, good and bad, judged once."""
 
     def check(self) -> None:
         """Raise where this is not a solution at which derivatives can be trusted."""
@@ -362,13 +348,7 @@ class Solution:
         words = f"{state}: {size}, objective {self.objective:.6g}, relative KKT residual {self.kkt.residual:.1e}"
         if not self.program.m:
             return f"{words}, no constraints"
-        states = dict.fromkeys(self.active.binding, "binding") | dict.fromkeys(self.active.weak, "weak")
-        rounding = 1e-12 * (1 + self.program.tau.abs())  # what is left of f − τ where it is 0
-        slack = torch.where(self.c.abs() <= rounding, 0.0, -self.c).tolist()
-        rows = (
-            (name, states.get(j, "inactive"), f"{slack[j]:.4g}", f"{float(self.lam[j]):.4g}")
-            for j, name in enumerate(self.program.names)
-        )
+        rows = [(row.name, row.state, f"{row.slack:.4g}", f"{row.multiplier:.4g}") for row in list_rows(self)]
         return f"{words}\n{TextTable(('constraint', 'state', 'slack', 'multiplier'), tuple(rows), left=2)}"
 
     def __repr__(self) -> str:

@@ -17,10 +17,10 @@ from dif.derivatives.checks import check_derivatives, explain
 from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
-from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
+from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
-from dif.optimality.judgement import KKT, Scales, judge_feasibility, residuals
+from dif.optimality.judgement import KKT, Scales, judge_multipliers, residuals
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program
 from dif.problem.parameters import Parameters
@@ -152,9 +152,8 @@ def fit(
     with progress("fit", None, show_progress) as report:
         result = solve(program, start, limits, tol=tol, report=report, save=save)
     solution = Solution.of_program(program, result.theta, result.lam)
-    infeasible = judge_feasibility(solution)
-    if infeasible is not None:
-        infeasible.check()
+    if program.m and (multipliers := judge_multipliers(solution)).error is InfeasibleError:
+        multipliers.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
@@ -186,7 +185,7 @@ def _advise(solution: Solution) -> str:
     if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
         return advice
     program = solution.program
-    row = int(program.kinds.violation(-solution.scales.slack(solution.c)).argmax())
+    row = int(program.kinds.violation(-solution.scales.steps(solution.c, solution.lam)[0]).argmax())
     return (
         f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
         f"constraints, loosen that bound. {advice}"
@@ -303,13 +302,13 @@ def _estimate_curvature(H: Curvature) -> Tensor | None:
     return H.metric_matrix(0) if H.has_gauss_newton else None
 
 
-def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
+def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature, tol: float) -> tuple[KKT, Tensor, Tensor]:
     """Return the KKT residuals at (θ, λ), in the units of a Hessian nearby, with f and its gradients."""
     f, J = program.rows.gradients(theta)
     scales = Scales.of(theta, J, H.own, H.noise)
-    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds)
+    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds, tol)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
-        kkt = replace(kkt, stationarity=float("nan"))
+        kkt = replace(kkt, residual=float("nan"))
     return kkt, f, J
 
 
@@ -330,7 +329,7 @@ class Newton:
         program = self.program
         H = Curvature(program.rows, at.theta, program.weights(at.lam))
         G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
-        lowest, direction = lanczos(H, G, H.scale().sqrt())
+        lowest, direction = lanczos(H.product, G, H.scale().sqrt())
         if lowest < _SADDLE:
             at.negative_curvature = lowest, direction
 
@@ -346,8 +345,8 @@ class Newton:
         """
         program, d, convex = self.program, len(at.theta), False
         units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        trial = kkt, f, J = _measure(program, at.theta, at.lam, units)
-        at.residual, at.goal = kkt.residual, max(self.goal, 16 * kkt.rounding)
+        trial = kkt, f, J = _measure(program, at.theta, at.lam, units, self.goal)
+        at.residual, at.goal = kkt.residual, kkt.goal
         far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
         if far or not _is_finite(kkt):
             return False  # far away, where a step is expensive and seldom good
@@ -359,7 +358,7 @@ class Newton:
 
         def judge(_: Tensor, points: Tensor) -> Tensor:
             nonlocal trial
-            trial = _measure(program, points[0, :d], points[0, d:], units)
+            trial = _measure(program, points[0, :d], points[0, d:], units, self.goal)
             return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
 
         def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
@@ -370,8 +369,7 @@ class Newton:
                 return torch.tensor([not stop])
             kkt, f, J = trial
             slow = kkt.residual > _SLOW * at.residual
-            at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
-            at.goal = max(self.goal, 16 * kkt.rounding)
+            at.theta, at.lam, at.residual, at.goal = z[0, :d].clone(), z[0, d:].clone(), kkt.residual, kkt.goal
             save(at)
             if not H.cheap and (at.reached or slow):
                 return torch.tensor([False])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -87,8 +87,20 @@ def read_solution(
     The parameters are compared first: with others, the losses of the problem may fail.
     """
     arrays, about = read_archive(path, "solution")
-    layout = [_name_entry(name, shape) for name, shape in about["params"]]
-    _check_parameters(path, parameters, layout, about["dtype"])
+    layout = zip(parameters.names, parameters.shapes, strict=True)
+    given, kept = ([f"{name} of shape {tuple(shape)}" for name, shape in each] for each in (layout, about["params"]))
+    dtype = _name_dtype(parameters)
+    if (given, dtype) != (kept, about["dtype"]):
+        words = f"they have dtype {dtype}, and the file has {about['dtype']}"
+        if set(given) != set(kept):
+            new, old = ([entry for entry in one if entry not in other] for one, other in ((given, kept), (kept, given)))
+            words = f"they have {_list(new)}, and the file has {_list(old)}"
+        elif given != kept:
+            words = "they have the same entries in another order"
+        raise InvalidInputError(
+            f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
+            "pass the parameters of the model that was saved, with any values."
+        )
     program = Program.of(problem, parameters, theta)
     wanted = describe_program(program)
     different = [f"{key} {about[key]}, not {wanted[key]}" for key in wanted if about[key] != wanted[key]]
@@ -101,28 +113,6 @@ def read_solution(
         )
     theta, lam = (torch.from_numpy(arrays[name]).to(parameters.device, parameters.dtype) for name in ("theta", "lam"))
     return program, theta, lam, about["tol"]
-
-
-def _check_parameters(path: str | os.PathLike[str], parameters: Parameters, layout: list[str], dtype: str) -> None:
-    """Refuse parameters of other names, shapes or dtype than those in the file."""
-    given = [_name_entry(name, shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
-    if (given, _name_dtype(parameters)) == (layout, dtype):
-        return
-    found, kept = ([entry for entry in one if entry not in other] for one, other in ((given, layout), (layout, given)))
-    if found or kept:
-        words = f"they have {_list(found)}, and the file has {_list(kept)}"
-    elif given != layout:
-        words = "they have the same entries in another order"
-    else:
-        words = f"they have dtype {_name_dtype(parameters)}, and the file has {dtype}"
-    raise InvalidInputError(
-        f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
-        "pass the parameters of the model that was saved, with any values."
-    )
-
-
-def _name_entry(name: str, shape: Iterable[int]) -> str:
-    return f"{name} of shape {tuple(shape)}"
 
 
 def _list(entries: list[str]) -> str:
@@ -178,15 +168,13 @@ class Solution:
         self.made_by = b""  # identity of the training run that ended here
         self.part_hessians: Tensor | None = None  # (K, d, d), see `assemble`
         self.theta = theta.detach()
-        self.parts, self.part_gradients = program.rows.part_gradients(
-            self.theta
-        )  # the parts of the rows and their gradients
+        self.parts, self.part_gradients = program.rows.part_gradients(self.theta)  # what the rows are made of
         self.f, self.J = program.rows.C @ self.parts, program.rows.C @ self.part_gradients  # rows and their gradients
         check_gradients(program, self.J)
         self.c, self.G = self.f[1:] - program.tau, self.J[1:]
         self.lam = self._recover_multipliers() if lam is None else lam
         eps = torch.finfo(self.theta.dtype).eps
-        self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else check_tolerance(tol)
+        self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else check_number(tol, "tol")
 
     def _recover_multipliers(self) -> Tensor:
         """Find the multipliers that come nearest to stationarity: least squares over the active rows, λ ≥ 0."""
@@ -361,11 +349,6 @@ def expect_solution(thing: object) -> Solution:
     solution = check_instance(thing, Solution, "solution", cure="find it with dif.fit(problem, params)")
     solution.program.parameters.check_mode()
     return solution
-
-
-def check_tolerance(tol: float) -> float:
-    """Check a tolerance."""
-    return check_number(tol, "tol")
 
 
 def check_gradients(program: Program, J: Tensor) -> None:

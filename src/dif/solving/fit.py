@@ -22,7 +22,7 @@ from dif.linalg.conjugate_gradients import SolverSeries
 from dif.linalg.lanczos import lanczos
 from dif.optimality.judgement import KKT, Scales, judge_multipliers, residuals
 from dif.optimality.kkt_system import kkt_step
-from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program
+from dif.optimality.solution import Solution, check_gradients, describe_program
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.archive import check_folder, read_archive, write_archive
@@ -164,39 +164,31 @@ def fit(
 
 def _warn_unfinished(result: Found, solution: Solution) -> None:
     """Say where a solve ended that has not reached its tolerance, and what to do about it."""
-    point = "nearly a solution" if solution.converged else "not a solution"
+    kkt, program, point = solution.kkt, solution.program, "not a solution"
+    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
+    if solution.converged:
+        point = "nearly a solution"
+    elif solution.kinks:
+        advice = explain(solution.kinks)
+    elif kkt.feasibility >= max(kkt.stationarity, kkt.complementarity):
+        row = int(program.kinds.violation(-solution.scales.steps(solution.c, solution.lam)[0]).argmax())
+        violated = f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}"
+        advice = f"{violated}; if no point satisfies the constraints, loosen that bound. {advice}"
     if result.negative_curvature is not None:
         lowest = result.negative_curvature[0]
         point = f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
     warn(
         f"`fit` stopped after {result.iterations} iterations ({result.stopped_by}), before reaching its tolerance. "
-        f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most {result.goal:.1g}. "
-        f"The point is {point}. {_advise(solution)}",
+        f"The KKT residual is {kkt.residual:.3g} ({kkt}); it must be at most {result.goal:.1g}. "
+        f"The point is {point}. {advice}",
         NotConvergedWarning,
-    )
-
-
-def _advise(solution: Solution) -> str:
-    """Say what to do about an unfinished solve."""
-    if solution.kinks and not solution.converged:
-        return explain(solution.kinks)
-    kkt = solution.kkt
-    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
-    if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
-        return advice
-    program = solution.program
-    row = int(program.kinds.violation(-solution.scales.steps(solution.c, solution.lam)[0]).argmax())
-    return (
-        f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
-        f"constraints, loosen that bound. {advice}"
     )
 
 
 def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
     """Return the relative KKT residual to reach; None: 1e-10 in float64, 1e-5 in float32."""
-    if tol is None:
-        return 1e-10 if theta.dtype == torch.float64 else 1e-5
-    return check_tolerance(tol)
+    default = 1e-10 if theta.dtype == torch.float64 else 1e-5
+    return default if tol is None else check_number(tol, "tol")
 
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
@@ -348,7 +340,7 @@ class Newton:
         trial = kkt, f, J = _measure(program, at.theta, at.lam, units, self.goal)
         at.residual, at.goal = kkt.residual, kkt.goal
         far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-        if far or not _is_finite(kkt):
+        if far or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
         z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
 
@@ -359,7 +351,7 @@ class Newton:
         def judge(_: Tensor, points: Tensor) -> Tensor:
             nonlocal trial
             trial = _measure(program, points[0, :d], points[0, d:], units, self.goal)
-            return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
+            return torch.tensor([trial[0].residual], dtype=torch.float64)
 
         def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
             nonlocal f, J, H, units, convex
@@ -399,7 +391,3 @@ class Newton:
             self.solver.restart()
             return None
         return torch.cat([omega, lam - at.lam])
-
-
-def _is_finite(kkt: KKT) -> bool:
-    return kkt.residual < float("inf")  # False for NaN too

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from scipy import sparse
 from scipy.linalg import eigh
@@ -257,10 +258,10 @@ class QuadraticProgram:
             right = np.concatenate([self._regularisation * omega - r, r_eq, r_in[self.binding]])
             omega, dy, dz_binding = self._split(self._solve(right))
             change = W @ omega - r_in[self.weak]  # positive: the step violates the row
-            multipliers, failed = solve_reduced_qp(0.5 * (S + S.T), change.T, inequalities)
+            multipliers, failed = solve_reduced_qp(*map(torch.from_numpy, (S, change.T, inequalities)))
             if failed:
                 raise self._not_unique_error()
-            nu = multipliers.T
+            nu = multipliers.numpy().T
             omega, dy = omega - U @ nu, dy - Uy @ nu
             dz[self.binding], dz[self.weak] = dz_binding - Uz @ nu, nu
             if _largest(omega - before) <= 1e-12 * _largest(omega):

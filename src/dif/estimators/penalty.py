@@ -85,7 +85,7 @@ class PenaltyInfluence(FirstOrderEstimator):
         def residual(theta: Tensor) -> Tensor:
             gradient, H, J = hessian(theta)
             scales = Scales.of(theta, J, Matrix(H).scale(), self.solution.curvature.noise)
-            return torch.tensor([scales.gradient(gradient)], dtype=torch.float64)
+            return (gradient / scales.root).norm().double().cpu()[None] / scales.size
 
         def step(_: Tensor) -> tuple[Tensor, Tensor]:
             gradient, H, _ = hessian(theta[0])

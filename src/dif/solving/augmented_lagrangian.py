@@ -74,16 +74,12 @@ class AugmentedLagrangian:
         """Return λ + ρ(f − τ), projected onto the admissible multipliers."""
         return self.program.kinds.project(self.lam + self.penalty / self.row_scale * (f[1:] - self.program.tau))
 
-    def _value(self, f: Tensor) -> Tensor:
-        """Return the augmented Lagrangian for row values f."""
-        lam = self._next_multipliers(f)
-        return f[0] + ((lam**2 - self.lam**2) * self.row_scale).sum() / (2 * self.penalty)
-
     def _evaluate(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the augmented Lagrangian at θ and its gradient."""
         self.limits.used += 1
         f, gradient = self.program.rows.pullback(theta, lambda f: self.program.weights(self._next_multipliers(f)))
-        return self._value(f), gradient
+        lam = self._next_multipliers(f)
+        return f[0] + ((lam**2 - self.lam**2) * self.row_scale).sum() / (2 * self.penalty), gradient
 
     def run_round(self) -> bool:
         """Minimise over θ, update λ, and raise ρ unless the violation fell; return False if θ diverged."""

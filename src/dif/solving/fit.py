@@ -17,12 +17,12 @@ from dif.derivatives.checks import check_derivatives, explain
 from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
-from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
+from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.linalg.lanczos import lanczos
 from dif.linalg.solvers import SolverSeries
-from dif.optimality.judgement import KKT, Scales, judge_feasibility, residuals
+from dif.optimality.judgement import KKT, Scales, judge_multipliers, residuals
 from dif.optimality.kkt_system import kkt_step
-from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program
+from dif.optimality.solution import Solution, check_gradients, describe_program
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.archive import check_folder, read_archive, write_archive
@@ -152,9 +152,8 @@ def fit(
     with progress("fit", None, show_progress) as report:
         result = solve(program, start, limits, tol=tol, report=report, save=save)
     solution = Solution.of_program(program, result.theta, result.lam)
-    infeasible = judge_feasibility(solution)
-    if infeasible is not None:
-        infeasible.check()
+    if program.m and (multipliers := judge_multipliers(solution)).error is InfeasibleError:
+        multipliers.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
@@ -165,39 +164,31 @@ def fit(
 
 def _warn_unfinished(result: Found, solution: Solution) -> None:
     """Say where a solve ended that has not reached its tolerance, and what to do about it."""
-    point = "nearly a solution" if solution.converged else "not a solution"
+    kkt, program, point = solution.kkt, solution.program, "not a solution"
+    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
+    if solution.converged:
+        point = "nearly a solution"
+    elif solution.kinks:
+        advice = explain(solution.kinks)
+    elif kkt.feasibility >= max(kkt.stationarity, kkt.complementarity):
+        row = int(program.kinds.violation(-solution.scales.steps(solution.c, solution.lam)[0]).argmax())
+        violated = f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}"
+        advice = f"{violated}; if no point satisfies the constraints, loosen that bound. {advice}"
     if result.negative_curvature is not None:
         lowest = result.negative_curvature[0]
         point = f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
     warn(
         f"`fit` stopped after {result.iterations} iterations ({result.stopped_by}), before reaching its tolerance. "
-        f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most {result.goal:.1g}. "
-        f"The point is {point}. {_advise(solution)}",
+        f"The KKT residual is {kkt.residual:.3g} ({kkt}); it must be at most {result.goal:.1g}. "
+        f"The point is {point}. {advice}",
         NotConvergedWarning,
-    )
-
-
-def _advise(solution: Solution) -> str:
-    """Say what to do about an unfinished solve."""
-    if solution.kinks and not solution.converged:
-        return explain(solution.kinks)
-    kkt = solution.kkt
-    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
-    if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
-        return advice
-    program = solution.program
-    row = int(program.kinds.violation(-solution.scales.slack(solution.c)).argmax())
-    return (
-        f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
-        f"constraints, loosen that bound. {advice}"
     )
 
 
 def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
     """Return the relative KKT residual to reach; None: 1e-10 in float64, 1e-5 in float32."""
-    if tol is None:
-        return 1e-10 if theta.dtype == torch.float64 else 1e-5
-    return check_tolerance(tol)
+    default = 1e-10 if theta.dtype == torch.float64 else 1e-5
+    return default if tol is None else check_number(tol, "tol")
 
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
@@ -303,13 +294,13 @@ def _estimate_curvature(H: Curvature) -> Tensor | None:
     return H.metric_matrix(0) if H.has_gauss_newton else None
 
 
-def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
+def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature, tol: float) -> tuple[KKT, Tensor, Tensor]:
     """Return the KKT residuals at (θ, λ), in the units of a Hessian nearby, with f and its gradients."""
     f, J = program.rows.gradients(theta)
     scales = Scales.of(theta, J, H.own, H.noise)
-    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds)
+    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds, tol)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
-        kkt = replace(kkt, stationarity=float("nan"))
+        kkt = replace(kkt, residual=float("nan"))
     return kkt, f, J
 
 
@@ -330,7 +321,7 @@ class Newton:
         program = self.program
         H = Curvature(program.rows, at.theta, program.weights(at.lam))
         G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
-        lowest, direction = lanczos(H, G, H.scale().sqrt())
+        lowest, direction = lanczos(H.product, G, H.scale().sqrt())
         if lowest < _SADDLE:
             at.negative_curvature = lowest, direction
 
@@ -346,10 +337,10 @@ class Newton:
         """
         program, d, convex = self.program, len(at.theta), False
         units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        trial = kkt, f, J = _measure(program, at.theta, at.lam, units)
-        at.residual, at.goal = kkt.residual, max(self.goal, 16 * kkt.rounding)
+        trial = kkt, f, J = _measure(program, at.theta, at.lam, units, self.goal)
+        at.residual, at.goal = kkt.residual, kkt.goal
         far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-        if far or not _is_finite(kkt):
+        if far or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
         z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
 
@@ -359,8 +350,8 @@ class Newton:
 
         def judge(_: Tensor, points: Tensor) -> Tensor:
             nonlocal trial
-            trial = _measure(program, points[0, :d], points[0, d:], units)
-            return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
+            trial = _measure(program, points[0, :d], points[0, d:], units, self.goal)
+            return torch.tensor([trial[0].residual], dtype=torch.float64)
 
         def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
             nonlocal f, J, H, units, convex
@@ -370,8 +361,7 @@ class Newton:
                 return torch.tensor([not stop])
             kkt, f, J = trial
             slow = kkt.residual > _SLOW * at.residual
-            at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
-            at.goal = max(self.goal, 16 * kkt.rounding)
+            at.theta, at.lam, at.residual, at.goal = z[0, :d].clone(), z[0, d:].clone(), kkt.residual, kkt.goal
             save(at)
             if not H.cheap and (at.reached or slow):
                 return torch.tensor([False])
@@ -401,7 +391,3 @@ class Newton:
             self.solver.restart()
             return None
         return torch.cat([omega, lam - at.lam])
-
-
-def _is_finite(kkt: KKT) -> bool:
-    return kkt.residual < float("inf")  # False for NaN too

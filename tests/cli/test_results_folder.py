@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from pathlib import Path
 
 import pytest
 from problems import retrainings
@@ -78,6 +79,16 @@ def test_a_damaged_kept_fit_is_not_used(file, fits):
     kept.write_bytes(b"damaged")
     assert ask("score", file)["samples"] == first["samples"]
     assert len(fits) == 2
+
+
+@pytest.mark.parametrize("lost", ["missing", "damaged", "another"])
+def test_scores_beside_the_report_are_those_it_lists(file, lost):
+    gap, risk = ask("score", file, "--target", "gap"), ask("score", file, "--target", "risk")
+    path, whole = Path(risk["scores"]), scores_of(file, risk)
+    damages = {"missing": path.unlink, "damaged": lambda: path.write_bytes(b"damaged")}
+    damages.get(lost, lambda: path.write_bytes(Path(gap["scores"]).read_bytes()))()
+    ask("retrain", file, "--target", "risk", "--top", "2")
+    assert scores_of(file, risk).equal(whole)
 
 
 def test_the_kept_fit_is_named(file):

@@ -120,6 +120,11 @@ HARM = """
     const foreign = links.filter(link => !/^(#samples|data:text\\/csv;)/.test(link)).length;
     return [typeof window.pwned, document.querySelectorAll('script').length, made, foreign];"""
 INERT = ["undefined", 2, 0, 0]
+CLICK_ALL = """
+    for (const button of document.querySelectorAll('[data-choice]')) {
+        button.click();
+        for (const line of document.querySelectorAll('#table tbody tr')) line.click();
+    }"""
 
 
 def find_fields(content, path=()):
@@ -174,16 +179,21 @@ def test_markup_in_all_texts_is_text(browser, content, tmp_path):
     assert browser.execute_script("return document.body.textContent").count("pwned=1") > 50
 
 
-@pytest.mark.slow
 def test_markup_in_any_field_is_text(browser, content, tmp_path):
     """Each value and each name alone, so that no other stops the script of the page."""
-    accepted = 0
+    accepted = []
     for path, name in find_fields(content):
         written = read_foreign(tmp_path, spoil(content, path, name, MARKUP))
-        if written is not None:
+        if written is None:
+            continue
+        accepted += load_reports(tmp_path / "report.json")
+        if path[0] in ("title", "target", "run", "model"):  # the head of the page shows those of one report
             assert open_page(browser, written).execute_script(HARM) == INERT, (path, name)
-            accepted += 1
-    assert accepted > 50
+    assert len(accepted) > 100
+    for begin in range(0, len(accepted), 50):
+        write_html(tmp_path / "some.html", accepted[begin : begin + 50])
+        open_page(browser, tmp_path / "some.html").execute_script(CLICK_ALL)
+        assert browser.execute_script(HARM) == INERT
 
 
 def test_the_policy_of_the_page_stops_scripts_of_others(browser, page):

@@ -97,6 +97,11 @@ class Report:
         kept = [dict(entry) for entry in known.values()]
         return replace(self, samples=samples, agreement=agreement, retrained=kept, verdict=asdict(verdict))
 
+    def lists(self, scores: Influence) -> bool:
+        """Return whether the report was built from the same scores."""
+        column = scores.values[:, 0].tolist() if scores.targets == (self.target,) else []
+        return len(column) == self.total and all(s["score"] == finite(column[s["index"]]) for s in self.samples)
+
     @property
     def negligible(self) -> bool:
         """Whether all scores are as small as rounding errors of the target."""

@@ -259,6 +259,28 @@ def test_the_keyboard_is_enough(browser, page):
     assert stops == 2  # the first, which Tab would reach, and where the arrows are now
 
 
+def test_scores_that_cannot_be_trusted_are_marked(browser, page, tmp_path):
+    """One by its own expected error, or all of them; and those without a score are listed first."""
+    samples = [sample | {"expected_error": 0.1} for sample in page[1].samples]
+    samples[2] |= {"expected_error": 0.4}
+    samples[-1] |= {"score": None, "parts": []}
+    samples = [samples[-1], *samples[:-1]]
+    bad, good = ({"sign": sign, "words": "So it is.", "cure": ""} for sign in ("bad", "good"))
+    doubtful = replace(page[1], target="bad", samples=samples, verdict=bad)
+    write_html(tmp_path / "marked.html", [doubtful, replace(page[1], samples=samples, verdict=good)])
+    open_page(browser, tmp_path / "marked.html")
+    marked = """return [...document.querySelectorAll('#table tbody tr')].map(
+        r => getComputedStyle(r.querySelector('td.number'), '::after').content.includes('?'))"""
+    hollow = "return document.querySelectorAll('#scatter circle.doubtful').length"
+    assert browser.find_element("css selector", "#table td.number").text == "—"
+    assert [k for k, doubt in enumerate(browser.execute_script(marked)) if doubt] == [3]
+    assert browser.execute_script(hollow) == 1
+    assert browser.find_element("id", "l-doubt").is_displayed()
+    browser.find_element("css selector", "[data-choice='1']").click()
+    assert browser.execute_script(marked) == [False] + [True] * 49
+    assert browser.execute_script(hollow) == 10  # those that were retrained
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("dark", [False, True])
 def test_no_horizontal_scroll(browser, page, width, dark):

@@ -272,7 +272,8 @@ for name, work in works.items():
     except OSError as error:
         print(name, error.errno, Path(error.filename).relative_to(folder).parts[0])
 assert (folder / "scores.npz").read_bytes() == b"old"
-assert not [path for path in folder.rglob("*") if path.name[0] == "." and path.name != ".lock"], "half-written files are left"
+hidden = {path.name for path in folder.rglob(".*")} - {".lock"}
+assert not hidden, "half-written files are left"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 for name, work in works.items():
     work()

@@ -101,6 +101,14 @@ def test_other_estimators(model, tmp_path, estimator):
     assert output["verdict"]["sign"] == ("bad" if estimator == "classical" else "good")
 
 
+def test_scores_that_cannot_be_trusted_are_marked(model, tmp_path):
+    command = ["score", str(model), "--top", "3", "--out", str(tmp_path)]
+    assert "?" not in RUN.invoke(app, command).output
+    doubtful = RUN.invoke(app, [*command, "--estimator", "classical"]).output
+    assert doubtful.count(" ? ") == 3
+    assert "?: a prediction that cannot be trusted" in doubtful
+
+
 def test_errors_are_printed_on_one_line(model, tmp_path):
     missing = tmp_path / "nothing.py"
     broken = change_template(model, "risk = train.mean()\n", "risk = tran.mean()\n", "broken.py")

@@ -89,7 +89,8 @@ def test_what_selects_nothing_is_refused(scored):
     invalid(lambda: scores[[True] * 39], "The mask has 39 entries for 40 perturbations", meaning)
     invalid(lambda: scores[[1, 2.5]], "includes 2.5", meaning)
     invalid(lambda: scores[None], "an object of type NoneType", meaning)
-    invalid(lambda: scores["train[40]"], "No perturbation has the label 'train[40]'", "A label names the samples")
+    meant = "A label names the samples that a perturbation changes."
+    invalid(lambda: scores["train[40]"], "No perturbation has the label 'train[40]'", meant)
     for outside in (40, -41, [40]):
         with pytest.raises(IndexError, match="scores of 40 perturbations, but index"):
             scores[outside]

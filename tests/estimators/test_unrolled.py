@@ -249,7 +249,8 @@ def test_a_chaotic_run_is_refused_with_its_probes():
     error = refused(
         dif.DegenerateError,
         lambda: dif.UnrolledInfluence(wild).scores(train.mean(), train.remove_each(), **QUIET),
-        "its derivative predicts nothing",
+        "The training is chaotic or not smooth at this scale, so its derivative predicts nothing. Nor does that of a "
+        "sample which is alone in its batch or group.",
     )
     assert "predicted (actual)" in error.found
     recorded = dif.UnrolledInfluence(wild, strict=False).scores(train.mean(), train.remove_each(), **QUIET)
@@ -266,7 +267,7 @@ def test_wrong_input_is_refused():
         dif.DegenerateError,
         lambda: dif.UnrolledInfluence(adam).scores(flat.mean(), flat.remove_each(), **QUIET),
         "scores are NaN or infinite",
-        "A step has no derivative somewhere, such as the root of an average square of 0",
+        "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root.",
     )
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "`run` must be a dif.Run, not of type Solution")

@@ -42,6 +42,20 @@ def test_ranking(scored, ax):
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"<{sample.index}>" for sample in top]
 
 
+def test_scores_that_cannot_be_trusted_are_marked(ax):
+    """One target is not trusted as a whole; of the other, one score."""
+    values = torch.tensor([[1.0, 2.0], [3.0, 1.0]], dtype=torch.float64)
+    about = {"assessment": {"rows": [0, 1], "errors": [0.1, 0.4], "by_target": [0.5, 0.1], "pooled": 0.5}}
+    scores = dif.Influence(values, ("a", "b"), ("wild", "tame"), "DIF", about)
+    for target, label, hatched in (("wild", "DIF, not trusted", [True, True]), ("tame", "DIF", [True, False])):
+        plots.ranking(scores, ax, target=target)
+        assert ax.get_xlabel() == f"change of {target} ({label})"
+        assert [bar.get_hatch() == "//" for bar in ax.patches] == hatched
+        ax.clear()
+    plots.by_group(scores, ["x", "y"], ax, "wild")
+    assert ax.get_xlabel() == "change of wild (DIF, not trusted)"
+
+
 def test_by_group(scored, ax):
     scores = scored[3]
     groups = ["a" if i % 3 else "b" for i in range(len(scores))]

@@ -275,7 +275,7 @@ WRONG = {
     "chance": (
         lambda: make(descend(lambda p, b, w: mean(p, b, w) * torch.rand(()))),
         "Two calls of the step",
-        "rerunning it without a sample would show the noise",
+        "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
     ),
     "weights ignored": (
         lambda: make(descend(lambda p, b, w: mean(p, b, torch.ones_like(w)))),
@@ -284,7 +284,7 @@ WRONG = {
     "weights cut off": (
         lambda: make(descend(lambda p, b, w: mean(p, b, w.detach() ** 2))),
         "is off by 1 of its size",
-        "Something inside the step is cut off from autograd",
+        "Something inside the step is cut off from autograd, so that influence through it would be wrong.",
     ),
     "divergence": (
         lambda: make(descend(lambda p, b, w: -1e6 * mean(p, b, w) * (p["v"] ** 4).sum()), batches=[[0, 1, 2, 3]] * 27),

@@ -98,7 +98,10 @@ class Analysis:
         return description
 
     def score(self, description: Description, question: Question, top: int) -> Report:
-        """Score every sample and add the answer to the folder."""
+        """Score every sample and add the answer to the folder.
+
+        Where an accuracy was asked for, up to `top` of the samples that no method predicts are retrained.
+        """
         from dif.cli.results_folder import fingerprint
         from dif.report.builder import build_reports
 
@@ -114,21 +117,32 @@ class Analysis:
             model=folder.describe_model(description), mark=fingerprint(description, name), command=_command(),
         )  # fmt: skip
         self.stage = _WRITING
-        return folder.add(report, scores)
+        report = folder.add(report, scores)
+        unanswered = [s["index"] for s in report.samples if s["score"] is None and s.get("actual") is None]
+        unanswered = [i for i in unanswered if i not in needed][:top]
+        if question.accuracy is None or not unanswered:
+            return report
+        return self._retrain(description, report, term, unanswered, jobs=1)
 
     def retrain(self, description: Description, question: Question, top: int, jobs: int) -> Report:
         """Retrain without each of the `top` most influential samples and add what is found to the folder."""
-        import dif
         from dif.cli.results_folder import fingerprint
-        from dif.estimators.retraining import RetrainingCache
 
         folder = self._get_folder()
         name, term = description.target(question.target)
         known = folder.find(name, question.method, fingerprint(description, name))
         if known is None or len(known.samples) < min(top, known.total):  # not answered yet, or too few samples
             known = self.score(description, question, top)
-        listed = [sample["index"] for sample in known.samples[:top] if sample["score"] is not None]
-        removals = description.train.remove_each(listed)
+        needed = find_removals(description)[1]
+        listed = [sample["index"] for sample in known.samples[:top] if sample["index"] not in needed]
+        return self._retrain(description, known, term, listed, jobs)
+
+    def _retrain(self, description: Description, known: Report, term: Any, listed: list[int], jobs: int) -> Report:
+        """Retrain without each of the listed samples and add what is found to an answer."""
+        import dif
+        from dif.estimators.retraining import RetrainingCache
+
+        folder, removals = self._get_folder(), description.train.remove_each(listed)
         retraining = dif.Retraining(description.solution, keep=folder.path / "retrained", strict=False)
         cache = RetrainingCache.open(folder.path / "retrained", description.solution, retraining.tol)
         self.stage, self._retraining = "retraining", (cache, removals)

@@ -9,7 +9,7 @@ import warnings as python_warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
 import typer
@@ -173,21 +173,7 @@ def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bo
             print_error(f"{result.verdict['words']} {result.verdict['cure']}")
         return
     print_verdict(result.verdict)
-    retrained = any(sample.get("actual") is not None for sample in result.samples)
-    headings = ["sample", "group", "score"]
-    headings += ["retrained"] if retrained else []
-    headings += ["mostly through"] if result.terms else []
-    title = f"Change of {escape_text(result.target)}, now {result.value:.6g}, without each sample ({result.estimator})"
-    table = make_table(title, *headings, left=2)
-    if result.terms:
-        table.caption = "mostly through: the objective or the constraint that contributes most to the score"
-    for sample in samples:
-        cells = [_format_signed(sample["score"]), *([_format_signed(sample.get("actual"))] if retrained else [])]
-        if result.terms:
-            sizes = [abs(x or 0.0) for x in sample["parts"]]
-            cells.append(escape_text(result.terms[sizes.index(max(sizes))]) if any(sizes) else "—")
-        table.add_row(escape_text(sample["name"]), escape_text(sample["group"] or ""), *cells)
-    make_console().print(table)
+    _print_samples(result, samples)
     for remark in result.remarks:
         typer.echo(replace_control_characters(remark))
     if result.agreement is not None:
@@ -196,6 +182,36 @@ def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bo
         text = ", ".join(numbers) or "not defined"
         typer.echo(f"Predicted against retrained change, {result.agreement['n']} samples: {text}")
     typer.echo(f"Scores of all samples: {scores.resolve()}\nReport: {page.resolve()}")
+
+
+def _print_samples(result: Report, samples: list[dict[str, Any]]) -> None:
+    """Print a table of samples: their scores, what retraining gave, and through which term each acts most."""
+    doubtful = [sample["score"] is not None and result.doubts(sample) for sample in samples]
+    columns = {
+        "sample": [sample["name"] for sample in samples],
+        "group": [sample["group"] or "" for sample in samples],
+        "score": [
+            _format_signed(s["score"]) + (" ?" if doubt else "") for s, doubt in zip(samples, doubtful, strict=True)
+        ],
+    }
+    captions = ["?: a prediction that cannot be trusted"] if any(doubtful) else []
+    if any(sample.get("actual") is not None for sample in result.samples):
+        columns["retrained"] = [_format_signed(sample.get("actual")) for sample in samples]
+    if result.terms:
+        columns["mostly through"] = [_find_largest(result.terms, sample["parts"]) for sample in samples]
+        captions.append("mostly through: the objective or the constraint that contributes most to the score")
+    title = f"Change of {escape_text(result.target)}, now {result.value:.6g}, without each sample ({result.estimator})"
+    table = make_table(title, *columns, left=2)
+    table.caption = "; ".join(captions)
+    for cells in zip(*columns.values(), strict=True):
+        table.add_row(*map(escape_text, cells))
+    make_console().print(table)
+
+
+def _find_largest(terms: list[str], parts: list[float | None]) -> str:
+    """Return the term with the largest part of a score."""
+    sizes = [abs(part or 0.0) for part in parts]
+    return terms[sizes.index(max(sizes))] if any(sizes) else "—"
 
 
 def _format_signed(x: float | None) -> str:

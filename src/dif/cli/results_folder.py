@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from dif.runtime.archive import lock_folder, read_archive, read_document, write_
 from dif.solving.fit import fit
 
 _OWNER = "model.json"  # file that says whose results these are
-_KIND = "owner of results"  # of that file
+_OWNER_KIND = "owner of results"  # of that file
 _MAX_NAME = 40  # characters of a target's name in the name of a file
 
 
@@ -70,11 +70,11 @@ class ResultsFolder:
         with lock_folder(self.path):
             self.check()
             if self._read_owner() != self._describe_owner():
-                write_document(self.path / _OWNER, _KIND, self._describe_owner())
+                write_document(self.path / _OWNER, _OWNER_KIND, self._describe_owner())
 
     def _read_owner(self) -> dict[str, str] | None:
         note, cure = self.path / _OWNER, "Choose another folder with --out, or delete this one."
-        return read_document(note, _KIND, cure) if note.is_file() else None
+        return read_document(note, _OWNER_KIND, cure) if note.is_file() else None
 
     def _describe_owner(self) -> dict[str, str]:
         """Return the name of the model file, a hash of its place relative to the folder, and one of its bytes."""
@@ -93,9 +93,15 @@ class ResultsFolder:
         return load_reports(path) if path.is_file() else []
 
     def find(self, target: str, method: str, mark: str) -> Report | None:
-        """Return the answer about a target by one method, if it belongs to this solution and these data."""
+        """Return the answer about a target by one method, if it belongs to this solution and these data.
+
+        The scores beside it must be there, and those that it lists.
+        """
         found = [r for r in self.load_reports() if (r.target, r.method, r.mark) == (target, method, mark)]
-        return found[-1] if found else None
+        with suppress(FileNotFoundError, InvalidInputError):
+            if found and found[-1].lists(Influence.load(self.scores_path(found[-1]))):
+                return found[-1]
+        return None
 
     def add(self, report: Report, scores: Influence | None = None) -> Report:
         """Add an answer to the report, or replace an older one to the same question; return it as it was added.

@@ -20,7 +20,7 @@ from dif.derivatives.fingerprint import READ, encode_tensor, hash_all
 from dif.derivatives.program import Targets
 from dif.errors import DifError, InvalidInputError, count_words
 from dif.estimators.directional import DirectionalInfluence
-from dif.optimality.judgement import NOTE, Certificate
+from dif.optimality.judgement import BAD, NOTE, Certificate
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.data import leaves
 from dif.problem.perturbation import Perturbation
@@ -29,7 +29,7 @@ from dif.report.page import render
 from dif.report.subjects import Subjects, list_entries
 from dif.report.words import Verdict, explain_constraint, write_formulas
 from dif.results.change import Agreement
-from dif.results.influence import Influence
+from dif.results.influence import TRUSTED, Influence
 from dif.runtime.archive import damage_error, open_atomically, read_document, write_document
 from dif.runtime.inputs import expect_path
 
@@ -50,7 +50,7 @@ class Report:
     histogram: dict[str, list[float]]
     by_group: list[dict[str, Any]]
     terms: list[str]
-    samples: list[dict[str, Any]]  # the most influential samples, in order
+    samples: list[dict[str, Any]]  # those without a score, then the most influential, in order
     run: dict[str, str]
     model: dict[str, str]  # hashes of the model file and of the data, and what else identifies the model
     mark: str  # fingerprint of the solution, the target and the displayed data; empty if nobody asks for it
@@ -90,12 +90,22 @@ class Report:
             wrong = int((np.sign(predicted) != np.sign(actual)).sum())
             error = off / size if size else float(off > 0)
             compared = {"n": len(pairs), "relative_error": error, "wrong_signs": wrong}
-        verdict = Verdict.of(self.certificate, self.assessment, compared, self.unanswered, self.kinked)
+        instead = sum(s["score"] is None and s.get("actual") is not None for s in samples)
+        verdict = Verdict.of(self.certificate, self.assessment, compared, self.unanswered, self.kinked, instead)
         if self.certificate["holds"] and self.negligible and not self.kinked:
             text = f"No sample is predicted to change {self.target} by more than rounding error"
             verdict = Verdict(NOTE, f"{text}, so there is no ranking.")
         kept = [dict(entry) for entry in known.values()]
         return replace(self, samples=samples, agreement=agreement, retrained=kept, verdict=asdict(verdict))
+
+    def lists(self, scores: Influence) -> bool:
+        """Return whether the report was built from the same scores."""
+        column = scores.values[:, 0].tolist() if scores.targets == (self.target,) else []
+        return len(column) == self.total and all(s["score"] == finite(column[s["index"]]) for s in self.samples)
+
+    def doubts(self, sample: Mapping[str, Any]) -> bool:
+        """Return whether the score of a sample is not to be trusted: all of them, or by its own expected error."""
+        return self.verdict["sign"] == BAD or (sample["expected_error"] or 0.0) > TRUSTED
 
     @property
     def negligible(self) -> bool:
@@ -165,7 +175,9 @@ def write_html(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
 
 
 def _render(reports: Sequence[Report]) -> str:
-    return render([asdict(report) | {"remarks": report.remarks} for report in reports])
+    marked = [[sample | {"doubtful": report.doubts(sample)} for sample in report.samples] for report in reports]
+    plain = zip(map(asdict, reports), reports, marked, strict=True)
+    return render([known | {"remarks": report.remarks, "samples": samples} for known, report, samples in plain])
 
 
 def finite(x: Any) -> float | None:
@@ -279,15 +291,15 @@ def build_reports(
     }
     reports = []
     for column, (target, term) in enumerate(zip(influence.targets, terms, strict=True)):
-        listed = [entry.index for entry in influence.top(max(top, min(_MAX_LISTED, len(influence))), column)]
-        parts = None if term is None else _split_scores(influence, explainer, term, column, listed)
+        listed = _list_rows(influence, column, max(top, _MAX_LISTED))
+        terms_of, parts = ([], {}) if term is None else _split_scores(influence, explainer, term, column, listed)
         report = Report(
             target=target,
             assessment=_clean_assessment(influence, column),
             value=values[column],
             histogram=_bin_scores(influence.values[:, column].double()),
             by_group=_summarize_groups(subjects, influence.values[:, column].tolist()),
-            terms=[] if parts is None else list(parts.targets),
+            terms=terms_of,
             samples=_describe_samples(influence, subjects, column, listed, parts),
             loss=term is not None and is_loss(term, solution),
             kinked="" if term is None else "; ".join(map(str, Targets(term, solution).kinks(solution.theta))),
@@ -356,19 +368,24 @@ def _find_margins(influence: Influence, explainer: Any) -> Any:
     return None
 
 
+def _list_rows(influence: Influence, column: int, most: int) -> list[int]:
+    """Return the rows that a report lists: those without an answer, which may be the strongest, then the strongest."""
+    answered = torch.isfinite(influence.values[:, column])
+    ranked = [entry.index for entry in influence.top(min(most, len(influence)), column)]
+    return [*torch.nonzero(~answered).reshape(-1).tolist(), *(row for row in ranked if answered[row])][:most]
+
+
 def _split_scores(
     influence: Influence, explainer: Any, term: Expression, column: int, listed: list[int]
-) -> Influence | None:
-    """Return the listed scores by term, those without an answer left out; None where they would not add up."""
-    known = influence.values[listed, column].double()
-    known = known[torch.isfinite(known)]  # those without an answer are listed last
-    if explainer is None or not len(known):
-        return None
+) -> tuple[list[str], dict[int, list[float]]]:
+    """Return the names of the terms, and the parts of each listed score; nothing where they would not add up."""
+    rows = [row for row in listed if bool(torch.isfinite(influence.values[row, column]))]
     with suppress(DifError):
-        parts = explainer.by_term(term, influence[listed[: len(known)]].carried_out)
-        if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
-            return parts
-    return None
+        if explainer is not None and rows:
+            known, parts = influence.values[rows, column].double(), explainer.by_term(term, influence[rows].carried_out)
+            if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
+                return list(parts.targets), dict(zip(rows, parts.values.tolist(), strict=True))
+    return [], {}
 
 
 def _describe_certificate(subjects: Subjects, margins: Any) -> dict[str, Any]:
@@ -381,11 +398,11 @@ def _describe_certificate(subjects: Subjects, margins: Any) -> dict[str, Any]:
 
 
 def _describe_samples(
-    influence: Influence, subjects: Subjects, column: int, listed: Sequence[int], parts: Influence | None
+    influence: Influence, subjects: Subjects, column: int, listed: Sequence[int], parts: Mapping[int, list[float]]
 ) -> list[dict[str, Any]]:
     """Return what the report says of each listed sample."""
     values, errors = influence.values[:, column].double(), influence.expected_error
-    reasons, split = influence.diagnostics.get("unanswered", {}), [] if parts is None else parts.values.tolist()
+    reasons = influence.diagnostics.get("unanswered", {})
     losses = [{name: finite(loss[i]) for name, loss in subjects.losses.items()} for i in listed]
     return [
         {
@@ -397,7 +414,7 @@ def _describe_samples(
             "losses": losses[k],
             "expected_error": finite(errors[i]),
             "why": reasons.get(influence.perturbations[i], ""),  # why it has no score
-            "parts": [finite(x) for x in split[k]] if k < len(split) else [],
+            "parts": [finite(x) for x in parts.get(i, ())],
             "features": subjects.feature(i),
             "image": subjects.encode_image(i) if k < _MAX_IMAGES else None,
         }

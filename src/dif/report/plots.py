@@ -13,6 +13,7 @@ from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
 from dif.errors import count_words, few
 from dif.optimality.solution import expect_solution
 from dif.report.subjects import expect_column
+from dif.results.influence import TRUSTED
 from dif.results.selection import find_column
 from dif.runtime.inputs import as_numbers, check_count, write_label
 from dif.solving.continuation import Path
@@ -89,7 +90,8 @@ def ranking(
 ) -> Any:
     """Draw the k perturbations with the largest effect on a target as bars, largest on top.
 
-    They are named by `names`, by the index of the user's DataFrame, or by their labels.
+    They are named by `names`, by the index of the user's DataFrame, or by their labels. Bars of scores that cannot be
+    trusted are hatched.
     """
     influence = _expect_influence(influence)
     top = influence.top(k, target)[::-1]
@@ -98,7 +100,13 @@ def ranking(
     if names is not None:
         given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
         labels = [str(given[entry.index]) for entry in top]
-    return _draw_bars(ax, values, labels, _describe(influence, _find_target(influence, target)))
+    column = _find_target(influence, target)
+    ax = _draw_bars(ax, values, labels, _describe(influence, column))
+    untrusted, errors = _is_untrusted(influence, column), influence.expected_error
+    for bar, entry in zip(ax.patches[-len(top) :], top, strict=True):
+        if untrusted or errors[entry.index] > TRUSTED:
+            bar.set(hatch="//", fill=False, edgecolor=bar.get_facecolor())
+    return ax
 
 
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
@@ -306,7 +314,12 @@ def _expect_influence(influence: object) -> Influence:
 
 def _describe(influence: Influence, column: int) -> str:
     """Return the label of an axis with the scores of one target."""
-    return f"change of {influence.targets[column]} ({influence.estimator})"
+    doubt = ", not trusted" if _is_untrusted(influence, column) else ""
+    return f"change of {influence.targets[column]} ({influence.estimator}{doubt})"
+
+
+def _is_untrusted(influence: Influence, column: int) -> bool:
+    return influence.trusted_by_target[influence.targets[column]] is False
 
 
 def _find_target(influence: Influence, target: int | str) -> int:

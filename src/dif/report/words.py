@@ -179,7 +179,7 @@ class Verdict:
     @classmethod
     def of(
         cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None,
-        unanswered: tuple[int, str] | None = None, kinked: str = "",
+        unanswered: tuple[int, str] | None = None, kinked: str = "", instead: int = 0,
     ) -> Verdict:  # fmt: skip
         """Judge by the strongest evidence: a failed certificate, then retrainings, then expected errors.
 
@@ -189,6 +189,7 @@ class Verdict:
             retrained: Results of retraining: `n`, `relative_error`, `wrong_signs`; None where nothing was retrained.
             unanswered: How many removals have no answer, and the reason for the first of them.
             kinked: What is not smooth about the target; empty where it is smooth.
+            instead: How many of the removals without an answer were carried out by training again.
         """
         verdict = _judge(certificate, assessment, retrained)
         if kinked and verdict.sign == BAD:
@@ -197,7 +198,10 @@ class Verdict:
             count, reason = unanswered
             have = "has" if count == 1 else "have"
             words = f"{verdict.words} {count_words(count, 'removal')} {have} no answer: {reason.rstrip('.')}."
-            verdict = cls(NOTE, words, verdict.cure)
+            if instead:
+                which = "it" if count == 1 else "each of them" if instead == count else f"{instead} of them"
+                words += f" The model was trained again without {which}."
+            verdict = cls(NOTE if instead < count else verdict.sign, words, verdict.cure)
         return verdict
 
 

@@ -360,3 +360,15 @@ def test_wrong_inputs_are_refused():
         (lambda: constrain("demographic parity", sample_weight=np.ones(7)), "(7,)"),
     ):
         invalid(action, measured)
+
+
+@pytest.mark.parametrize("kind", list(BOUNDS)[:4])
+def test_ratios_of_means_that_may_be_negative_are_refused(kind):
+    """For m < 0 the rows ratio·m_g ≤ m and m_g ≥ ratio·m contradict each other at m_g = m."""
+    words = "may be negative; pass `bound` instead, or a link whose values are positive, such as torch.sigmoid."
+    for link, found in ((None, "link=None"), (torch.tanh, "this `link`"), (lambda f: f, "this `link`")):
+        invalid(
+            lambda link=link: constrain(kind, ratio=0.8, link=link), f"`ratio` cannot be used with {found}, ", words
+        )
+        assert constrain(kind, ratio=1.0, link=link)
+    assert constrain(kind, ratio=0.8, link=lambda f: torch.sigmoid(5 * f))

@@ -13,7 +13,7 @@ from torch import Tensor
 import dif
 import dif.fairness
 from dif import InvalidInputError
-from dif.runtime.inputs import check_order, refuse_text
+from dif.runtime.inputs import check_order, read_array, refuse_text
 
 try:
     from fairlearn.reductions import BoundedGroupLoss, ExponentiatedGradient, GridSearch, UtilityParity
@@ -27,6 +27,8 @@ except ImportError as error:
     ) from error
 
 __all__ = ["FairClassifier", "FairRegressor", "solution_of"]
+
+_AMONG_LABELS = ("TruePositiveRateParity", "FalsePositiveRateParity", "EqualizedOdds")  # of people with one label
 
 
 def score(params: dict[str, Tensor], batch: Any) -> Tensor:
@@ -73,7 +75,8 @@ class _FairMixin(linear.InfluenceMixin):
 
     def _build_samples(self, loss: Any) -> tuple[dif.Samples, dif.Term]:
         """Return the training samples, and the sum of their losses, weighted if fit was given weights."""
-        train = linear.build_samples(loss, self._X, self._y, self._index)
+        classes = getattr(self, "classes_", None)
+        train = linear.build_samples(loss, self._X, self._y, self._index, classes=classes)
         return train, train.sum() if self._weights is None else train.weighted(self._weights)
 
     def _build_rows(self, train: dif.Samples, loss: Any, **options: Any) -> list[dif.Constraint]:
@@ -82,6 +85,25 @@ class _FairMixin(linear.InfluenceMixin):
             return []
         options |= {"score": score, "loss": loss, "sample_weight": self._weights, **self._features}
         return dif.fairness.read_moment(self._moment, train, **options)
+
+    def _find_like(self, index: Any, targets: Tensor) -> Any:
+        """Return the index of a sample with the memberships of each relabelled one.
+
+        Under a constraint among the samples of one label, it is one of the same groups and weight that has the label.
+        """
+        if type(self._moment).__name__ not in _AMONG_LABELS:
+            return index
+        columns = [read_array(c) for c in (*self._features.values(), self._weights) if c is not None]
+        words = [str(row) for row in zip(*(c.reshape(len(self._y), -1).tolist() for c in columns), strict=True)]
+        known = {key: i for i, key in reversed([*enumerate(zip(words, self._y.tolist(), strict=True))])}
+        keys = [(words[i], float(t)) for i, t in zip(index, targets, strict=True)]
+        alone = [int(i) for i, key in zip(index, keys, strict=True) if key not in known]
+        if alone:
+            raise InvalidInputError(
+                f"No training sample with the groups and weight of sample {alone[0]} has its new label, so what it "
+                f"counts in {type(self._moment).__name__} is unknown; fit again with the new label."
+            )
+        return [i if self._y[i] == t else known[key] for i, t, key in zip(index, targets, keys, strict=True)]
 
     def _name_loss(self) -> str:
         """Return the name of the loss of a BoundedGroupLoss; "NoneType" for other moments."""
@@ -283,7 +305,8 @@ def solution_of(search: Any) -> dif.Solution:
         means = [_Mean("loss", float(c), np.array(moment.tags["group_id"] == g)) for g, c in multipliers.items()]
     fitted = linear.solution_of(predictor, moment.X, targets, sample_weight=np.abs(weights))
     columns = {"target": _encode(predictor, targets), **factors}
-    loss = linear.logistic_loss if hasattr(predictor, "classes_") else linear.squared_loss
+    classifies = hasattr(predictor, "classes_")
+    loss = linear.logistic_loss if classifies else linear.squared_loss
     people = dif.Samples(
         lambda params, batch: loss(params, (batch["X"], batch["target"])),
         {
@@ -291,6 +314,7 @@ def solution_of(search: Any) -> dif.Solution:
             **{name: torch.as_tensor(np.array(column, dtype=np.float64)) for name, column in columns.items()},
         },
         name="train",
+        check=lambda batch: linear.check_targets(batch["target"], predictor.classes_) if classifies else None,
     )
     objective = _add_penalty(_state_risk(people, means), fitted.problem.objective, people)
     return dif.fit(dif.Problem(objective, fitted.problem.constraints), fitted.params, show_progress=False)

@@ -5,7 +5,7 @@ The estimators report the influence of their training samples. The adapter for f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -17,7 +17,15 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
-from dif.runtime.inputs import check_order, describe, refuse_text
+from dif.runtime.inputs import (
+    as_index,
+    check_labels,
+    check_order,
+    describe,
+    read_numbers,
+    refuse_text,
+    write_label,
+)
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -79,9 +87,50 @@ def label_rows(X: Any, index: Any) -> Any:
     return pandas.DataFrame(rows, index=index)
 
 
-def build_samples(loss: Any, X: Any, y: Any, index: Any = None, name: str = "train") -> dif.Samples:
-    """Build Samples from the rows of X, their targets and, unless it is None, the index of a DataFrame."""
-    return dif.Samples(loss, (label_rows(X, index), torch.as_tensor(np.array(y))), name=name)
+def build_samples(
+    loss: Any, X: Any, y: Any, index: Any = None, name: str = "train", classes: Any = None
+) -> dif.Samples:  # fmt: skip
+    """Build Samples from the rows of X, their targets and, unless it is None, the index of a DataFrame.
+
+    `classes` are what the targets of a classifier stand for; new samples with other targets are refused.
+    """
+    check = None if classes is None else lambda batch: check_targets(batch[1], classes)
+    return dif.Samples(loss, (label_rows(X, index), torch.as_tensor(np.array(y))), name=name, check=check)
+
+
+def check_targets(targets: Tensor, classes: Any) -> None:
+    """Refuse targets of new samples that stand for none of the classes."""
+    codes = [-1, 1] if len(classes) == 2 else list(range(len(classes)))
+    unknown = [target for target in targets.tolist() if target not in codes]
+    if unknown:
+        known = [f"{code} for {label!r}" for code, label in zip(codes, np.asarray(classes).tolist(), strict=True)]
+        raise InvalidInputError(
+            f"The target of a new sample must be {', '.join(known)}, not {unknown[0]:g}; `relabel` of an estimator "
+            "takes the labels that it was fitted with."
+        )
+
+
+def find_rows(rows: Any, index: Any) -> list[Any]:
+    """Return the positions of samples that were given by position, or by label in the index of a DataFrame.
+
+    Text and parts of an index are labels. Integers are positions; those that may be meant as labels are refused.
+    """
+    listed = [rows] if isinstance(rows, str) or not isinstance(rows, Iterable) else list(rows)
+    numbers, places = [as_index(row) for row in listed], {}
+    for place, label in enumerate(() if index is None else index):
+        places.setdefault(write_label(label), []).append(place)
+    found = [places.get(write_label(row), []) for row in listed]
+    if not hasattr(rows, "get_indexer") and None not in numbers:
+        if all(found) and found != [[number] for number in numbers]:
+            raise InvalidInputError(
+                f"`rows` must not be integers such as {numbers[0]}, which are positions of some samples and labels of "
+                "others; pass a part of the index, such as X.index[positions]."
+            )
+        return numbers
+    wrong = [row for row, known in zip(listed, found, strict=True) if len(known) != 1]
+    if wrong:
+        raise InvalidInputError(f"`rows` must be positions, or labels that the index of X has once, not {wrong[0]!r}.")
+    return [place for (place,) in found]
 
 
 def build_params(coef: Any, intercept: Any) -> dict[str, Tensor]:
@@ -126,16 +175,18 @@ def require_both(X: Any, y: Any) -> None:
 class InfluenceMixin:
     """What the constrained estimators share: fitting, `solution_`, `certificate_`, `samples_` and `influence`.
 
-    An estimator builds its problem from what `fit` kept (`_build_problem`), and reads test samples as its loss takes
-    them (`_read_test_samples`).
+    An estimator builds its problem from what `fit` kept (`_build_problem`), and reads test samples and targets as its
+    loss takes them (`_read_test_samples`, `_read_targets`).
     """
 
     coef_: Any
     intercept_: float
     fit_intercept: bool
     _X: Any  # the features that fit was given, (n, d)
+    _index: Any  # the index of their DataFrame, or None
     _build_problem: Any
     _read_test_samples: Any
+    _read_targets: Any
 
     @property
     def solution_(self) -> dif.Solution:
@@ -167,6 +218,24 @@ class InfluenceMixin:
         check_order(X=X, y=y)
         features, targets = self._read_test_samples(X, y)
         return build_samples(self.samples_.loss, features, targets, read_index(X), name="test")
+
+    def relabel(self, rows: Any, y: Any) -> dif.Perturbation:
+        """Return one perturbation that gives training samples other targets, as if fit had been given these.
+
+        Args:
+            rows: The samples, by position, or by label in the index of the DataFrame that fit was given.
+            y: Their targets as fit takes them, one for each sample or one for all.
+        """
+        samples, given = self.samples_, find_rows(rows, self._index)
+        index, labels = np.array(samples.check_indices(given)), None if self._index is None else self._index[given]
+        check_labels(y, labels, "`y`", "`rows`")
+        targets = self._read_targets(np.full(len(index), y) if np.ndim(y) == 0 else y, len(index), "relabelled")
+        new = label_rows(self._X[index], labels), targets
+        return samples.remove(index) + samples.add(new, like=self._find_like(index, targets))
+
+    def _find_like(self, index: Any, targets: Tensor) -> Any:
+        """Return the index of a sample with the memberships of each relabelled one: without other rules, itself."""
+        return index
 
     def influence(self, X: Any = None, y: Any = None, *, indices: Any = None) -> dif.Influence:
         """Predict what would change without each training sample, without refitting.
@@ -248,6 +317,9 @@ class LinearRegressorMixin:
         X, y = validate(self, X, y, y_numeric=True, reset=False)
         return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
 
+    def _read_targets(self, y: Any, count: int, _: str) -> Tensor:
+        return read_numbers(y, "y", count)
+
 
 class LinearClassifierMixin:
     """Read two classes as −1 and 1, and predict them from X·coef + intercept."""
@@ -292,15 +364,20 @@ class LinearClassifierMixin:
         return np.where(y == self.classes_[1], 1.0, -1.0)
 
     def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y, known = self._read_features(X), np.asarray(y), self.classes_.tolist()
+        features = self._read_features(X)
+        return torch.as_tensor(np.array(features)), self._read_targets(y, len(features), "test")
+
+    def _read_targets(self, y: Any, count: int, kind: str) -> Tensor:
+        """Return −1 and 1 for the labels of samples of a kind, such as "test"."""
+        y, known = np.asarray(y), self.classes_.tolist()
         unknown = sorted({str(label) for label in y.tolist() if label not in known}) if y.ndim == 1 else []
-        if unknown or y.shape != (len(X),):
+        if unknown or y.shape != (count,):
             given = f"{len(y)} labels" if y.ndim == 1 else f"labels of shape {y.shape}"
             given += f", with {len(unknown)} unknown ones, the first {unknown[0]!r}" if unknown else ""
             raise InvalidInputError(
-                f"Each of the {len(X)} test samples must have one label, {known[0]!r} or {known[1]!r}, not {given}."
+                f"Each of the {count} {kind} samples must have one label, {known[0]!r} or {known[1]!r}, not {given}."
             )
-        return torch.as_tensor(np.array(X)), torch.as_tensor(np.where(y == self.classes_[1], 1.0, -1.0))
+        return torch.as_tensor(np.where(y == self.classes_[1], 1.0, -1.0))
 
 
 class ConstrainedLinearRegression(LinearRegressorMixin, InfluenceMixin, RegressorMixin, BaseEstimator):
@@ -440,7 +517,7 @@ class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMi
             return check_array(features, dtype="float64"), members.astype(str)
 
     def _build_problem(self) -> dif.Problem:
-        train = build_samples(logistic_loss, self._X, self._y, self._index)
+        train = build_samples(logistic_loss, self._X, self._y, self._index, classes=self.classes_)
         risk, (C, tau) = train.mean(), self._settings
         groups = enumerate(() if self.groups_ is None else self.groups_)
         rows = [(train.mean(where=self._group_index == g) <= risk + tau).named(str(name)) for g, name in groups]
@@ -545,7 +622,7 @@ def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tupl
     binary = len(estimator.classes_) == 2
     unweighted = sample_weight is None and estimator.class_weight is None
     loss, labels = (logistic_loss, 2.0 * class_index - 1.0) if binary else (softmax_loss, class_index)
-    train = build_samples(loss, X, labels, index)
+    train = build_samples(loss, X, labels, index, classes=estimator.classes_)
     risk = train.sum() if unweighted else train.weighted(weights)
     intercept, constraints = estimator.intercept_ if estimator.fit_intercept else None, []
     if binary:

@@ -24,7 +24,7 @@ from dif.derivatives.losses import (
     sweep_batches,
 )
 from dif.derivatives.rows import CompiledFunction, Rows, evaluate_function, wrong_type_error
-from dif.errors import DifError, InvalidInputError, few
+from dif.errors import DifError, InvalidInputError, few, warn
 from dif.problem.parameters import Parameters
 from dif.problem.samples import PLAIN_ATTENTION, Samples
 from dif.problem.term import Function
@@ -49,9 +49,19 @@ def difference(at: Callable[[float], Tensor], here: Tensor, step: float) -> tupl
 
 
 def check_slopes(samples: Samples, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
-    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one."""
+    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one.
+
+    Warns where the losses of a third of the samples, or more, have no slope at all, although they are not 0.
+    """
     eps = torch.finfo(theta.dtype).eps
     here, slopes = sample_slopes(samples, parameters, theta, v[:, None])
+    constant = int(((slopes[:, 0] == 0) & (here != 0)).sum())
+    if len(samples) <= 3 * constant < 3 * len(samples):
+        warn(
+            f"The loss of {constant} of {len(samples)} samples of {samples.name!r} is not 0, but does not depend on "
+            "the parameters. Labels 0 and 1 do this in a loss that takes −1 and 1: pass 2·y − 1.",
+            UserWarning,
+        )
     slope, last, index, change = slopes[:, 0], slopes[:, 0], torch.arange(len(samples)), 0
     for step in (eps ** (1 / 3), 16 * eps ** (1 / 3)):  # a rounding error would change with the step
         chosen = None if len(index) == len(samples) else index

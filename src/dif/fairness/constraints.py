@@ -119,8 +119,8 @@ def demographic_parity(
         score: The score of the model, `score(params, batch)` → (n,); positive for the label 1.
         sensitive_features: The group of each sample, (n,), or several features, (n, k), which are combined.
         bound: The largest difference.
-        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0. It needs a link, because scores
-            may be negative.
+        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0. It needs a link with values ≥ 0,
+            because scores may be negative.
         link: The smooth stand-in for the decision score > 0. The default is the probability of logistic regression;
             None takes the score itself.
         sample_weight: Weights of the samples in the means, ≥ 0; None weighs all alike.
@@ -177,7 +177,7 @@ def error_rate_parity(
 ) -> list[dif.Constraint]:  # fmt: skip
     """Constrain the mean error of each group to be near that of all samples.
 
-    `error(params, batch)` is a smooth error of each sample, such as the probability of the wrong label. The other
+    `error(params, batch)` is a smooth error ≥ 0 of each sample, such as the probability of the wrong label. The other
     arguments are those of `demographic_parity`, without `link`.
     """
     view = _view(train, check_function(error, "error"), None, 1)
@@ -285,15 +285,16 @@ def _view(train: dif.Samples, score: PerSample, link: Link, ratio: float) -> dif
     """Return the view of the samples whose loss is link(score)."""
     _check_samples(train)
     check_function(score, "score")
-    if link is None and ratio != 1:
+    stand_in = None if link is None else check_function(link, "link")
+    if ratio != 1 and (stand_in is None or bool((stand_in(torch.linspace(-10, 10, 21)) < 0).any())):
+        found = "link=None, because mean scores" if stand_in is None else "this `link`, because its means"
         raise InvalidInputError(
-            "`ratio` cannot be used with link=None, because mean scores may be negative; pass `bound` instead, or a "
-            "link whose values are positive, such as torch.sigmoid."
+            f"`ratio` cannot be used with {found} may be negative; pass `bound` instead, or a link whose values are "
+            "positive, such as torch.sigmoid."
         )
-    if link is None:
+    if stand_in is None:
         return train.view(score, name=f"score of {train.name}")
-    stand_in, name = check_function(link, "link"), f"probability of {train.name}"
-    return train.view(lambda params, batch: stand_in(score(params, batch)), name=name)
+    return train.view(lambda params, batch: stand_in(score(params, batch)), name=f"probability of {train.name}")
 
 
 def _read_groups(train: dif.Samples, sensitive_features: Any) -> Groups:

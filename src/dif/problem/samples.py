@@ -40,6 +40,8 @@ class Samples:
         outputs: The outputs of the model for a batch, `outputs(params, batch)` → (n, ...); the loss then takes these
             instead of the params, `loss(outputs, batch)`. Gauss–Newton curvature needs the two separately, and `fit`
             uses it where the Hessian is expensive.
+        check: Called with the data of samples that are added or replace others, and raises an error where the loss is
+            not meant for them, such as for labels in another coding.
 
     >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
     >>> train.mean(), len(train)
@@ -53,6 +55,7 @@ class Samples:
         name: str = "samples",
         batch_size: int | None = None,
         outputs: Callable[[Any, Any], Tensor] | None = None,
+        check: Callable[[Any], None] | None = None,
     ) -> None:
         if not callable(loss):
             raise InvalidInputError(
@@ -67,7 +70,7 @@ class Samples:
             batch_size = check_count(batch_size, f"`batch_size` of Samples {name!r}")
         self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
-        self.name = name
+        self.name, self.check = name, check
         self.storage = Storage.of(data, name)
         self.population: Samples = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
@@ -195,6 +198,9 @@ class Samples:
                 f"The new data for {self.name!r} must have the structure {old_structure}, not {new_structure}; the "
                 "data of one sample are data[i:i+1]."
             )
+        if (check := self.population.check) is not None:
+            for _, batch in new.batches():
+                check(batch)
         new.name = name
         return new
 

@@ -21,7 +21,7 @@ import dif
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.estimators.protocol import ScoredChunk, Scoring
+from dif.estimators.protocol import by_chunk, fill_scores
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
 
@@ -138,11 +138,11 @@ def memory(device, n):
 
     def score(chunk):
         values, _ = estimator.first_order_scores(system, columns, chunk)
-        return ScoredChunk(values.double().cpu(), {})
+        return values.double().cpu(), {}
 
     with tempfile.TemporaryDirectory() as folder:
-        scoring = Scoring(estimator, "sweep", solution, targets, direction, {}, f"{folder}/scores.npy")
-        done = scoring.fill(score, 2**14, 1, False)
+        chunks, out = by_chunk(score, direction, 2**14), f"{folder}/scores.npy"
+        done = fill_scores(estimator, solution, targets, direction, chunks, {}, name="sweep", out=out)
     peak = torch.cuda.max_memory_allocated() / 2**20 if device == "cuda" else host_peak()
     print(json.dumps({"peak": peak, "scored": len(done)}))
 

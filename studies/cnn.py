@@ -19,6 +19,10 @@ from torch import Tensor, nn
 import dif
 from dif.derivatives.fingerprint import encode_tensor, hash_all
 from dif.derivatives.hessian import DENSE_LIMIT
+from dif.derivatives.program import Targets
+from dif.derivatives.weight_change import Direction
+from dif.estimators.first_order import FirstOrderEstimator
+from dif.estimators.protocol import differences
 from dif.linalg.solvers import SolverSeries
 from dif.runtime.archive import open_atomically
 from studies import results
@@ -255,9 +259,7 @@ def run(
             actual = retraining.scores(test, chosen, jobs=jobs, show_progress=show_progress)
         predicted = {name: e.scores(test, chosen, assess=0).values for name, e in estimators.items()}
         predicted |= {
-            name + REEVALUATED: e.reevaluated(test, chosen, show_progress=False).values
-            for name, e in estimators.items()
-            if name != "Newton"
+            name + REEVALUATED: reevaluate(e, test, chosen) for name, e in estimators.items() if name != "Newton"
         }
         compared[convention] = {
             "actual": actual.values[:, 0].tolist(),
@@ -334,6 +336,12 @@ def check_retraining(
         "residuals": residuals,
         "largest_difference": max(differences),
     }
+
+
+def reevaluate(estimator: FirstOrderEstimator, target: Any, removals: dif.Perturbation) -> Tensor:
+    """Return the difference of each target between θ̄ and θ̄ + Δθ, (P, T); `scores` has its first-order part, qᵀΔθ."""
+    direction, targets = Direction(estimator.at.program, removals), Targets(target, estimator.at)
+    return differences(estimator.at, targets, estimator.steps(estimator.linearise(direction), direction)[0])
 
 
 def measure_agreement(predicted: Tensor, actual: Tensor) -> dict[str, Any]:

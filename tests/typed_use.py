@@ -62,7 +62,7 @@ def main() -> None:
     agreement = scores.compare(dif.Retraining(solution, keep="kept").scores(train, removals, jobs=2))
     assert_type(agreement, dif.Agreement)
     assert_type(agreement.pearson, float)
-    print(influence.by_term(risk, removals), influence.prices(removals), influence.reevaluated(risk, removals))
+    print(influence.by_term(risk, removals), influence.prices(removals))
     for estimator in (
         dif.ClassicalInfluence(solution),
         dif.PenaltyInfluence(solution),

@@ -170,9 +170,8 @@ def try_problem(number: int, call: Calls, folder) -> None:
         scores = call(lambda made=made, what=what: made.scores(targets, what))
         if hasattr(made, "change"):
             call(lambda made=made, what=what: made.change(what[0]))
-        for other in ("by_term", "reevaluated"):
-            if hasattr(made, other):
-                call(lambda made=made, what=what, other=other: getattr(made, other)(targets[0], what))
+        if hasattr(made, "by_term"):
+            call(lambda made=made, what=what: made.by_term(targets[0], what))
         if scores is not None:
             call(lambda scores=scores: scores.top(1))
             call(lambda scores=scores: (scores.save(folder / "s.npz"), dif.Influence.load(folder / "s.npz")))

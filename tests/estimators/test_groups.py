@@ -86,12 +86,12 @@ def test_constraints_that_switch_are_named():
     np.testing.assert_allclose(exact.values, dif.Retraining(solution).scores(train.mean(), loosen).values, atol=1e-9)
 
 
-def test_side_by_side(fair):
+def test_each_estimator_is_more_accurate_than_the_last(fair):
     train, solution, _ = fair
     groups = random_groups(train, (6,), count=2)
-    beside = dif.AdaptiveInfluence(solution).side_by_side(train.mean(), groups)
     actual = dif.Retraining(solution).scores(train.mean(), groups)
-    errors = [beside[name].compare(actual).relative_error for name in ("DIF", "Newton", "path")]
+    estimators = [make(solution) for make in (dif.DirectionalInfluence, dif.NewtonInfluence, dif.PathInfluence)]
+    errors = [score(one, train.mean(), groups).compare(actual).relative_error for one in estimators]
     assert errors[0] > errors[1] > errors[2]
     assert errors[2] < 1e-7
 

@@ -83,14 +83,19 @@ def test_scores_on_disk_are_selected(scored, tmp_path):
 
 def test_what_selects_nothing_is_refused(scored):
     scores = scored[3]
-    meaning = "Scores are selected by perturbation; their columns are the targets."
-    invalid(lambda: scores[5:5], "The slice slice(5, 5, None) selects none of 40", meaning)
-    invalid(lambda: scores[torch.zeros(40, dtype=torch.bool)], "mask or list selects none of 40", meaning)
-    invalid(lambda: scores[[True] * 39], "The mask has 39 entries for 40 perturbations", meaning)
-    invalid(lambda: scores[[1, 2.5]], "includes 2.5", meaning)
-    invalid(lambda: scores[None], "an object of type NoneType", meaning)
-    meant = "A label names the samples that a perturbation changes."
-    invalid(lambda: scores["train[40]"], "No perturbation has the label 'train[40]'", meant)
+    ways = (
+        "Scores are selected by an integer, a slice, a label, a mask of 40 entries, or a list of integers or labels, "
+    )
+    columns = "take columns, the targets, from influence.to_frame()."
+    invalid(lambda: scores[5:5], f"{ways}not by slice(5, 5, None), which selects none;", columns)
+    invalid(lambda: scores[torch.zeros(40, dtype=torch.bool)], f"{ways}not by one that selects none;", columns)
+    invalid(lambda: scores[[True] * 39], f"{ways}not by a mask of 39;", columns)
+    invalid(lambda: scores[[1, 2.5]], f"{ways}not by a list that includes 2.5;", columns)
+    invalid(lambda: scores[None], f"{ways}not by an object of type NoneType;", columns)
+    found = (
+        "No perturbation has the label 'train[40]'; write it as in `influence.perturbations`, with or without its verb"
+    )
+    invalid(lambda: scores["train[40]"], found, "'remove train[0]', 'remove train[1]'")
     for outside in (40, -41, [40]):
         with pytest.raises(IndexError, match="scores of 40 perturbations, but index"):
             scores[outside]
@@ -109,8 +114,8 @@ def test_proponents_raise_and_opponents_lower_the_target(scored):
     assert [entry.label for entry in missing.proponents()] == ["a"]
     assert [entry.label for entry in missing.opponents()] == ["c"]
     assert [entry.label for entry in missing.top()] == ["c", "a", "b"]
-    invalid(lambda: scores.proponents(0), "`proponents` was called with k = 0", "There is no such ranking.")
-    invalid(lambda: scores.opponents(3, "gap"), "target 'gap'", "There is no such ranking.")
+    invalid(lambda: scores.proponents(0), "`k` must be an integer ≥ 1, not 0.")
+    invalid(lambda: scores.opponents(3, "gap"), "`target` must be a number from 0 to 1 or one of the names ", "'gap'.")
 
 
 def test_a_helpful_sample_is_a_proponent_of_its_own_loss(scored):
@@ -143,19 +148,19 @@ def test_some_targets_are_compared_by_name(scored):
         assert one.compare(scores) == backwards
     overlapping = dif.Influence(torch.zeros(3, 2), ("remove train[0]", "remove train[1]", "x"), scores.targets, "other")
     invalid(
-        lambda: scores.compare(overlapping), "they share 2 perturbations and 2 targets.", "and likewise the targets."
+        lambda: scores.compare(overlapping), "they share 2 perturbations and 2 targets;", "and likewise the targets, "
     )
 
 
 def test_what_cannot_be_matched_is_refused(scored):
     _, _, _, scores, retrained = scored
-    meaning = "Agreement is measured score by score."
     foreign = dif.Influence(torch.zeros(2, 2), ("remove test[0]", "remove train[1]"), scores.targets, "other")
     twice = dif.Influence(torch.zeros(2, 2), ("remove train[1]",) * 2, scores.targets, "other")
     renamed = dif.Influence(retrained.values, retrained.perturbations, ("first", "gap"), "other")
     for other in (foreign, twice, renamed):
-        invalid(lambda other=other: scores.compare(other), "and their labels differ", meaning)
-    invalid(lambda: scores.compare(3.0), "of type float", meaning)
+        invalid(lambda other=other: scores.compare(other), "scores they share ")
+    found = "`other` must be a dif.Influence, not of type float; score the same perturbations and targets with both "
+    invalid(lambda: scores.compare(3.0), found)
 
 
 def test_summary_and_notebook_view(scored):
@@ -246,10 +251,8 @@ def test_targets_with_one_name_are_refused(scored):
     for targets in (halves, {1: halves[0], "1": halves[1]}, [dif.Function(lambda params: params["theta"].sum())] * 2):
         invalid(
             lambda targets=targets: dif.DirectionalInfluence(solution).scores(targets, train.remove_each()),
-            "2 targets are called '",
-            "Each target must have a name of its own.",
-            "Scores are found, compared and reported by the name of their target.",
-            'Pass a dict of targets by name, such as {"group a": term, "group b": other}.',
+            "Each target must have a name of its own, but 2 are called '",
+            'pass a dict of targets by name, such as {"group a": term, "group b": other}.',
         )
 
 
@@ -270,18 +273,17 @@ def test_names_that_dif_makes_up_differ_and_are_matched(scored):
 def test_scores_of_a_file_with_one_name_twice_are_not_compared(scored):
     scores = scored[3]
     twice = dif.Influence(scores.values, scores.perturbations, ("gap", "gap"), "other")
-    invalid(lambda: twice.compare(twice), "and two targets have the same name.")
+    invalid(lambda: twice.compare(twice), "scores two targets have the same name;")
 
 
 def test_careless_arguments_are_refused_in_words(scored, tmp_path):
     scores = scored[3]
-    selection = "Scores are selected by perturbation; their columns are the targets."
     for key in (slice("a", "b"), slice(None, None, 0), slice(1.5, None)):
-        invalid(lambda key=key: scores[key], "The scores were indexed with slice(", selection)
+        invalid(lambda key=key: scores[key], "Scores are selected by an integer, a slice, a label, ", "not by slice(")
     for k in (0, 1.5, "five", None):
         invalid(lambda k=k: scores.summary(k), f"`k` must be an integer ≥ 1, not {k!r}.")
     for target in (None, 1.5, 2, -3, "gap", [0]):
-        invalid(lambda target=target: scores.top(3, target), f"target {target!r}.", "There is no such ranking.")
+        invalid(lambda target=target: scores.top(3, target), "`target` must be ", f"not {target!r}.")
     assert scores.top(1, -1) == scores.top(1, "weight")
     for path in (3, None, "", tmp_path):
         for action in (scores.save, dif.Influence.load) if path != tmp_path else (scores.save,):
@@ -309,12 +311,11 @@ def test_a_mask_in_another_order_is_refused(tmp_path):
 def test_two_selections_are_refused(scored):
     scores = scored[3]
     for key in ((3, 1), (slice(None), "weight"), (1, 2, 3)):
-        error = invalid(
+        invalid(
             lambda key=key: scores[key],
-            f"The scores were indexed with {len(key)} selections, separated by commas.",
-            "It could mean one score, or several rows.",
+            f"One selection may be given, not {len(key)} separated by commas: write ",
+            "influence.values[3, 1] for one score, influence[[3, 1]] for two rows, and influence.to_frame() for ",
         )
-        assert "influence.values[3, 1] for one score, influence[[3, 1]] for two rows" in error.cure
 
 
 def test_the_top_of_a_slice_is_carried_out_again(scored):

@@ -93,9 +93,8 @@ def test_switching_predicts_the_active_set():
 def test_other_values_of_switching_are_refused():
     _, problem, _ = fair_logistic()
     for wrong in ("yes", None, 2):
-        with pytest.raises(dif.InvalidInputError) as caught:
+        with pytest.raises(dif.InvalidInputError, match=f'`switching` must be "auto", True or False, not {wrong!r}.'):
             dif.DirectionalInfluence(fit_problem(problem), switching=wrong)
-        assert caught.value.meaning == "It says whether constraints may become active or inactive within the step."
 
 
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])

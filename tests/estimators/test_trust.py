@@ -229,7 +229,7 @@ def test_expected_errors_are_carried_along(tmp_path):
     )
     assert torch.equal(torch.nan_to_num(streamed.expected_error), torch.nan_to_num(errors))
     for wrong in (-1, 2.5, "all"):
-        with pytest.raises(dif.InvalidInputError, match="`assess` must be an integer of at least 0, not"):
+        with pytest.raises(dif.InvalidInputError, match="`assess` must be an integer ≥ 0, not"):
             dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), assess=wrong)
 
 

@@ -162,7 +162,7 @@ def test_reevaluated_is_the_target_at_the_predicted_point():
         dif.ClassicalInfluence(solution),
         dif.PenaltyInfluence(solution),
     ):
-        found = estimator.reevaluated(train, removals).values
+        found = cnn.reevaluate(estimator, train, removals)
         for p, removal in enumerate(removals):
             moved = {"w": solution.params["w"] + estimator.change(removal).theta["w"]}
             losses = [train.loss(point, train.storage._take(slice(None))) for point in (moved, solution.params)]

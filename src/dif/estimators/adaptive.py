@@ -111,7 +111,9 @@ class AdaptiveInfluence:
             _warn_inaccurate(perturbations, errors)
 
     def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> Scored:
-        first, first_estimate = self._score_first_order(chunk, targets, units)
+        omega, lam = self._first.ends(self._first.linearise(chunk), chunk)
+        first = omega @ targets.gradients(self.solution.theta)
+        first_estimate = self._assessor.estimate_errors(targets, units, chunk, omega, lam, first)
         by, rows, estimates, unanswered = [], [], [], {}
         for p, perturbation in enumerate(chunk.perturbation):
             name, values, estimate = DirectionalInfluence.name, first[p], first_estimate[p]
@@ -130,20 +132,6 @@ class AdaptiveInfluence:
             "size": joined.size.double().cpu().tolist(),
         }
         return torch.stack(rows).double().cpu(), about
-
-    def side_by_side(self, target: Any, perturbations: Perturbation) -> dict[str, Influence]:
-        """Return the scores of DIF, of Newton's step and of the path for the same perturbations."""
-        return {
-            "DIF": self._first.scores(target, perturbations, assess=0),
-            "Newton": self._newton.scores(target, perturbations, assess=0),
-            "path": self._path.scores(target, perturbations),
-        }
-
-    def _score_first_order(self, direction: Direction, targets: Targets, units: Tensor) -> tuple[Tensor, ErrorEstimate]:
-        """Return DIF's scores, (P, T), and their estimated errors."""
-        omega, lam = self._first.ends(self._first.linearise(direction), direction)
-        values = omega @ targets.gradients(self.solution.theta)
-        return values, self._assessor.estimate_errors(targets, units, direction, omega, lam, values)
 
     def _score_further(
         self, perturbation: Perturbation, targets: Targets, units: Tensor, unanswered: dict[str, str]

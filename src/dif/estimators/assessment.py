@@ -12,10 +12,9 @@ from torch import Tensor
 
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import BatchedProgram, Direction
-from dif.errors import DifError, FirstOrderWarning, InvalidInputError, few, warn
+from dif.errors import DifError, FirstOrderWarning, few, warn
 from dif.optimality.solution import Solution
-from dif.results.influence import TRUSTED, Influence
-from dif.runtime.inputs import as_index
+from dif.results.influence import TRUSTED
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
@@ -193,15 +192,6 @@ class Assessor:
         )
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
-    def completion(self, count: int, targets: Targets, direction: Direction, ends: Ends) -> Callable[[Influence], None]:
-        """Return what completes a result: it adds the assessment of `count` of the strongest scores, and of others."""
-
-        def complete(influence: Influence) -> None:
-            if count:
-                influence.diagnostics["assessment"] = self.assess(count, targets, direction, influence.stored, ends)
-
-        return complete
-
     def assess(self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends) -> dict[str, Any]:
         """Estimate the errors of the `count` strongest scores and of as many random ones.
 
@@ -247,14 +237,6 @@ def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: st
         f"order leaves out too much of the change.{others}",
         f"The predictions for {few(bad)}" if others else "These predictions",
     )
-
-
-def check_assessed(count: object) -> int:
-    """Return the number of the strongest predictions that are assessed, an integer of at least 0."""
-    number = as_index(count)
-    if number is None or number < 0:
-        raise InvalidInputError(f"`assess` must be an integer of at least 0, not {count!r}; 0 skips the assessment.")
-    return number
 
 
 def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:

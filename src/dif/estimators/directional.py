@@ -19,7 +19,6 @@ from dif.optimality.judgement import Margin
 from dif.optimality.kkt_system import KKTSystem, Response
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
-from dif.results.change import Change
 from dif.results.influence import Influence
 from dif.runtime.inputs import check_number
 
@@ -69,80 +68,53 @@ class DirectionalInfluence(FirstOrderEstimator):
         strict: bool = True,
     ) -> None:
         if not (isinstance(switching, bool) or (isinstance(switching, str) and switching == "auto")):
-            raise InvalidInputError(
-                f"`switching` is {switching!r}.",
-                'It must be "auto", True or False.',
-                "It says whether constraints may become active or inactive within the step.",
-                'Leave it out for "auto".',
-            )
+            raise InvalidInputError(f'`switching` must be "auto", True or False, not {switching!r}.')
         super().__init__(solution, damping, strict, gauss_newton=gauss_newton, switching=switching)
         self.switching = switching
         self.title += {"auto": "", True: " (switching)", False: " (derivative)"}[switching]
-        self._curvature = replace(solution.curvature, gauss_newton=True) if gauss_newton else solution.curvature
-        if rho is not None:
-            rho = check_number(rho, "rho", zero=True)
         if strict:
             solution.active.check(damped=self.damping > 0 or gauss_newton)
+        at, active, program = solution, solution.active, solution.program
+        self._curvature = replace(at.curvature, gauss_newton=True) if gauss_newton else at.curvature
+        rho = None if rho is None else check_number(rho, "rho", zero=True)
         self._options = {"rho": rho, "damping": self.damping, "solver": solver}
-        self.weights = solution.program.weights(solution.lam)
-        self.system = self._with_all_rows() if switching is True else self._derivative()
+        self.weights = program.weights(at.lam)
+        rows, binding = torch.arange(program.m, device=at.theta.device), active.mask(active.binding)
+        if switching is True:  # every row, from its slack and multiplier
+            system = KKTSystem.prepare_convex(self._curvature, at.G, program.kinds, binding, **self._options)
+            self.system = system.start(rows, system.firm, at.c, at.lam, system.firm & program.kinds.one_sided)
+        else:
+            rows = rows[active.mask(active.active)]
+            system = KKTSystem.prepare(self._curvature, at.G[rows], binding[rows], **self._options)
+            self.system = system.start(rows, binding[rows])
         _ = self.system.V  # solved now, once for any number of perturbations
         self._systems: dict[tuple[int, ...], KKTSystem] = {(): self.system}  # by rows within reach
 
-    def _derivative(self) -> KKTSystem:
-        """Linearise with the active rows only."""
-        at, active = self.at, self.at.active
-        rows = torch.nonzero(active.mask(active.active)).reshape(-1)
-        equal = active.mask(active.binding)[rows]
-        return KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options).start(rows, equal)
-
-    def _with_all_rows(self) -> KKTSystem:
-        """Linearise with every row, each from its slack and multiplier."""
-        at = self.at
-        binding, rows = at.active.mask(at.active.binding), torch.arange(at.program.m, device=at.theta.device)
-        system = KKTSystem.prepare_convex(self._curvature, at.G, at.program.kinds, binding, **self._options)
-        checked = system.firm & at.program.kinds.one_sided
-        return system.start(rows, system.firm, at.c, at.lam, checked)
-
-    def _with_rows_within_reach(self, near: Tensor) -> KKTSystem:
-        """Linearise with the active rows and those `near`, which may switch; other binding rows are equalities."""
-        at, local = self.at, self.system
-        binding = at.active.mask(at.active.binding)
-        rows = torch.nonzero(at.active.mask(at.active.active) | near).reshape(-1)
-        equal, R = (binding & ~near | at.program.kinds.equal)[rows], torch.zeros_like(at.lam)
-        R[local.rows] = local.R
-        system = KKTSystem(self._curvature, at.G[rows], binding[rows], R[rows], local.solver)
-        if not torch.equal(equal, binding[rows]):
-            try:
-                system = KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options)
-            except DegenerateError:  # convex only while the binding rows hold
-                equal = binding[rows]
-        return system.start(rows, equal, at.c, at.lam)
-
     def linearise(self, direction: Direction) -> KKTSystem:
-        """Return the linearised problem for these perturbations: rows they reach are added until they reach no more."""
-        near, system = self.at.active.mask(()), self.system
-        while self.switching == "auto" and bool(self.at.program.kinds.one_sided.any()):
+        """Return the linearised problem for these perturbations: rows they reach are added until they reach no more.
+
+        Its rows are the active ones and those within reach, which may switch; other binding rows are equalities.
+        """
+        at, active, kinds = self.at, self.at.active, self.at.program.kinds
+        binding, near, system = active.mask(active.binding), active.mask(()), self.system
+        while self.switching == "auto" and bool(kinds.one_sided.any()):
             more = near | self._rows_within_reach(system, direction)
             if torch.equal(more, near):
                 break
             near, numbers = more, tuple(torch.nonzero(more).reshape(-1).tolist())
             if numbers not in self._systems:
-                self._systems[numbers] = self._with_rows_within_reach(near)
+                rows = torch.nonzero(active.mask(active.active) | near).reshape(-1)
+                equal, R = (binding & ~near | kinds.equal)[rows], torch.zeros_like(at.lam)
+                R[self.system.rows] = self.system.R
+                system = KKTSystem(self._curvature, at.G[rows], binding[rows], R[rows], self.system.solver)
+                if not torch.equal(equal, binding[rows]):
+                    try:
+                        system = KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options)
+                    except DegenerateError:  # convex only while the binding rows hold
+                        equal = binding[rows]
+                self._systems[numbers] = system.start(rows, equal, at.c, at.lam)
             system = self._systems[numbers]
-        _ = system.V
         return system
-
-    def _raises(self, system: KKTSystem) -> bool:
-        return self.strict and system is self.system
-
-    def change(self, perturbation: Perturbation) -> Change:
-        """Predict Δθ and Δλ of one perturbation, carried out in full."""
-        change = super().change(perturbation)
-        if self.switching:
-            lam = change.multipliers.flat[None] + self.at.lam
-            change.diagnostics["switched"] = bool(self._find_switched(lam))
-        return change
 
     def by_term(self, target: Any, perturbations: Perturbation) -> Influence:
         """Split the scores of one target by term: a column for the objective and each constraint.
@@ -258,29 +230,23 @@ class DirectionalInfluence(FirstOrderEstimator):
         fixed[system.rows] = equal
         fixed = fixed & at.program.kinds.one_sided
         rows = torch.nonzero(fixed).reshape(-1)
-        near = torch.zeros_like(fixed)
         if P <= _PERTURBATIONS and P * at.theta.numel() <= _STEPS:
             omega, response = self.steps(system, direction)
-            dc, dlam = response.r + omega @ at.G.T, system.spread(response.nu, at.program.m)
-            near[rows] = self._switches(rows, dc[:, rows], dlam[:, rows])
-            return near
-        if bool((~equal).any()) and len(rows) <= _ROWS:
-            near[rows] = self._switches(rows, *self._moves(system, rows, direction))
-            return near
-        dc, dlam = self._typical_moves(system, direction)
-        binding = at.active.mask(at.active.binding)
-        near = torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
-        return near & fixed & ~at.active.mask(at.active.weak)
-
-    def _switches(self, rows: Tensor, dc: Tensor, dlam: Tensor) -> Tensor:
-        """Return which rows are violated, or have a negative multiplier, after any of the steps, (rows,) bool.
-
-        `dc` and `dlam`, (P, rows), are the changes of f − τ and of the multipliers.
-        """
-        c, lam = self.at.c[rows], self.at.lam[rows]
+            dc = (response.r + omega @ at.G.T)[:, rows]
+            dlam = system.spread(response.nu, at.program.m)[:, rows]
+        elif bool((~equal).any()) and len(rows) <= _ROWS:
+            dc, dlam = self._moves(system, rows, direction)
+        else:
+            dc, dlam = self._typical_moves(system, direction)
+            binding = at.active.mask(at.active.binding)
+            near = torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
+            return near & fixed & ~at.active.mask(at.active.weak)
+        c, lam = at.c[rows], at.lam[rows]
         violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
         released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
-        return (violated | released).any(0)
+        near = torch.zeros_like(fixed)
+        near[rows] = (violated | released).any(0)
+        return near
 
     def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
         """Estimate √(Σₚ move²) of f − τ and of the multiplier of each row, (m,) each, with the equal rows only."""
@@ -305,14 +271,7 @@ class DirectionalInfluence(FirstOrderEstimator):
 
     def _describe(self, system: KKTSystem) -> dict[str, Any]:
         near = next(rows for rows, linearised in self._systems.items() if linearised is system)
-        return {**self._diagnostics, "within_reach": [self.at.program.names[j] for j in near]}
-
-    def _find_switched(self, lam: Tensor) -> Tensor:
-        if not self.switching:
-            return super()._find_switched(lam)
-        active = self.at.active
-        forced = self.at.program.kinds.has_force(lam)
-        return (active.mask(active.binding) & ~forced | active.mask(active.inactive) & forced).any(1)
+        return {**super()._describe(system), "within_reach": [self.at.program.names[j] for j in near]}
 
 
 def _by_chunk(work: Work, system: KKTSystem, direction: Direction) -> Tensor:

@@ -11,18 +11,17 @@ from torch import Tensor
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
-from dif.estimators.assessment import ASSESSED, Assessor, check_assessed, warn_unanswered
-from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
+from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, fill_scores
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.kkt_system import KKTSystem, Response
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
 from dif.results.influence import Influence
-from dif.runtime.inputs import check_number
+from dif.runtime.inputs import check_count, check_number
 
 _SLOPES = 2**25  # slopes in memory at once: 256 MiB in double precision
-_STEPS = 2**25  # entries of Δθ in memory at once: likewise
 _CHUNKS = 64  # largest number of chunks, memory permitting: each is a sweep over the data
 _SMALLEST = 2**14  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
 _SWEEP_OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep over the data
@@ -39,6 +38,7 @@ class FirstOrderEstimator:
     name = ""
     system: KKTSystem
     weights: Tensor
+    switching: bool | str = False  # whether constraints may become active or inactive within the step
 
     def __init__(self, solution: Solution, damping: float, strict: bool, **settings: Any) -> None:
         self.solution = self.at = expect_solution(solution)
@@ -61,10 +61,11 @@ class FirstOrderEstimator:
         omega, response = self.steps(system, direction)
         if self.strict and response.failed:
             raise no_step_error(perturbation.labels[0], response.failed[0])
-        reasons = _by_label(direction, response)
-        diagnostics = {**self._describe(system), **self._describe_work(system), "unanswered": reasons}
-        dlam = system.spread(response.nu, self.at.program.m)[0]
-        return Change.of(self.at.program, omega[0], dlam, diagnostics)
+        answer = self._describe_answers(system, direction, response)
+        diagnostics = {**self._describe(system), "unanswered": answer["unanswered"]}
+        if self.switching:
+            diagnostics["switched"] = bool(answer["switched"])
+        return Change.of(self.at.program, omega[0], system.spread(response.nu, self.at.program.m)[0], diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -82,29 +83,31 @@ class FirstOrderEstimator:
                 `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
                 cannot be trusted. 0 skips this.
         """
-        assessed, direction = check_assessed(assess), Direction(self.at.program, perturbations)
+        count, direction = check_count(assess, "assess", zero=True), Direction(self.at.program, perturbations)
         system, targets = self.linearise(direction), Targets(target, self.at)
         Q = targets.gradients(self.at.theta)
         columns = torch.cat([system.V, system.solver.solve(Q)], 1)  # (d, k + T)
         most = min(_SLOPES // columns.shape[1], max(_SMALLEST, direction.P // _CHUNKS))
-        assess_scores = self._assessor.completion(assessed, targets, direction, lambda _, some: self.ends(system, some))
 
         def complete(influence: Influence) -> None:
-            influence.diagnostics.update(self._describe_work(system))
-            if influence.diagnostics["unanswered"]:
-                warn_unanswered(influence.diagnostics["unanswered"], direction.P)
-            assess_scores(influence)
+            about = influence.diagnostics
+            about.update(self._describe(system))
+            if about["unanswered"]:
+                warn_unanswered(about["unanswered"], direction.P)
+            if count:
+                about["assessment"] = self._assessor.assess(
+                    count, targets, direction, influence.stored, lambda _, some: self.ends(system, some)
+                )
 
+        score = by_chunk(partial(self._score, system, columns), direction, most, jobs)
         return fill_scores(
-            self, self.at, targets, direction, by_chunk(partial(self._score, system, columns), direction, most, jobs),
-            self._describe(system), name=self.title, out=out, show_progress=show_progress, complete=complete,
+            self, self.at, targets, direction, score, self._diagnostics, name=self.title, out=out,
+            show_progress=show_progress, complete=complete,
         )  # fmt: skip
 
     def _score(self, system: KKTSystem, columns: Tensor, direction: Direction) -> Scored:
         values, response = self.first_order_scores(system, columns, direction)
-        lam = self.solution.lam + system.spread(response.nu, self.at.program.m)
-        about = {"switched": int(self._find_switched(lam).sum()), "unanswered": _by_label(direction, response)}
-        return values.double().cpu(), about
+        return values.double().cpu(), self._describe_answers(system, direction, response)
 
     def first_order_scores(self, system: KKTSystem, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
         """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
@@ -116,34 +119,30 @@ class FirstOrderEstimator:
     def steps(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Response]:
         """Return Δθ, (P, d), NaN where there is no answer; and the response."""
         at, P = self.at, direction.P
-        b = r = None
+        b = r = torch.full((), float("nan"))  # not known yet
         if P > 1 and sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
             b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
             r = df[:, 1:]
-        if b is None or r is None or not bool(torch.isfinite(b).all() and torch.isfinite(r).all()):  # names the sample
+        if not bool(torch.isfinite(b).all() and torch.isfinite(r).all()):  # one by one, which names the sample
             first = [direction.first_order(p, at.theta, at.parts, at.part_gradients) for p in range(P)]
             b, r = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df[1:] for df, _ in first])
         response = self._respond(system, b @ system.V, r - direction.dtau, direction)
         return system.complete(b, response), response
 
     def _respond(self, system: KKTSystem, bV: Tensor, r: Tensor, direction: Direction) -> Response:
-        """Solve for the multipliers; with strict, raise where there are none."""
-        response = system.respond(bV, r)
-        if response.failed and self._raises(system):
+        """Solve for the multipliers. With strict, raise where the system of all perturbations has none."""
+        response, strict = system.respond(bV, r), self.strict and system is self.system
+        if response.failed and strict:
             p, reason = next(iter(response.failed.items()))
             raise no_step_error(direction.perturbation[p].labels[0], reason)
         if system.sign_checked is not None:
             for p in torch.nonzero((response.nu[:, system.sign_checked] < 0).any(1)).reshape(-1).tolist():
                 error = self._released_error(system, response.nu[p])
-                if self._raises(system):
+                if strict:
                     raise error
                 response.w[p] = float("nan")
                 response.failed[p] = str(error)
         return response
-
-    def _raises(self, system: KKTSystem) -> bool:
-        """Whether a perturbation without an answer raises, instead of giving NaN."""
-        return self.strict
 
     def _released_error(self, system: KKTSystem, nu: Tensor) -> DegenerateError:
         assert system.sign_checked is not None
@@ -157,21 +156,6 @@ class FirstOrderEstimator:
             "Use switching=False for the derivative, or Retraining for the change itself.",
         )
 
-    def reevaluated(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
-        """Return the difference of each target between θ̄ and θ̄ + Δθ; `scores` has its first-order part, qᵀΔθ."""
-        direction = Direction(self.at.program, perturbations)
-        system, targets = self.linearise(direction), Targets(target, self.at)
-
-        def work(chunk: Direction) -> Scored:
-            omega, response = self.steps(system, chunk)
-            return differences(self.at, targets, omega), {"unanswered": _by_label(chunk, response)}
-
-        return fill_scores(
-            self, self.at, targets, direction, by_chunk(work, direction, max(1, _STEPS // self.at.theta.numel())),
-            self._describe(system), name=f"{self.title}, re-evaluated", show_progress=show_progress,
-            complete=lambda influence: influence.diagnostics.update(self._describe_work(system)),
-        )  # fmt: skip
-
     def ends(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
         omega, response = self.steps(system, direction)
@@ -179,24 +163,22 @@ class FirstOrderEstimator:
         return omega, lam if system.equal is None else lam + system.spread(response.nu, self.at.program.m)
 
     def _describe(self, system: KKTSystem) -> dict[str, Any]:
-        """Return what results say about the point and the settings."""
-        return self._diagnostics
-
-    def _describe_work(self, system: KKTSystem) -> dict[str, Any]:
-        """Return diagnostics of the solves, and of what torch could not do with the losses."""
+        """Return what results say about the point, the settings, the solves, and what torch could not do."""
         solver = system.solver
         return {
+            **self._diagnostics,
             "solver": type(solver).__name__,
             "solver_residual": solver.residual,
             "solver_steps": solver.steps,
             "fallbacks": sorted(self.at.program.rows.fallbacks),
         }
 
-    def _find_switched(self, lam: Tensor) -> Tensor:
-        """Return for which perturbations a constraint has switched, (P,) bool, from λ after their steps, (P, m)."""
-        return torch.zeros(len(lam), dtype=torch.bool)
-
-
-def _by_label(direction: Direction, response: Response) -> dict[str, str]:
-    """Return why perturbations have no answer, by label."""
-    return {direction.perturbation[p].labels[0]: reason for p, reason in response.failed.items()}
+    def _describe_answers(self, system: KKTSystem, direction: Direction, response: Response) -> dict[str, Any]:
+        """Return in how many answers a constraint switches; and why others have none, by label."""
+        switched, active, kinds = 0, self.at.active, self.at.program.kinds
+        if self.switching:
+            forced = kinds.has_force(self.at.lam + system.spread(response.nu, len(self.at.lam)))
+            released, begun = active.mask(active.binding) & ~forced, active.mask(active.inactive) & forced
+            switched = int((released | begun).any(1).sum())
+        reasons = {direction.perturbation[p].labels[0]: reason for p, reason in response.failed.items()}
+        return {"switched": switched, "unanswered": reasons}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
-from dif.estimators.assessment import ASSESSED, Assessor, check_assessed
+from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
 from dif.linalg.solvers import Matrix, Operator, Solver, SolverSeries
 from dif.optimality.kkt_system import kkt_step
@@ -20,6 +19,7 @@ from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
 from dif.results.influence import Influence
+from dif.runtime.inputs import check_count
 
 _STEPS = 2**25  # entries of steps that are kept in memory until they have been assessed: 256 MiB
 
@@ -67,31 +67,30 @@ class NewtonInfluence:
 
         Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
-        at, assessed = self.solution, check_assessed(assess)
+        at, count = self.solution, check_count(assess, "assess", zero=True)
         direction, targets = Direction(at.program, perturbations), Targets(target, at)
-        fits = direction.P * at.theta.numel() <= _STEPS
-        taken: list[_Step] | None = [] if assessed and fits and jobs == 1 and out is None else None
+        kept: list[_Step] = []  # the steps, for their assessment
+        keep = bool(count) and jobs == 1 and out is None and direction.P * at.theta.numel() <= _STEPS
+
+        def work(chunk: Direction) -> Scored:
+            steps = self._steps(chunk)
+            kept.extend(steps if keep else ())
+            reasons = {chunk.perturbation[p].labels[0]: reason for p, (_, _, reason) in enumerate(steps) if reason}
+            return differences(at, targets, [omega for omega, _, _ in steps]), {"unanswered": reasons}
 
         def ends(rows: list[int], chunk: Direction) -> tuple[Tensor, Tensor]:
-            steps = self._steps(chunk) if taken is None else [taken[p] for p in rows]
+            steps = [kept[p] for p in rows] if keep else self._steps(chunk)
             return torch.stack([omega for omega, _, _ in steps]), torch.stack([lam for _, lam, _ in steps])
 
-        score = by_chunk(partial(self._score, targets, taken), direction, jobs=jobs)
-        complete = self._assessor.completion(assessed, targets, direction, ends)
-        return fill_scores(
-            self, at, targets, direction, score, self._diagnostics, out=out, show_progress=show_progress,
-            complete=complete,
-        )  # fmt: skip
+        def complete(influence: Influence) -> None:
+            if count:
+                assessment = self._assessor.assess(count, targets, direction, influence.stored, ends)
+                influence.diagnostics["assessment"] = assessment
 
-    def _score(self, targets: Targets, taken: list[_Step] | None, direction: Direction) -> Scored:
-        """Score a chunk of perturbations; the steps are added to the list `taken`, where given."""
-        steps = self._steps(direction)
-        if taken is not None:
-            taken.extend(steps)
-        labels = direction.perturbation.labels
-        reasons = {label: reason for label, (_, _, reason) in zip(labels, steps, strict=True) if reason}
-        values = differences(self.solution, targets, [omega for omega, _, _ in steps])
-        return values, {"unanswered": reasons}
+        return fill_scores(
+            self, at, targets, direction, by_chunk(work, direction, jobs=jobs), self._diagnostics, out=out,
+            show_progress=show_progress, complete=complete,
+        )  # fmt: skip
 
     def _steps(self, direction: Direction) -> list[_Step]:
         return [self._step(direction[p : p + 1]) for p in range(direction.P)]

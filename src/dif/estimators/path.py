@@ -108,9 +108,7 @@ def check_stops(stops: Sequence[float]) -> list[float]:
     outside = [stop for stop in given if not 0.0 <= stop <= 1.0]
     if outside:
         raise InvalidInputError(
-            f"The stops on a path include {few(outside)}.",
-            "They must be numbers from 0 to 1.",
-            "A path leads from ε = 0, the problem as it was solved, to ε = 1, the perturbation carried out.",
-            "Pass stops such as [0.25, 0.5]; to go beyond 1, scale the perturbation: 2 * removal.",
+            f"The stops on a path must be values of ε from 0 to 1, not {few(outside)}; to go beyond 1, scale the "
+            "perturbation: 2 * removal."
         )
     return sorted({1.0, *given})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,9 +18,9 @@ from dif.errors import InvalidInputError
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
-from dif.results.influence import Influence, Origin, describe_scores
+from dif.results.influence import Influence, Origin, describe_scores, distinguish_targets
 from dif.runtime.guard import is_single_process
-from dif.runtime.score_array import FileScores, MemoryScores
+from dif.runtime.score_array import FileScores
 from dif.runtime.work import check_jobs, progress, run_in_order
 
 Out = str | os.PathLike[str] | None  # a file for scores, ending in .npy
@@ -69,14 +69,14 @@ class Estimator(Protocol):
         ...
 
 
-Scored = tuple[Tensor, dict[str, Any]]  # scores (P, T) of consecutive perturbations, and their diagnostics, see `_join`
+Scored = tuple[Tensor, dict[str, Any]]  # scores (P, T) of consecutive perturbations, and their diagnostics
 
 
 def fill_scores(
     estimator: Estimator, at: Solution, targets: Targets, direction: Direction,
     score: Callable[[int], Iterable[Scored]],
     diagnostics: dict[str, Any], *, name: str = "", out: Out = None, show_progress: bool = True,
-    complete: Callable[[Influence], None] = lambda _: None,
+    complete: Callable[[Influence], None] | None = None,
 ) -> Influence:  # fmt: skip
     """Score all perturbations; rows that the file `out` has already are not computed again.
 
@@ -92,20 +92,38 @@ def fill_scores(
         show_progress: Show a progress bar.
         complete: Adds to the diagnostics of the result what is known when all rows are there.
     """
-    name, perturbations = name or estimator.name, direction.perturbation
-    origin, shape = Origin(at, targets, estimator), (direction.P, len(targets.names))
-    sheet = MemoryScores(shape) if out is None else _open(out, shape, name, origin, direction, diagnostics)
-    influence = Influence(sheet.values, perturbations, targets.names, name, dict(diagnostics), origin=origin)
-    if sheet.done < direction.P:
+    name, names = name or estimator.name, targets.names
+    if len(set(names)) < len(names):
+        names = distinguish_targets(names, targets.terms)
+    shape, file, done, pieces = (direction.P, len(names)), None, 0, []
+    if out is None:
+        values = torch.full(shape, float("nan"), dtype=torch.float64)
+    else:
+        file = _open(out, shape, name, names, at, targets, direction, diagnostics)
+        values, pieces, done = file.values, file.pieces, file.done
+    if done < direction.P:
         with progress(name, direction.P, show_progress) as report:
-            for values, about in score(sheet.done):
-                sheet.write(values, **about)
-                report(sheet.done)
-    for key in sheet.pieces[0].keys() - {"end", "checksum"}:
-        influence.diagnostics[key] = _join([piece[key] for piece in sheet.pieces])
-    complete(influence)
-    if isinstance(sheet, FileScores):
-        sheet.finish(influence.describe())
+            for block, about in score(done):
+                begin, done = done, done + len(block)
+                if file is None:
+                    values[begin:done] = block
+                    pieces.append(about)
+                else:
+                    file.write(block, **about)
+                report(done)
+    origin = Origin(at, targets, estimator)
+    influence = Influence(values, direction.perturbation, names, name, dict(diagnostics), origin=origin)
+    for key in pieces[0].keys() - {"end", "checksum"}:
+        entries = [piece[key] for piece in pieces]
+        if isinstance(entries[0], dict):
+            influence.diagnostics[key] = {label: value for entry in entries for label, value in entry.items()}
+        else:
+            joined = isinstance(entries[0], list)
+            influence.diagnostics[key] = list(chain.from_iterable(entries)) if joined else sum(entries)
+    if complete is not None:
+        complete(influence)
+    if file is not None:
+        file.finish(influence.describe())
     return influence
 
 
@@ -113,14 +131,15 @@ def by_chunk(
     work: Callable[[Direction], Scored], direction: Direction, most: int = ONE_BY_ONE, jobs: int = 1
 ) -> Callable[[int], Iterable[Scored]]:
     """Score perturbations in chunks of at most `most`, each by one call of `work`."""
-    size = chunk_size(direction.P, most, jobs := check_jobs(jobs))
+    jobs = check_jobs(jobs)
+    size = max(1, most) if jobs == 1 else chunk_size(direction.P, most, jobs)
     chunks = lambda begin: [direction[start : start + size] for start in range(begin, direction.P, size)]  # noqa: E731
     return lambda begin: map(work, chunks(begin)) if jobs == 1 else run_in_order(work, chunks(begin), jobs)
 
 
 def _open(
-    out: str | os.PathLike[str], shape: tuple[int, int], name: str, origin: Origin, direction: Direction,
-    diagnostics: dict[str, Any],
+    out: str | os.PathLike[str], shape: tuple[int, int], name: str, names: Sequence[str], at: Solution,
+    targets: Targets, direction: Direction, diagnostics: dict[str, Any],
 ) -> FileScores:  # fmt: skip
     """Open the file of the scores; its fingerprint is a hash of all that they depend on."""
     if not is_single_process():
@@ -128,27 +147,17 @@ def _open(
             "`out` must be None inside dif.sharded(), where all processes would write the same file; save the "
             "result in one process, or share the work by jobs=."
         )
-    targets, perturbations = origin.targets, direction.perturbation
-    settings = f"{name} {targets.names} {json.dumps(diagnostics, sort_keys=True)}"
+    settings = f"{name} {names} {json.dumps(diagnostics, sort_keys=True)}"
     chunks = (direction[begin : begin + _HASHED] for begin in range(0, direction.P, _HASHED))
     changes = chain.from_iterable(map(hash_direction, chunks))
-    digest = hash_all(chain([settings.encode()], changes, [origin.solution.identity], hash_targets(targets))).hex()
-    about = describe_scores(name, diagnostics, targets.names, perturbations, perturbations.index)
+    digest = hash_all(chain([settings.encode()], changes, [at.identity], hash_targets(targets))).hex()
+    about = describe_scores(name, diagnostics, names, direction.perturbation, direction.perturbation.index)
     return FileScores(out, shape, digest, about)
 
 
-def _join(entries: list[Any]) -> Any:
-    """Combine one entry of the diagnostics of all chunks: merge dicts, concatenate lists, add numbers."""
-    if all(isinstance(entry, dict) for entry in entries):
-        return {label: value for entry in entries for label, value in entry.items()}
-    if all(isinstance(entry, list) for entry in entries):
-        return [value for entry in entries for value in entry]
-    return sum(entries)
-
-
 def chunk_size(count: int, most: int, jobs: int) -> int:
-    """Return how many of `count` perturbations make a chunk: at most `most`, and several chunks for each job."""
-    return max(1, most if jobs == 1 else min(most, -(-count // (_SHARES * abs(jobs)))))
+    """Return how many of `count` perturbations make a chunk, so that each of several jobs has several chunks."""
+    return max(1, min(most, -(-count // (_SHARES * abs(jobs)))))
 
 
 def differences(at: Solution, targets: Targets, moves: Iterable[Tensor]) -> Tensor:

@@ -6,12 +6,11 @@ import os
 from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,13 +57,19 @@ class RetrainingCache:
 
     def load(self, direction: Direction) -> dict[int, Found]:
         """Return the cached retrainings of these perturbations by their number, finished or not."""
-        cached: dict[int, Found] = {}
-        index = self._build_index()
-        for p in range(direction.P) if index else ():
-            ends = [self._read(path, row) for path, row in index.get(self._key(direction, p), [])]
-            if ends:
-                cached[p] = min(ends, key=lambda end: end.residual / end.goal)
-        return cached
+        found: dict[str, Found] = {}
+        paths = sorted(self.folder.glob(f"{'[0-9a-f]' * 32}*.npz"))  # not files of others
+        keys = [self._key(direction, p) for p in range(direction.P)] if paths else []
+        wanted = set(keys)
+        for path in paths:
+            arrays, about = read_archive(path, _KIND, "Delete the file; its retrainings are then solved again.")
+            for row in [row for row, key in enumerate(about["names"]) if key in wanted]:
+                theta, lam = (torch.from_numpy(arrays[part][row].copy()) for part in ("theta", "lam"))
+                numbers = (about[name][row] for name in ("residual", "goal", "iterations"))
+                end = Found(theta.to(self.solution.theta), lam.to(self.solution.lam), *numbers)
+                other = found.setdefault(about["names"][row], end)
+                found[about["names"][row]] = min(other, end, key=lambda one: one.residual / one.goal)
+        return {p: found[key] for p, key in enumerate(keys) if key in found}
 
     def save(self, direction: Direction, numbers: Sequence[int], ends: Sequence[Found]) -> None:
         """Write the retrainings of the perturbations with these numbers to one file, all or none."""
@@ -80,21 +85,6 @@ class RetrainingCache:
         name = hash_all([" ".join(about["names"]).encode()]).hex()[:32]
         write_archive(self.folder / f"{name}{suffix}.npz", _KIND, arrays, about)
 
-    def _build_index(self) -> dict[str, list[tuple[Path, int]]]:
-        """List the retrainings that are in the folder now: key → files and rows that hold it."""
-        index: dict[str, list[tuple[Path, int]]] = {}
-        for path in sorted(self.folder.glob(f"{'[0-9a-f]' * 32}*.npz")):  # not files of others
-            for row, key in enumerate(_load_file(path)[1]["names"]):
-                index.setdefault(key, []).append((path, row))
-        return index
-
-    def _read(self, path: Path, row: int) -> Found:
-        """Read one retraining."""
-        (arrays, about), like = _load_file(path), self.solution
-        theta, lam = (torch.from_numpy(arrays[name][row]) for name in ("theta", "lam"))
-        numbers = (about[name][row] for name in ("residual", "goal", "iterations"))
-        return Found(theta.to(like.theta), lam.to(like.lam), *numbers)
-
     def _key(self, direction: Direction, p: int) -> str:
         """Hash everything that the retraining of perturbation p depends on."""
         about = f"{self.tol!r} {direction.perturbation[p].labels}"
@@ -105,20 +95,9 @@ class RetrainingCache:
         return self.solution.identity
 
 
-def _load_file(path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return θ, (P, d), and λ, (P, m), in a file, and their description."""
-    return _load_version(path, path.stat().st_mtime_ns)
-
-
-@lru_cache(maxsize=2)  # the retrainings of a file are asked for one after the other
-def _load_version(path: Path, modified: int) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Read a file as it was modified at that time."""
-    return read_archive(path, _KIND, "Delete the file; its retrainings are then solved again.")
-
-
 _CACHED_CHUNK = 16  # retrainings in a chunk at most, where finished chunks are written to the cache
 
-Outcome = tuple[Found | None, DifError | None]  # where a solve ended, and why it failed (None: it did not)
+Outcome = tuple[Found, DifError | None]  # where a solve ended, and why it failed (None: it did not)
 
 
 class Retraining:
@@ -167,16 +146,15 @@ class Retraining:
         """Return Δθ and Δλ of one perturbation, by solving the changed problem."""
         at = self.solution
         ((end, failure),) = self._retrain(Direction.resolve_single(at.program, perturbation))
-        nan = float("nan")
-        dtheta = torch.full_like(at.theta, nan) if failure or end is None else end.theta - at.theta
-        dlam = torch.full_like(at.lam, nan) if failure or end is None else end.lam - at.lam
-        diagnostics = {
-            **self._diagnostics,
-            "residual": nan if end is None else end.residual,
-            "iterations": None if end is None else end.iterations,
+        dtheta, dlam = end.theta - at.theta, end.lam - at.lam
+        if failure is not None:
+            dtheta, dlam = torch.full_like(dtheta, float("nan")), torch.full_like(dlam, float("nan"))
+        about = {
+            "residual": end.residual,
+            "iterations": end.iterations,
             "failed": None if failure is None else str(failure),
         }
-        return Change.of(at.program, dtheta, dlam, diagnostics)
+        return Change.of(at.program, dtheta, dlam, self._diagnostics | about)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True
@@ -189,13 +167,9 @@ class Retraining:
             remaining = direction[begin:]
             labels = remaining.perturbation.labels
             for label, (end, failure) in zip(labels, self._retrain(remaining, jobs), strict=True):
-                solved = None if failure is not None else end
-                move = torch.full_like(at.theta, float("nan")) if solved is None else solved.theta - at.theta
-                about = {
-                    "residuals": [float("nan") if end is None else end.residual],
-                    "failed": {label: str(failure)} if solved is None else {},
-                }
-                yield differences(at, targets, [move]), about
+                move = end.theta - at.theta if failure is None else torch.full_like(at.theta, float("nan"))
+                failed = {} if failure is None else {label: str(failure)}
+                yield differences(at, targets, [move]), {"residuals": [end.residual], "failed": failed}
 
         about = self._diagnostics
         influence = fill_scores(self, at, targets, direction, score, about, out=out, show_progress=show_progress)
@@ -229,7 +203,7 @@ class Retraining:
         """
         size = programs_at_once(self.solution)
         size = size if self._cache is None else min(size, _CACHED_CHUNK)
-        size = chunk_size(direction.P, size, jobs)
+        size = size if jobs == 1 else chunk_size(direction.P, size, jobs)
         for begin in range(0, direction.P, size):
             chunk = range(begin, min(begin + size, direction.P))
             for is_cached, group in groupby(chunk, lambda p: p in cached):
@@ -286,7 +260,7 @@ class Retraining:
             at, rows = self.solution, direction.perturbed_program(p).rows
             with suppress(DifError):
                 other, failure = self._solve_single(direction, p, Found(at.theta, at.lam))
-                if failure is None and other is not None and rows.values(other.theta)[0] < rows.values(end.theta)[0]:
+                if failure is None and rows.values(other.theta)[0] < rows.values(end.theta)[0]:
                     return other, None
             if self._cache is not None:
                 self._cache.save(direction, [p], [end])
@@ -314,10 +288,13 @@ class Retraining:
 
     def _solve_single(self, direction: Direction, p: int, start: Found) -> Outcome:
         """Solve the problem after perturbation p as `fit` does, from a warm start."""
-        end, failure = None, None
+        end, failure = Found(start.theta, start.lam, float("nan")), None
         try:
             point = FitState(start.theta, start.lam)
             end = solve(direction.perturbed_program(p), point, Limits(self.max_iter), tol=self.tol)
+        except DifError as error:
+            failure = error
+        else:
             if not end.reached:
                 failure = NotConvergedError(
                     f"Retraining after {direction.perturbation[p].labels[0]!r} stopped at a KKT residual of "
@@ -326,12 +303,9 @@ class Retraining:
                     "The changed problem was not solved, so its difference from the old solution means nothing.",
                     "Raise max_iter, add a ridge, or perturb less.",
                 )
-        except DifError as error:
-            failure = error
-        if end is not None:
-            end.iterations += start.iterations
-            if failure is None and self._cache is not None:
-                self._cache.save(direction, [p], [end])
+        end.iterations += start.iterations
+        if failure is None and self._cache is not None:
+            self._cache.save(direction, [p], [end])
         if failure is not None and self.strict:
             raise failure
         return end, failure

@@ -36,10 +36,8 @@ class Agreement:
         bad = int((~torch.isfinite(p)).sum() + (~torch.isfinite(a)).sum())
         if p.shape != a.shape or p.numel() < 2 or bad:
             raise InvalidInputError(
-                f"The values to compare have shapes {tuple(p.shape)} and {tuple(a.shape)}; {bad} are not finite.",
-                "Both must have the same shape and at least 2 values, all of them finite.",
-                "Predicted and actual changes are compared value by value.",
-                "Score the same perturbations and targets with both estimators.",
+                "Predicted and actual changes must have the same shape and at least 2 values, all of them finite; "
+                f"these have shapes {tuple(p.shape)} and {tuple(a.shape)}, and {bad} values are not finite."
             )
         p, a = p.reshape(-1), a.reshape(-1)
         da = a - a.mean()

@@ -21,9 +21,9 @@ from dif.problem.perturbation import Perturbation
 from dif.problem.term import Term
 from dif.results.change import Agreement
 from dif.results.selection import find_column, find_rows, match_labels, pick_diagnostics
-from dif.results.text import MOST_TARGETS, format_html, format_summary
+from dif.results.text import MOST_TARGETS, Ranked, format_html, format_summary
 from dif.runtime.archive import read_archive, write_archive
-from dif.runtime.inputs import as_index, check_count, expect_path
+from dif.runtime.inputs import check_count, check_instance, expect_path
 from dif.runtime.score_array import is_filled_in_chunks, read_values
 
 _TIMES = ("datetime64", "timedelta64", "period")  # kinds of labels that JSON holds as text
@@ -47,22 +47,12 @@ def restore_index(about: dict[str, Any]) -> Any:
         import pandas
     except ImportError:
         return labels
-    names, dtypes = zip(*about.get("levels", [[None, "object"]]), strict=True)
-    if len(dtypes) == 1:
-        return _restore_level(labels, dtypes[0], pandas).rename(names[0])
-    columns = zip(zip(*labels, strict=True), dtypes, strict=True)
-    return pandas.MultiIndex.from_arrays([_restore_level(*column, pandas) for column in columns], names=names)
-
-
-def pick_labels(index: Any, rows: list[int]) -> Any:
-    """Return the labels of some rows of what `restore_index` returned."""
-    return tuple(index[row] for row in rows) if isinstance(index, tuple) else None if index is None else index[rows]
-
-
-def _restore_level(labels: Sequence[Any], dtype: str, pandas: Any) -> Any:
-    """Return one level of labels; dates, durations and periods are read from their text."""
-    level = pandas.Index(list(labels), tupleize_cols=False)
-    return level.astype(dtype) if dtype.startswith(_TIMES) else level
+    columns = [labels] if len(about["levels"]) == 1 else zip(*labels, strict=True)
+    levels = []
+    for column, (name, dtype) in zip(columns, about["levels"], strict=True):
+        level = pandas.Index(list(column), tupleize_cols=False, name=name)
+        levels.append(level.astype(dtype) if dtype.startswith(_TIMES) else level)  # read from their text
+    return levels[0] if len(levels) == 1 else pandas.MultiIndex.from_arrays(levels)
 
 
 _LISTED = 3  # samples of a sum, or coefficients of a linear function, that a name lists
@@ -77,26 +67,19 @@ def distinguish_targets(names: Sequence[str], terms: Sequence[Term]) -> tuple[st
         names: Name of each target.
         terms: The targets; where some have several rows, there are fewer terms than names.
     """
-    twice = _find_twice(names)
-    if twice and len(names) == len(terms):
+    count = Counter(names)
+    if len(names) == len(terms):
         names = [
-            f"{name} ({parts})" if name in twice and term.name is None and (parts := _list_parts(term)) else name
+            f"{name} ({parts})" if count[name] > 1 and term.name is None and (parts := _list_parts(term)) else name
             for name, term in zip(names, terms, strict=True)
         ]
-        twice = _find_twice(names)
-    if twice:
+    name, most = Counter(names).most_common(1)[0]
+    if most > 1:
         raise InvalidInputError(
-            f"{names.count(twice[0])} targets are called {twice[0]!r}.",
-            "Each target must have a name of its own.",
-            "Scores are found, compared and reported by the name of their target.",
-            'Pass a dict of targets by name, such as {"group a": term, "group b": other}.',
+            f"Each target must have a name of its own, but {most} are called {name!r}; pass a dict of targets by name, "
+            'such as {"group a": term, "group b": other}.'
         )
     return tuple(names)
-
-
-def _find_twice(names: Sequence[str]) -> list[str]:
-    """Return the names that occur more than once."""
-    return [name for name, count in Counter(names).items() if count > 1]
 
 
 def _list_parts(term: Term) -> str:
@@ -133,20 +116,6 @@ def describe_scores(
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
 
 
-@dataclass(frozen=True)
-class Ranked:
-    """One perturbation of a ranking: its row, its label and its score.
-
-    The row is that of the scores that were ranked. In a slice it counts the rows of the slice, not the samples:
-    `part.carried_out.pick([one.index for one in part.top(5)])` are the five perturbations.
-    """
-
-    index: int
-    label: str
-    value: float
-    name: Any = None  # label of the sample in the index of the user's DataFrame; None without a DataFrame
-
-
 @dataclass(frozen=True, eq=False)
 class Origin:
     """What scores were computed from, and by which estimator."""
@@ -174,10 +143,6 @@ class Influence:
     saved_index: Any = None  # the index where read from a file
     origin: Origin | None = None  # None where read from a file, and for scores that belong to no solution
 
-    def __post_init__(self) -> None:
-        if self.origin is not None:
-            object.__setattr__(self, "targets", distinguish_targets(self.targets, self.origin.targets.terms))
-
     def __len__(self) -> int:
         return len(self.stored)
 
@@ -198,13 +163,15 @@ class Influence:
         """
         rows = find_rows(key, self.perturbations, self.index)
         kept = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else None
-        labels = tuple(self.perturbations[row] for row in rows)
+        labels, index = tuple(self.perturbations[row] for row in rows), self.saved_index
+        if index is not None:
+            index = tuple(index[row] for row in rows) if isinstance(index, tuple) else index[rows]
         return replace(
             self,
             stored=self.stored[rows],
             carried_out=labels if kept is None else kept,
             diagnostics=pick_diagnostics(self.diagnostics, rows, labels),
-            saved_index=pick_labels(self.saved_index, rows),
+            saved_index=index,
         )
 
     @property
@@ -251,7 +218,7 @@ class Influence:
 
     def top(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that change a target most, in absolute value, largest first."""
-        column = self._column("top", k, target)
+        column = self._column(k, target)
         return self._rank(column, torch.nan_to_num(column.abs(), nan=-1.0), k)  # those without an answer come last
 
     def proponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
@@ -259,7 +226,7 @@ class Influence:
 
         Of a loss, these removals are of the samples that helped most: the loss is higher without them.
         """
-        column = self._column("proponents", k, target)
+        column = self._column(k, target)
         return self._rank(column, column, min(k, int((column > 0).sum())))
 
     def opponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
@@ -267,7 +234,7 @@ class Influence:
 
         Of a loss, these removals are of the samples that harmed most: the loss is lower without them.
         """
-        column = self._column("opponents", k, target)
+        column = self._column(k, target)
         return self._rank(column, -column, min(k, int((column < 0).sum())))
 
     def _rank(self, column: Tensor, size: Tensor, k: int) -> list[Ranked]:
@@ -276,15 +243,14 @@ class Influence:
         names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
         return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
 
-    def _column(self, method: str, k: int, target: int | str) -> Tensor:
+    def _column(self, k: int, target: int | str) -> Tensor:
         """Return the scores of one target, (P,), after checking the arguments of a ranking."""
-        number, position, T = as_index(k), find_column(target, self.targets), len(self.targets)
-        if number is None or number < 1 or position is None:
+        check_count(k, "k")
+        position = find_column(target, self.targets)
+        if position is None:
             raise InvalidInputError(
-                f"`{method}` was called with k = {k} and target {target!r}.",
-                f"`k` must be an integer of at least 1, and `target` a number from 0 to {T - 1} or a name.",
-                "There is no such ranking.",
-                f"Choose one of the targets {', '.join(self.targets[:5])}{', …' if T > 5 else ''}.",
+                f"`target` must be a number from 0 to {len(self.targets) - 1} or one of the names "
+                f"{few(self.targets)}, not {target!r}."
             )
         return self.stored[:, position]
 
@@ -294,40 +260,27 @@ class Influence:
         Perturbations and targets are matched by label. One of the two may have scored fewer perturbations, such as the
         top of the ranking, or fewer targets; these are then compared.
         """
-        matched = self._match(other) if isinstance(other, Influence) else None
-        if matched is None:
-            found = f"The object to compare with is of type {type(other).__name__}."
-            if isinstance(other, Influence):
-                shapes = [f"{len(influence)} × {len(influence.targets)}" for influence in (self, other)]
-                alike = any(len(set(influence.targets)) < len(influence.targets) for influence in (self, other))
-                common = [
-                    count_words(len(set(mine) & set(others)), noun)
-                    for mine, others, noun in (
-                        (self.perturbations, other.perturbations, "perturbation"),
-                        (self.targets, other.targets, "target"),
-                    )
-                ]
-                reason = f"their labels differ: they share {' and '.join(common)}"
-                reason = "two targets have the same name" if alike else reason
-                found = f"One influence has {shapes[0]} scores, the other has {shapes[1]}, and {reason}."
-            raise InvalidInputError(
-                found,
-                "Both must be an Influence. The perturbations of one must be among those of the other, and likewise "
-                "the targets.",
-                "Agreement is measured score by score.",
-                "Score the same perturbations and targets with both estimators.",
-            )
-        return Agreement.of(*matched)
-
-    def _match(self, other: Influence) -> tuple[Tensor, Tensor] | None:
-        """Return the scores that both have, in the same order; None where they cannot be matched by label."""
+        check_instance(other, Influence, "other", cure="score the same perturbations and targets with both estimators")
         columns = match_labels(self.targets, other.targets)
         rows = match_labels(self.perturbations, other.perturbations)
         if self.perturbations == other.perturbations:
             rows = list(range(len(self))), list(range(len(other)))  # even where two of them have one label
         if rows is None or columns is None:
-            return None
-        return self.values[rows[0]][:, columns[0]], other.values[rows[1]][:, columns[1]]
+            common = [
+                count_words(len(set(mine) & set(others)), noun)
+                for mine, others, noun in (
+                    (self.perturbations, other.perturbations, "perturbation"),
+                    (self.targets, other.targets, "target"),
+                )
+            ]
+            alike = any(len(set(names)) < len(names) for names in (self.targets, other.targets))
+            reason = "two targets have the same name" if alike else f"they share {' and '.join(common)}"
+            raise InvalidInputError(
+                "The perturbations of one Influence must be among those of the other, and likewise the targets, but of "
+                f"{len(self)} × {len(self.targets)} and {len(other)} × {len(other.targets)} scores {reason}; score the "
+                "same perturbations and targets with both estimators."
+            )
+        return Agreement.of(self.values[rows[0]][:, columns[0]], other.values[rows[1]][:, columns[1]])
 
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row per perturbation and one column per target.

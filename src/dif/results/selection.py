@@ -27,14 +27,14 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
     P = len(labels)
     if isinstance(key, tuple):
         raise InvalidInputError(
-            f"The scores were indexed with {len(key)} selections, separated by commas.",
-            "One selection may be given: a list is written in brackets of its own.",
-            "It could mean one score, or several rows.",
-            "Write influence.values[3, 1] for one score, influence[[3, 1]] for two rows, and influence.to_frame() for "
-            "columns by name.",
+            f"One selection may be given, not {len(key)} separated by commas: write influence.values[3, 1] for one "
+            "score, influence[[3, 1]] for two rows, and influence.to_frame() for columns by name."
         )
     if isinstance(key, slice):
-        rows = _find_slice(key, P)
+        try:
+            rows = list(range(P))[key]
+        except (TypeError, ValueError) as error:  # bounds that are not integers, a step of 0
+            raise _selection_error(key, P) from error
     elif isinstance(key, str):
         rows = _find_labels([key], labels, index)
     elif (number := as_index(key)) is not None:
@@ -42,16 +42,8 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
     else:
         rows = _find_listed(key, labels, index)
     if not rows:
-        raise _selection_error(f"{_describe(key)} selects none of {P} perturbations", P)
+        raise _selection_error(f"{key}, which selects none" if isinstance(key, slice) else "one that selects none", P)
     return rows
-
-
-def _find_slice(key: slice, P: int) -> list[int]:
-    """Return the rows of a slice."""
-    try:
-        return list(range(P))[key]
-    except (TypeError, ValueError) as error:  # bounds that are not integers, a step of 0
-        raise _selection_error(f"The scores were indexed with {key}", P) from error
 
 
 def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
@@ -59,19 +51,18 @@ def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -
     P = len(labels)
     values = key.tolist() if hasattr(key, "tolist") else list(key) if isinstance(key, Iterable) else None
     if not isinstance(values, list):
-        raise _selection_error(f"The scores were indexed with an object of type {type(key).__name__}", P)
+        raise _selection_error(f"an object of type {type(key).__name__}", P)
     if values and all(isinstance(value, bool) for value in values):
         if len(values) != P:
-            raise _selection_error(f"The mask has {len(values)} entries for {P} perturbations", P)
+            raise _selection_error(f"a mask of {len(values)}", P)
         check_labels(key, index, "The mask", "the scores")
         return [row for row, chosen in enumerate(values) if chosen]
     if values and all(isinstance(value, str) for value in values):
         return _find_labels(values, labels, index)
-    numbers = [as_index(value) for value in values]
-    if None in numbers:
-        wrong = [value for value, number in zip(values, numbers, strict=True) if number is None]
-        raise _selection_error(f"The list of perturbations includes {few(wrong, quoted=True)}", P)
-    return [_check_position(number, P) for number in numbers if number is not None]
+    wrong = [value for value in values if as_index(value) is None]
+    if wrong:
+        raise _selection_error(f"a list that includes {few(wrong, quoted=True)}", P)
+    return [_check_position(value, P) for value in values]
 
 
 def _find_labels(keys: list[str], labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
@@ -84,10 +75,8 @@ def _find_labels(keys: list[str], labels: Sequence[str], index: Sequence[Any] | 
     unknown = [key for key in keys if key not in by_label]
     if unknown:
         raise InvalidInputError(
-            f"No perturbation has the label {few(unknown, quoted=True)}.",
-            f"The labels are {few(labels, quoted=True)}.",
-            "A label names the samples that a perturbation changes.",
-            "Write it as in `influence.perturbations`, with or without its verb: influence['train[17]'].",
+            f"No perturbation has the label {few(unknown, quoted=True)}; write it as in `influence.perturbations`, "
+            f"with or without its verb: {few(labels, quoted=True)}."
         )
     return [row for key in keys for row in by_label[key]]
 
@@ -99,17 +88,10 @@ def _check_position(number: int, P: int) -> int:
     return number % P
 
 
-def _describe(key: Any) -> str:
-    return f"The slice {key}" if isinstance(key, slice) else "The given mask or list"
-
-
-def _selection_error(found: str, P: int) -> InvalidInputError:
+def _selection_error(found: Any, P: int) -> InvalidInputError:
     return InvalidInputError(
-        f"{found}.",
-        f"A selection is an integer, a slice, a label, a mask of {P} entries, or a list of integers or labels, and "
-        "selects at least one.",
-        "Scores are selected by perturbation; their columns are the targets.",
-        "Write influence[3:10], influence['train[17]'] or influence[mask]; of one target take influence.to_frame().",
+        f"Scores are selected by an integer, a slice, a label, a mask of {P} entries, or a list of integers or labels, "
+        f"not by {found}; take columns, the targets, from influence.to_frame()."
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,27 +16,22 @@ from dif.runtime.text import TextTable
 MOST_TARGETS = 6  # targets that are shown
 
 
-class Entry(Protocol):
-    """One perturbation of a ranking."""
+@dataclass(frozen=True)
+class Ranked:
+    """One perturbation of a ranking: its row, its label and its score.
 
-    @property
-    def index(self) -> int:
-        """Its row."""
-        ...
+    The row is that of the scores that were ranked. In a slice it counts the rows of the slice, not the samples:
+    `part.carried_out.pick([one.index for one in part.top(5)])` are the five perturbations.
+    """
 
-    @property
-    def label(self) -> str:
-        """Its label."""
-        ...
-
-    @property
-    def name(self) -> Any:
-        """Label of the sample in the index of the user's data frame, or None."""
-        ...
+    index: int
+    label: str
+    value: float
+    name: Any = None  # label of the sample in the index of the user's DataFrame; None without a DataFrame
 
 
 def format_summary(
-    heading: str, trust: str, targets: Sequence[str], values: Tensor, tops: Sequence[Sequence[Entry]]
+    heading: str, trust: str, targets: Sequence[str], values: Tensor, tops: Sequence[Sequence[Ranked]]
 ) -> str:
     """Return the heading, a sentence about trust, the spread of the scores, and the largest for each target."""
     shown = list(targets)[:MOST_TARGETS]
@@ -49,7 +45,7 @@ def format_summary(
     return "\n\n".join(part for part in (f"{heading}\n{trust}".strip(), str(spread), left_out, *rankings) if part)
 
 
-def format_html(heading: str, trust: str, targets: Sequence[str], values: Tensor, top: Sequence[Entry]) -> str:
+def format_html(heading: str, trust: str, targets: Sequence[str], values: Tensor, top: Sequence[Ranked]) -> str:
     """Return the heading, a sentence about trust, and the scores of the highest-ranked perturbations as HTML."""
     shown = list(targets)[:MOST_TARGETS]
     table = TextTable(_headings(top, shown), _rows(top, values[:, : len(shown)]))
@@ -69,16 +65,16 @@ def _describe(name: str, column: Tensor) -> tuple[str, ...]:
     return name, *(f"{float(number):+.4g}" for number in numbers[:2]), f"{float(numbers[2]):.4g}"
 
 
-def _words(top: Sequence[Entry]) -> int:
+def _words(top: Sequence[Ranked]) -> int:
     """Return how many columns of a ranking are words: the index of a data frame, if there is one, and the label."""
     return 1 if all(entry.name is None for entry in top) else 2
 
 
-def _headings(top: Sequence[Entry], columns: Sequence[str]) -> tuple[str, ...]:
+def _headings(top: Sequence[Ranked], columns: Sequence[str]) -> tuple[str, ...]:
     return ("index", "perturbation")[2 - _words(top) :] + tuple(columns)
 
 
-def _rows(top: Sequence[Entry], values: Tensor) -> tuple[tuple[str, ...], ...]:
+def _rows(top: Sequence[Ranked], values: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the cells of a ranking."""
     return tuple(
         (*(write_label(entry.name), entry.label)[2 - _words(top) :], *(f"{float(v):+.4g}" for v in values[entry.index]))

@@ -294,11 +294,14 @@ def check_number(value: Any, what: str, *, zero: bool = False, negative: bool = 
     return number
 
 
-def check_count(value: Any, what: str) -> int:
-    """Return an integer ≥ 1 as an int; `what` is the name of an argument, or a noun phrase, for the error message."""
-    number = as_index(value)
-    if number is None or number < 1:
-        raise InvalidInputError(f"{_title(what)} must be an integer ≥ 1, not {value!r}.")
+def check_count(value: Any, what: str, *, zero: bool = False) -> int:
+    """Return an integer ≥ 1 as an int; `what` is the name of an argument, or a noun phrase, for the error message.
+
+    With `zero`, 0 is accepted too.
+    """
+    number, least = as_index(value), 0 if zero else 1
+    if number is None or number < least:
+        raise InvalidInputError(f"{_title(what)} must be an integer ≥ {least}, not {value!r}.")
     return number
 
 

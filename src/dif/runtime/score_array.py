@@ -23,26 +23,7 @@ def is_filled_in_chunks(path: FilePath) -> bool:
     return os.fspath(path).endswith(".npy")
 
 
-class MemoryScores:
-    """Scores (P, T) in memory, filled chunk by chunk; NaN where they are not computed yet."""
-
-    def __init__(self, shape: tuple[int, int]) -> None:
-        self.values = torch.full(shape, float("nan"), dtype=torch.float64)
-        self.pieces: list[dict[str, Any]] = []  # of each finished chunk: its last row + 1 ("end") and its diagnostics
-
-    @property
-    def done(self) -> int:
-        """Number of finished rows."""
-        return self.pieces[-1]["end"] if self.pieces else 0
-
-    def write(self, block: Tensor, **about: Any) -> None:
-        """Append the next chunk of rows, with its diagnostics."""
-        begin, end = self.done, self.done + len(block)
-        self.values[begin:end] = block
-        self.pieces.append({"end": end, **about})
-
-
-class FileScores(MemoryScores):
+class FileScores:
     """Scores (P, T) in a .npy file, NaN where they are not computed yet, with a journal beside it.
 
     The journal describes the scores and has the checksum of each finished chunk. From the first chunk that is damaged,
@@ -57,7 +38,8 @@ class FileScores(MemoryScores):
 
     def __init__(self, path: FilePath, shape: tuple[int, int], fingerprint: str, about: Iterable[Any]) -> None:
         self.path, self.shape, self.fingerprint = check_path(path), shape, fingerprint
-        self.journal, self.pieces = journal_of(path), []
+        self.journal = journal_of(path)
+        self.pieces: list[dict[str, Any]] = []  # of each finished chunk: its last row + 1 ("end") and its diagnostics
         resumed = self._resume()
         if not resumed:
             _refuse_foreign(self.path)
@@ -67,9 +49,16 @@ class FileScores(MemoryScores):
             _create(self.path, shape)
         self.values = open_values(self.path, write=True)
 
+    @property
+    def done(self) -> int:
+        """Number of finished rows."""
+        return self.pieces[-1]["end"] if self.pieces else 0
+
     def write(self, block: Tensor, **about: Any) -> None:
         """Append the next chunk of rows, with its diagnostics; later calls find it in the file."""
-        super().write(block, checksum=_checksum(block), **about)
+        begin, end = self.done, self.done + len(block)
+        self.values[begin:end] = block
+        self.pieces.append({"checksum": _checksum(block), "end": end, **about})
         self.journal.append(self.pieces[-1])
 
     def finish(self, about: Iterable[Any]) -> None:

@@ -487,11 +487,11 @@ def sample_slopes(
 
 @retry_with_smaller_batches
 def weighted_gradients(
-    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor
+    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over all samples, for each row w of weights (k, n)."""
+    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), of all samples or those listed, for each row w of weights."""
     value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
-    for place, loss in sweep_batches(samples, parameters, theta):
+    for place, loss in sweep_batches(samples, parameters, theta, indices):
         losses, part = loss.pull(theta, weights[:, place])
         value, gradient = value + weights[:, place] @ losses, gradient + part
     return sum_over_processes(value), sum_over_processes(gradient)

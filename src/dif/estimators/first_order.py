@@ -117,7 +117,7 @@ class FirstOrderEstimator:
         """Return Δθ, (P, d), NaN where there is no answer; and the response."""
         at, P = self.at, direction.P
         b = r = None
-        if P > 1 and sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
+        if P == 1 or sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
             b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
             r = df[:, 1:]
         if b is None or r is None or not bool(torch.isfinite(b).all() and torch.isfinite(r).all()):  # names the sample

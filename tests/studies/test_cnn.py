@@ -165,7 +165,7 @@ def test_reevaluated_is_the_target_at_the_predicted_point():
         found = cnn.reevaluate(estimator, train, removals)
         for p, removal in enumerate(removals):
             moved = {"w": solution.params["w"] + estimator.change(removal).theta["w"]}
-            losses = [train.loss(point, train.storage._take(slice(None))) for point in (moved, solution.params)]
+            losses = [train.loss(point, next(train.storage.fetch([slice(None)]))) for point in (moved, solution.params)]
             np.testing.assert_allclose(found[p], losses[0] - losses[1], rtol=1e-9, atol=1e-12)
 
 

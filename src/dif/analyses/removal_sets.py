@@ -14,7 +14,7 @@ from dif.errors import DifError, InvalidInputError, NotConvergedError, count_wor
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
-from dif.problem.samples import Samples, expect_samples
+from dif.problem.samples import Samples
 from dif.problem.weights import find_indispensable
 from dif.runtime.inputs import check_count, check_number
 from dif.runtime.work import Reporter, progress
@@ -158,7 +158,7 @@ class _RemovalSet:
             raise InvalidInputError(
                 f"`target` must be one number, not {len(targets.names)}; a weighted sum of Terms is a Term."
             )
-        needed = find_indispensable(solution.problem, expect_samples(samples))
+        needed = find_indispensable(solution.problem, samples)
         indices = range(len(samples)) if among is None else samples.check_indices(among)
         candidates = [i for i in indices if i not in needed]
         if not candidates:

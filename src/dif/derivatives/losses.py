@@ -443,15 +443,16 @@ def sample_slopes(
 
 @retry_with_smaller_batches
 def weighted_gradients(
-    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor, of_losses: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over all samples, for each row w of weights (k, n).
+    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor, indices: Tensor | None = None,
+    of_losses: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), of all samples or those listed, for each row w of weights.
 
     The sums of losses may have weights of their own, `of_losses`.
     """
     U = weights if of_losses is None else of_losses
     value, gradient = theta.new_zeros(len(U)), theta.new_zeros((len(weights), theta.numel()))
-    for place, loss in sweep_batches(samples, parameters, theta):
+    for place, loss in sweep_batches(samples, parameters, theta, indices):
         losses, part = loss.pull(theta, weights[:, place])
         value, gradient = value + U[:, place] @ losses, gradient + part
     return sum_over_processes(value), sum_over_processes(gradient)

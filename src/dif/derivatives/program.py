@@ -109,12 +109,7 @@ class PerConstraint:
 
     flat: Tensor  # (m,)
     problem: Problem
-    shapes: tuple[torch.Size, ...]
-
-    @classmethod
-    def of(cls, program: Program, flat: Tensor) -> PerConstraint:
-        """Wrap values of the m constraint rows."""
-        return cls(flat, program.problem, program.shapes)
+    shapes: tuple[torch.Size, ...]  # of the constraints
 
     def __getitem__(self, key: int | str | Constraint) -> Tensor:
         names, number = self.problem.names, as_index(key)
@@ -162,7 +157,20 @@ class Targets:
         parameters.check_mode()
         self.samples = target if isinstance(target, Samples) else None
         self.alike = self.samples is not None  # whether all targets are in the same unit
-        self.terms = _list_terms(target) if self.samples is None else ()
+        listed = [target] if isinstance(target, Expression) else target
+        if isinstance(target, Mapping):  # its keys name the terms
+            listed = [t.named(str(name)) if isinstance(t, Expression) else t for name, t in target.items()]
+        terms = list(listed) if isinstance(listed, Sequence) else []
+        wrong = [t for t in terms if not isinstance(t, Expression)]
+        if wrong or (not terms and self.samples is None):
+            inside = (
+                f" with an entry of type {type(wrong[0]).__name__}" if wrong and not isinstance(target, str) else ""
+            )
+            raise InvalidInputError(
+                "The target must be a Term, a list of Terms, a dict of Terms by name, or Samples, not of type "
+                f"{type(target).__name__}{inside}; for the loss on test data pass dif.Samples(loss, test_data)."
+            )
+        self.terms: tuple[Term, ...] = tuple(t.as_term() for t in terms)
         constant = [repr(t) for t in self.terms if not t.sums and not t.functions]
         if constant:
             raise InvalidInputError(
@@ -218,19 +226,3 @@ class Targets:
                 "at the solution; leave it out, or use Newton or Retraining, which evaluate the target instead."
             )
         return Q.T
-
-
-def _list_terms(target: Any) -> tuple[Term, ...]:
-    """Return the Terms of a target that is not Samples; those of a dict are named by its keys."""
-    if isinstance(target, Mapping):
-        listed = [t.named(str(name)) if isinstance(t, Expression) else t for name, t in target.items()]
-    else:
-        listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
-    wrong = [t for t in listed if not isinstance(t, Expression)]
-    if wrong or not listed:
-        inside = f" with an entry of type {type(wrong[0]).__name__}" if wrong and not isinstance(target, str) else ""
-        raise InvalidInputError(
-            "The target must be a Term, a list of Terms, a dict of Terms by name, or Samples, not of type "
-            f"{type(target).__name__}{inside}; for the loss on test data pass dif.Samples(loss, test_data)."
-        )
-    return tuple(t.as_term() for t in listed)

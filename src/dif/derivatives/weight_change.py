@@ -78,7 +78,7 @@ class Direction:
                 owner, index = move.entries.owner, move.entries.index
                 a = change.alpha if len(change.alpha) == 1 else change.alpha[owner]
                 s = (change.factor * ((1.0 + a) * move.dw)).to(like)
-                entries = len(move.entries), owner.to(like.device), index.to(like.device), s
+                entries = move.entries.P, owner.to(like.device), index.to(like.device), s
                 self.blocks.append(Block(touch, columns, alpha, samples, *entries))
                 alpha = torch.zeros_like(alpha[:1])  # it belongs to the first move
         none = like.new_zeros((1, program.m)).expand(self.P, -1)
@@ -156,14 +156,14 @@ class Direction:
             df += alpha @ (block.touch * p[block.columns]).T
             b += (alpha * (weights @ block.touch)) @ Dp[block.columns]
             distinct, place = block.distinct()
-            samples = block.samples.take(distinct)
             entries = (mix if block.count == self.P else mix.sum(1, keepdim=True))[:, block.owner]  # (Z, E)
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
-            df += entries @ (sample_losses(samples, self.program.parameters, theta)[place][:, None] * row_weights)
+            losses = sample_losses(block.samples, self.program.parameters, theta, distinct)
+            df += entries @ (losses[place][:, None] * row_weights)
             w = entries * (row_weights @ weights)
             if isinstance(place, Tensor):
-                w = w.new_zeros((len(mix), len(samples))).index_add(1, place, w)
-            b += weighted_gradients(samples, self.program.parameters, theta, w)[1]
+                w = w.new_zeros((len(mix), len(losses))).index_add(1, place, w)
+            b += weighted_gradients(block.samples, self.program.parameters, theta, w, distinct)[1]
         return b, df
 
     # Effects of a single perturbation
@@ -185,13 +185,10 @@ class Direction:
 
     def changed_samples(self, p: int) -> Rows:
         """Return the part of δf that is not a rescaling, as rows over the changed samples only."""
-        tables, coefficients = [], []
-        for block in self.blocks:
-            mine = block.entries_of(p)
-            tables.append(Table(block.samples.take(block.index[mine]), (), block.s[mine].T))
-            coefficients.append(block.touch)
-        C = torch.cat([self.program.rows.C[:, :0], *coefficients], 1)
-        return Rows(self.program.parameters, tuple(tables), (), C)
+        pairs = [(block, block.entries_of(p)) for block in self.blocks]
+        tables = tuple(Table(block.samples.take(block.index[mine]), (), block.s[mine].T) for block, mine in pairs)
+        C = torch.cat([self.program.rows.C[:, :0], *(block.touch for block in self.blocks)], 1)
+        return Rows(self.program.parameters, tables, (), C)
 
     def perturbed_program(self, p: int) -> Program:
         """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""

@@ -20,10 +20,10 @@ from dif.errors import InvalidInputError, count_words
 from dif.estimators.protocol import Estimator
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
-from dif.problem.samples import Samples, expect_samples
+from dif.problem.samples import Samples
 from dif.results.change import Agreement
 from dif.results.influence import Influence
-from dif.runtime.inputs import as_index, as_numbers, as_tensor
+from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_instance
 from dif.runtime.text import TextTable
 from dif.runtime.work import progress
 
@@ -283,7 +283,8 @@ def linear_datamodelling_score(
             samples. This is no longer the score of the literature, but what estimators of groups are for.
         show_progress: Show a bar on a terminal while training.
     """
-    named, removed = _name_methods(methods), _draw_subsets(len(expect_samples(samples)), subsets, share, seed)
+    count = len(check_instance(samples, Samples, "samples"))
+    named, removed = _name_methods(methods), _draw_subsets(count, subsets, share, seed)
     whole = {name: method for name, method in named.items() if jointly and isinstance(method, Estimator)}
     scores = _predict({name: named[name] for name in named if name not in whole}, truth, target, samples)
     sums = {name: torch.stack([values[index].sum(0) for index in removed]) for name, values in scores.items()}
@@ -359,7 +360,7 @@ def removal_curve(
         seed: Seed of the random orders.
         show_progress: Show a bar on a terminal while training.
     """
-    named, n = _name_methods(methods), len(expect_samples(samples))
+    named, n = _name_methods(methods), len(check_instance(samples, Samples, "samples"))
     repeats, generator = _expect_count(random, "random"), _expect_seed(seed)
     several = isinstance(counts, Iterable) and getattr(counts, "ndim", 1) == 1
     sizes = sorted({as_index(k) or 0 for k in counts} if several else ())
@@ -393,7 +394,7 @@ def label_error_auc(
     mask, named = as_tensor(wrong, "wrong labels").cpu(), _name_methods(methods)
     if mask.dtype != torch.bool or mask.dim() != 1 or not 0 < int(mask.sum()) < len(mask):
         raise InvalidInputError("`wrong` must be a boolean mask, one entry per sample, some true and some false.")
-    if samples is not None and len(expect_samples(samples)) != len(mask):
+    if samples is not None and len(check_instance(samples, Samples, "samples")) != len(mask):
         raise InvalidInputError(f"`wrong` must have {len(samples)} entries, one per sample, not {len(mask)}.")
     suspicion = {}
     for name, method in named.items():
@@ -430,7 +431,7 @@ def _predict(
     """Return the score of removing each sample by each method, (n, T); (n, 1) where it is one for all targets."""
     if isinstance(truth, type) or not (isinstance(truth, Estimator) or callable(truth)):
         raise InvalidInputError(f"`truth` must be an estimator such as dif.Retraining, or a function, not {truth!r}.")
-    each, solution = expect_samples(samples).remove_each(), getattr(truth, "solution", None)
+    each, solution = check_instance(samples, Samples, "samples").remove_each(), getattr(truth, "solution", None)
     known = len(Targets(target, solution).names) if isinstance(solution, Solution) else 1 if single else None
     if single:
         _expect_one_target(known)

@@ -227,7 +227,7 @@ class Solution:
     @property
     def multipliers(self) -> PerConstraint:
         """λ̄ per constraint: by position, by name or by the Constraint."""
-        return PerConstraint.of(self.program, self.lam)
+        return PerConstraint(self.lam, self.program.problem, self.program.shapes)
 
     @property
     def identity(self) -> bytes:

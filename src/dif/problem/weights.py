@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dif.errors import InvalidInputError
 from dif.problem.perturbation import Action, Addition, Entries, Perturbation, Reweighting, Shift
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, SampleSum, Term
+from dif.runtime.inputs import check_instance
 
 Problem = Any  # a dif.Problem, which asks here what it is after a perturbation
 
@@ -34,7 +36,7 @@ class Move:
 
     def pick(self, rows: Tensor) -> Move:
         """Return the listed perturbations, in that order."""
-        if len(self.entries) == 1:
+        if self.entries.P == 1:
             return self
         return replace(self, entries=self.entries.pick(rows), dw=self.dw[self.entries.find(rows)[1]])
 
@@ -72,7 +74,8 @@ class Changes:
     @classmethod
     def of(cls, problem: Problem, perturbation: Perturbation) -> Changes:
         """Resolve perturbations; refuse those of other samples, terms or constraints than the problem's."""
-        for _, action in perturbation.actions:
+        listed = [action for _, actions in perturbation.pieces for action in actions]
+        for action in listed:
             _check_action(problem, action)
         found: list[list[SumChange]] = [[] for _ in perturbation.pieces]
         for samples, sums in problem.sums.items():
@@ -82,7 +85,7 @@ class Changes:
                     used = [id(s) in summands for s in sums]
                     if any(used):
                         changes.append(SumChange(samples, sums, numbers, factor, *_move(together, sums, used)))
-        shifted = {id(action.constraint) for _, action in perturbation.actions if isinstance(action, Shift)}
+        shifted = {id(action.constraint) for action in listed if isinstance(action, Shift)}
         bounds = [
             (number, _move_bound(number, constraint, perturbation, found))
             for number, constraint in enumerate(problem.constraints, 1)
@@ -143,8 +146,14 @@ def _move(actions: Sequence[Any], sums: Sequence[SampleSum], used: Sequence[bool
         if move.renormalise:
             divisor.index_add_(0, owner, move.dw)
         moves.append(move)
-    if len(removed):
-        _refuse_empty((members == 0) & torch.tensor(used), actions, sums)
+    empty = (members == 0) & torch.tensor(used)
+    if len(removed) and bool(empty.any()):
+        p, column = torch.nonzero(empty)[0].tolist()
+        label = " + ".join(a.labels()[p if len(a) > 1 else 0] for a in actions)
+        raise InvalidInputError(
+            f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least one. "
+            "Restrict the removal with terms=[…], or drop the term."
+        )
     means = torch.tensor([s.normalised for s in sums]) & (divisor != 0)
     return tuple(moves), torch.where(means, (before - divisor) / torch.where(means, divisor, 1.0), 0.0)
 
@@ -161,17 +170,6 @@ def _weigh_added(action: Addition, index: Tensor, W: Tensor, sums: Sequence[Samp
         )
     means = W.sum(1) / (W != 0).sum(1).clamp(min=1) * torch.tensor([s.everyone for s in sums])  # of the members
     return means.expand(len(index), -1)
-
-
-def _refuse_empty(empty: Tensor, actions: Sequence[Action], sums: Sequence[SampleSum]) -> None:
-    """Refuse perturbations that leave no samples in a sum that is used, (P, k)."""
-    if bool(empty.any()):
-        p, column = torch.nonzero(empty)[0].tolist()
-        label = " + ".join(a.labels()[p if len(a) > 1 else 0] for a in actions)
-        raise InvalidInputError(
-            f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least one. "
-            "Restrict the removal with terms=[…], or drop the term."
-        )
 
 
 def _move_bound(
@@ -251,8 +249,8 @@ def apply_perturbation(problem: Problem, perturbation: Perturbation) -> tuple[Te
     objects that replace the old ones.
     """
     changes = Changes.of(problem, perturbation)
-    extended, starts = _extend(problem.samples, perturbation)
-    cache: dict[tuple[int, ...], SampleSum] = {}
+    extended, starts = _extend(problem, perturbation)
+    cache: dict[tuple[int, ...], SampleSum] = {}  # terms that share a sum share it afterwards, too
 
     def perturb(number: int) -> Term:
         sums = []
@@ -261,7 +259,7 @@ def apply_perturbation(problem: Problem, perturbation: Perturbation) -> tuple[Te
                 mine = [change for change in changes.sums if part in change.sums and number in change.terms]
                 key = (id(part), *map(id, mine))
                 if key not in cache:
-                    cache[key] = _reweight(part, mine, extended.get(id(part.samples)) or part.samples, starts)
+                    cache[key] = _reweight(part, mine, extended[part.samples], starts)
                 sums.append((c, cache[key]))
         return replace(problem.terms[number], sums=tuple(sums))
 
@@ -273,28 +271,23 @@ def apply_perturbation(problem: Problem, perturbation: Perturbation) -> tuple[Te
     return perturb(0), [c if c.share is None else c.of_smaller_group() for c in constraints]
 
 
-def _extend(samples: Sequence[Samples], perturbation: Perturbation) -> tuple[dict[int, Samples], dict[int, int]]:
+def _extend(problem: Problem, perturbation: Perturbation) -> tuple[dict[Samples, Samples], dict[int, int]]:
     """Append the data of all additions to the Samples that they are added to.
 
     Returns:
-        The extended Samples, by id of the old ones; and the index of the first new sample, by id of the addition.
+        The Samples afterwards, by those before; and the index of the first new sample, by id of the addition.
     """
-    extended: dict[int, Samples] = {}
+    extended = {samples: samples for samples in problem.samples}
     starts: dict[int, int] = {}
     every = [action for _, action in perturbation.actions if isinstance(action, Addition)]
-    for population in {id(s.population): s.population for s in samples}.values():
+    for population in problem.people:
         additions = [action for action in every if action.samples.population is population]
-        if not additions:
-            continue
-        start = len(population)
-        for addition in additions:
-            starts[id(addition)] = start
-            start += len(addition.new)
-        storage = population.storage.join([addition.new.storage for addition in additions])
-        extended[id(population)] = population.with_data(storage)
-        for view in samples:
-            if view.population is population and view is not population:
-                extended[id(view)] = view.with_data(storage, extended[id(population)])
+        if additions:
+            sizes = (len(addition.new) for addition in additions)
+            starts.update(zip(map(id, additions), accumulate(sizes, initial=len(population)), strict=False))
+            whole = population.with_data(population.storage.join([addition.new.storage for addition in additions]))
+            views = [view for view in problem.samples if view.population is population]
+            extended |= {v: whole if v is population else v.with_data(whole.storage, whole) for v in views}
     return extended, starts
 
 
@@ -309,11 +302,12 @@ def _reweight(part: SampleSum, changes: Sequence[SumChange], samples: Samples, s
             after.index_add_(0, start + move.entries.index, move.dw[:, column])
         weights = weights + change.factor * ((1.0 + change.alpha[0, column]) * after - old)
     weights = torch.where(weights.abs() <= _ROUNDING * old.abs(), 0.0, weights)  # three thirds of a removal
-    return part if not changes and samples is part.samples else replace(part, samples=samples, weights=weights)
+    return replace(part, samples=samples, weights=weights)
 
 
 def find_indispensable(problem: Problem, samples: Samples) -> dict[int, str]:
     """Return the samples that are the only one in a term, which is undefined without them: index → term in words."""
+    check_instance(samples, Samples, "samples")
     summands = {id(s) for term in problem.terms for c, s in term.sums if c != 0}
     terms: dict[int, str] = {}
     for s in (s for sums in problem.sums.values() for s in sums if id(s) in summands):

@@ -85,7 +85,8 @@ class Change:
     @classmethod
     def of(cls, program: Program, dtheta: Tensor, dlam: Tensor, diagnostics: dict[str, Any]) -> Change:
         """Build from Δθ, (d,), and Δλ, (m,)."""
-        return cls(program.parameters.tensors(dtheta), PerConstraint.of(program, dlam), dtheta, diagnostics)
+        multipliers = PerConstraint(dlam, program.problem, program.shapes)
+        return cls(program.parameters.tensors(dtheta), multipliers, dtheta, diagnostics)
 
     def largest(self, k: int) -> list[tuple[str, float]]:
         """Return the name and the change of the k parameters that change most, such as ("w[0, 2]", 0.1)."""

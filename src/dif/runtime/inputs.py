@@ -326,6 +326,13 @@ def check_list(values: Any, what: str, of: str) -> list[Any]:
     return listed
 
 
+def check_callable(value: object, call: str, owner: str) -> None:
+    """Refuse a value that cannot be called as in `call`, such as "fn(params)", which begins with its name."""
+    if not callable(value):
+        name, found = call.split("(")[0], type(value).__name__
+        raise InvalidInputError(f"`{name}` of {owner} must be a callable {call}, not of type {found}.")
+
+
 def check_instance(value: object, kind: type[T], what: str, cure: str = "") -> T:
     """Return a value that must be an instance of a public class of dif, or have the members of a public interface.
 

@@ -86,7 +86,7 @@ class RunPerturbation:
     def _read(self, number: int, move: Move) -> StepMove:
         """Return a move relative to the weights that the samples have in the run."""
         U, index = self.loop.program.rows.tables[number].U, move.entries.index
-        owner = None if len(move.entries) < len(self) else move.entries.owner
+        owner = None if len(self) > move.entries.P else move.entries.owner
         dw = move.dw.to(U)
         weights = U[:, index.to(U.device)].T if move.added is None else dw
         da = torch.where(weights != 0, dw / torch.where(weights != 0, weights, 1.0), 0.0)

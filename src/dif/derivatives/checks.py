@@ -557,7 +557,8 @@ def _classify_bends(losses: Callable[[Tensor], Tensor], low: Tensor, high: Tenso
         first = bend(left, middle) >= bend(middle, right)
         left, right = torch.where(first, left, middle), torch.where(first, middle, right)
     slopes = lines.diff(dim=1) * (lines.shape[1] - 1) / 2
-    value_range, slope_range = (x.amax(1) - x.amin(1) for x in (lines, slopes))
+    every_slope = torch.cat([slopes, slope(left)[:, None], slope(right)[:, None]], 1)  # an exponential is steep at once
+    value_range, slope_range = (x.amax(1) - x.amin(1) for x in (lines, every_slope))
     noise = eps * lines.abs().amax(1)  # rounding error of one value
     smooth_change = 2 * slopes.abs().amax(1) * (right[0] - left[0] + 2 * h)  # without a jump
     jumps = (right[3] - left[1]).abs() > torch.stack([_JUMP * value_range, 1e3 * noise, smooth_change]).amax(0)

@@ -283,7 +283,9 @@ class Rows:
         values, gradient = [], torch.zeros_like(theta)
         tables, functions = self.split(mu @ self.C)
         for table, w in tables:
-            sums, part = weighted_gradients(table.samples, self.parameters, theta, (w @ table.U)[None], table.U)
+            sums, part = weighted_gradients(
+                table.samples, self.parameters, theta, (w @ table.U)[None], of_losses=table.U
+            )
             values.append(sums)
             gradient = gradient + part[0]
         for f, w in functions:

@@ -10,9 +10,18 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_slopes, explain
-from dif.errors import DegenerateError, DifError, InfeasibleError, InvalidInputError, NotASolutionError, SameDataWarning
+from dif.errors import (
+    DegenerateError,
+    DifError,
+    InfeasibleError,
+    InvalidInputError,
+    NotASolutionError,
+    SameDataWarning,
+    few,
+)
 from dif.linalg.lanczos import tangent_curvature
 from dif.problem.term import Kinds
+from dif.runtime.guard import UserCodeError
 
 GOOD, NOTE, BAD = "good", "note", "bad"  # verdicts: the condition holds, holds with a reservation, fails
 
@@ -141,7 +150,8 @@ class Margin:
 class ActiveSet:
     """The rows of all constraints, divided into binding, weak and inactive.
 
-    binding: f = τ and λ̄ > 0, and every equality. weak: f = τ and λ̄ = 0 (the paper's "non-binding"). Row numbers count
+    binding: f = τ and λ̄ > 0, and every equality. weak: f = τ and λ̄ = 0 (the paper's "non-binding"). Rows that are not
+    met, at a point that is no solution, are treated as binding or weak, and listed in `violated`. Row numbers count
     through the constraints in order; `names` has their names.
     """
 
@@ -150,6 +160,7 @@ class ActiveSet:
     inactive: tuple[int, ...]
     active: tuple[int, ...]  # binding and weak
     uncertain: tuple[int, ...]  # whose slack or multiplier is within a factor of 100 of the tolerance
+    violated: dict[int, float]  # rows that are not met, and by how much, in their own units
     names: tuple[str, ...]
     slack: Tensor  # (m,) scaled, in relative units of θ
     force: Tensor  # (m,) scaled multipliers
@@ -185,9 +196,11 @@ class ActiveSet:
             curvature, relative = (_tangent_eigenvalue(H.dense(), held, unit) for unit in units)
         else:
             curvature, relative = tangent_curvature(H, held, scales.root)
+        wrong = torch.nonzero(kinds.violation(-slack) > tolerance).reshape(-1)
         groups = {"binding": binding, "weak": weak, "inactive": ~active, "active": active, "uncertain": near}
         return cls(
             **{name: tuple(torch.nonzero(rows).reshape(-1).tolist()) for name, rows in groups.items()},
+            violated=dict(zip(wrong.tolist(), point.c[wrong].abs().tolist(), strict=True)),
             names=point.program.names,
             slack=slack,
             force=force,
@@ -250,7 +263,8 @@ class ActiveSet:
         for kind in ("binding", "weak", "inactive"):
             for j in getattr(self, kind):
                 slack, force = self.slack[j] + 0.0, self.force[j] + 0.0  # 0 instead of −0
-                lines.append(f"{self.names[j]}: {kind} (relative slack {slack:.2e}, force {force:.2e})")
+                state = f"violated by {self.violated[j]:.4g}" if j in self.violated else kind
+                lines.append(f"{self.names[j]}: {state} (relative slack {slack:.2e}, force {force:.2e})")
         lines.append(f"independence {self.licq:.2e}, tangent curvature {self.curvature:.3g}")
         return "\n".join(lines)
 
@@ -266,7 +280,7 @@ def _tangent_eigenvalue(H: Tensor, G: Tensor, root: Tensor) -> float:
 
 
 _CLEAR = "Is it clear which constraints bind?"
-BINDING = "binding"  # state of a row; the others are "weak" and "inactive"
+BINDING, VIOLATED = "binding", "violated"  # states of a row; the others are "weak" and "inactive"
 _MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
 _UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
 _LARGE = 128  # parameters from which Lanczos steps are cheaper than all eigenvalues
@@ -274,6 +288,8 @@ _BENT = 10.0  # ratio of finite-difference to exact curvature above which the po
 _OFF = 10.0  # largest gap between the slopes by differences and by the gradient, in units of step · curvature
 _NOISE = 50.0  # rounding error of a sum of losses, as a multiple of eps · (sum of absolute values)
 _CANCELLING = 1e6  # ratio of a constraint's force and the objective's gradient above which forces cancel each other
+_DECADES = 30  # powers of ten by which parameters are multiplied to see whether the objective has a minimum
+ENDLESS = "The objective falls without end as the parameters grow (separable data do that)"
 # What to do about a point that is not a solution
 _POLISH = "Train on, or polish it: dif.fit(problem, solution.params). If that does not converge, add a ridge."
 
@@ -286,7 +302,7 @@ class Row:
     """One row of the constraints."""
 
     name: str
-    state: str  # binding, weak or inactive
+    state: str  # binding, weak, inactive or violated
     slack: float  # τ − f, in the constraint's own units
     multiplier: float
     uncertain: bool
@@ -328,12 +344,12 @@ class Certificate:
         if point.program.m:
             every.append(active.independence())
         every.append(active.strict_minimum())
-        if active.weak:
-            names = ", ".join(active.names[j] for j in active.weak)
+        touching = [active.names[j] for j in active.weak if j not in active.violated]
+        if touching:
             meaning = (
                 "They touch without force, so the derivative has two sides: DIF answers for the side a change takes."
             )
-            every.append(Finding("Are constraints weakly active?", NOTE, f"{names}.", meaning))
+            every.append(Finding("Are constraints weakly active?", NOTE, f"{', '.join(touching)}.", meaning))
         if point.program.m:
             every.append(_judge_clarity(point))
         every.append(_judge_smoothness(point))
@@ -397,21 +413,44 @@ def judge_solution(point: Point) -> tuple[Finding, ...]:
         if findings[-1].verdict == GOOD:
             findings.append(judge_derivatives(point))
         return tuple(findings)
-    slack, force = point.scales.steps(point.c, point.lam)
-    kinds, worst = point.program.kinds, max(kkt.parts, key=lambda part: kkt.parts[part])
-    by_row = {"feasibility": kinds.violation(-slack), "complementarity": kinds.complementarity(slack, force)}
-    where = f" of {point.program.names[int(by_row[worst].argmax())]}" if worst in by_row else ""
+    kinds, names, (slack, force) = point.program.kinds, point.program.names, point.scales.steps(point.c, point.lam)
+    worst, missing = max(kkt.parts, key=lambda part: kkt.parts[part]), kinds.violation(-slack)
+    by_row = {"feasibility": missing, "complementarity": kinds.complementarity(slack, force)}
+    where = f" of {names[int(by_row[worst].argmax())]}" if worst in by_row else ""
+    rows = torch.nonzero(missing > kkt.goal).reshape(-1).tolist()
+    violated = few([f"{names[j]} by {float(point.c[j].abs()):.4g}" for j in rows])
+    meaning, cure = "The point does not solve the problem", _POLISH
+    if falls_without_end(point):
+        meaning, cure = f"{ENDLESS}: there is no minimum", "Add a ridge, or bounds on the parameters."
+    elif point.kinks:
+        cure = explain(point.kinks)
     not_solved = Finding(
         what,
         BAD,
-        f"{found}; {worst}{where} is the largest part.",
-        "The point does not solve the problem, so there is no solution whose change could be predicted.",
-        explain(point.kinks) if point.kinks else _POLISH,
+        f"{found}; {worst}{where} is the largest part.{f' Violated: {violated}.' if rows else ''}",
+        f"{meaning}, so there is no solution whose change could be predicted.",
+        cure,
         allowed,
         NotASolutionError,
         "strict=False goes on regardless and records the residual.",
     )
     return (not_solved,)
+
+
+def falls_without_end(point: Point) -> bool:
+    """Return whether the objective falls, and no constraint is violated more, as θ is multiplied by 10, 100, … 10³⁰."""
+    program, last = point.program, point.f
+    allowed = program.kinds.violation(point.c)
+    for power in range(1, 1 + _DECADES):
+        try:
+            f = program.rows.values(10.0**power * point.theta)
+        except UserCodeError:  # outside the domain of a loss
+            return False
+        further = program.kinds.violation(f[1:] - program.tau) > allowed
+        if not bool(f[0] <= last[0]) or bool(further.any()):
+            return False
+        last = f
+    return bool(last[0] < point.f[0])
 
 
 def judge_multipliers(point: Point) -> Finding:
@@ -501,7 +540,11 @@ def _judge_clarity(point: Point) -> Finding:
     threshold = f"{active.tolerance:.0e}"
     if not active.uncertain:
         found = f"No slack or multiplier is within a factor of 100 of the threshold {threshold}."
-        return Finding(what, GOOD, found, "The active set is clear.")
+        meaning = (
+            "Each constraint clearly binds or does not, at this point. Whether a removal switches one is another "
+            "question: DirectionalInfluence(solution).margins(removals) answers it."
+        )
+        return Finding(what, GOOD, found, meaning)
     names = ", ".join(active.names[j] for j in active.uncertain)
     meaning = "These could be classified otherwise: their slack or multiplier is near the threshold."
     cure = "Solve more tightly, or compare with switching=True, which does not depend on the threshold."
@@ -511,7 +554,7 @@ def _judge_clarity(point: Point) -> Finding:
 def _judge_reach(rows: Sequence[Row]) -> Finding:
     """Compare the margin of each constraint with how far one removal moves it."""
     what = "Is it clear which constraints bind, whoever is removed?"
-    compared = [row for row in rows if row.largest is not None]
+    compared = [row for row in rows if row.largest is not None and row.state != VIOLATED]
     if not compared:
         return Finding(what, GOOD, "All constraints are equalities.", "They always bind.")
 
@@ -551,6 +594,7 @@ def list_rows(point: Point) -> tuple[Row, ...]:
     """Describe each row of the constraints at a point."""
     active, program, rows = point.active, point.program, []
     state = dict.fromkeys(active.binding, BINDING) | dict.fromkeys(active.weak, "weak")
+    state |= dict.fromkeys(active.violated, VIOLATED)
     reach = 1e-12 * (1 + program.tau.abs())  # what rounding leaves of f − τ
     slack = torch.where(point.c.abs() <= reach, 0.0, -point.c).tolist()
     lam, value, limit = point.lam.tolist(), point.f[1:].tolist(), program.tau.tolist()

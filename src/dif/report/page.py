@@ -216,9 +216,9 @@ def _format_constraints(certificate: Mapping[str, Any]) -> Markup:
 
 
 def _describe_state(row: Mapping[str, Any]) -> str:
-    if row["relation"] == "=":
+    if row["relation"] == "=" and row["state"] != "violated":
         return "must be met exactly"
-    return "violated" if row["slack"] < 0 else _STATE[row["state"]]
+    return _STATE.get(row["state"], "violated")
 
 
 def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> Markup:

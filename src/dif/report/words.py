@@ -135,10 +135,10 @@ def _join(summands: Sequence[tuple[float, str]]) -> str:
 
 def explain_constraint(row: Mapping[str, Any], objective: float) -> str:
     """Say what a constraint does to the model, from a row of the certificate and the value of the objective."""
+    if row["state"] == "violated":
+        return f"Violated by {format_number(abs(row['slack']))}."
     if row["relation"] == "=":
         return f"Must be met exactly, so it always shapes the model.{_price(row, objective, 'Moving')}"
-    if row["slack"] < 0:
-        return f"Violated by {format_number(-row['slack'])}."
     doubt = " Whether it is reached is uncertain." if row["uncertain"] else ""
     near = row["largest"] is not None and row["largest"] >= (
         row["multiplier"] if row["state"] == "binding" else row["slack"]

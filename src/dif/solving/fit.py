@@ -20,7 +20,7 @@ from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.linalg.lanczos import lanczos
 from dif.linalg.solvers import SolverSeries
-from dif.optimality.judgement import KKT, Scales, judge_multipliers, residuals
+from dif.optimality.judgement import ENDLESS, KKT, Scales, falls_without_end, judge_multipliers, residuals
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, check_gradients, describe_program
 from dif.problem.parameters import Parameters
@@ -168,6 +168,8 @@ def _warn_unfinished(result: Found, solution: Solution) -> None:
     advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
     if solution.converged:
         point = "nearly a solution"
+    elif falls_without_end(solution):
+        advice = f"{ENDLESS}: there is no minimum. Add a ridge, or bounds on the parameters."
     elif solution.kinks:
         advice = explain(solution.kinks)
     elif kkt.feasibility >= max(kkt.stationarity, kkt.complementarity):

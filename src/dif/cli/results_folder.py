@@ -15,7 +15,6 @@ import torch
 
 import dif
 from dif.cli.description import Description
-from dif.cli.output import fail
 from dif.derivatives.fingerprint import ObjectEncoder, encode_tensor, fingerprint_program, hash_all, hash_targets
 from dif.derivatives.program import Program, Targets
 from dif.errors import InvalidInputError, NotConvergedWarning, warn
@@ -50,7 +49,7 @@ class ResultsFolder:
             if error.filename is None or not Path(error.filename).is_relative_to(self.path):
                 raise
             where = f"{str(self.path)!r} ({error.strerror})"
-            fail(f"Cannot write into {where}. Choose another folder with --out.", cause=error)
+            raise OSError(f"Cannot write into {where}. Choose another folder with --out.") from error
 
     def check(self) -> None:
         """Refuse, before any work is done, results on another model file and a report that cannot be read."""

@@ -11,7 +11,7 @@ from problems import retrainings
 from typer.testing import CliRunner
 
 import dif
-from dif.cli import analysis, app, model, results_folder
+from dif.cli import analysis, app, check, results_folder, retrain, score
 from dif.cli.description import TEMPLATE
 from dif.cli.results_folder import ResultsFolder
 from dif.report.builder import Report, load_reports
@@ -234,7 +234,7 @@ def test_runs_at_the_same_time_lose_nothing(file):
     out, names = file.parent / "out", [f"t{k}" for k in range(6)]
     ask("retrain", file, "--top", "2")
     template = Report.load(out / "report.json")
-    folder = ResultsFolder(out, file, results_folder.KeptFits(out / "fits", file), shared=True)
+    folder = ResultsFolder(out, file)
     together = threading.Barrier(len(names))
 
     def add(name):
@@ -340,6 +340,6 @@ def test_an_interrupted_fit_is_continued(file, monkeypatch):
 
 
 def test_the_commands_that_are_documented_exist():
-    for command in (model.check, model.score, model.retrain):
+    for command in (check, score, retrain):
         assert "--out" in RUN.invoke(app, [command.__name__, "--help"]).output
     assert "--estimator" in RUN.invoke(app, ["retrain", "--help"]).output

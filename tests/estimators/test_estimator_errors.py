@@ -24,7 +24,6 @@ from refusals import (
     invalid,
     kinked,
     logistic,
-    not_complementary,
     not_feasible,
     point,
     refused,
@@ -315,15 +314,6 @@ def test_a_frame_needs_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r'pip install "directional-influence\[pandas\]"'):
         influence().to_frame()
-
-
-def test_a_landscape_needs_two_parameters():
-    from dif.report.plots import landscape
-
-    with pytest.raises(
-        dif.InvalidInputError, match="The solution has 1 parameter; a landscape is drawn of problems with"
-    ):
-        landscape(not_complementary(), None)
 
 
 @pytest.mark.parametrize(

@@ -75,14 +75,6 @@ def test_by_term(scored, ax):
     assert sum(widths(ax)) == pytest.approx(sum(together))
 
 
-def test_multipliers(scored, ax):
-    train, solution, estimator, _ = scored
-    change = estimator.change(train.remove([3]))
-    assert plots.multipliers(solution, change, ax) is ax
-    np.testing.assert_allclose([bar.get_height() for bar in ax.patches], change.multipliers.flat)
-    assert [label.get_text() for label in ax.get_xticklabels()] == list(solution.program.names)
-
-
 def test_path(ax):
     train, problem, *_ = bound_regression()
     solution = fit_problem(problem)
@@ -146,16 +138,6 @@ def test_groups_with_an_unanswered_score_keep_their_box(ax):
     assert all(np.isfinite(line.get_xdata()).all() for line in boxes)
 
 
-def test_a_landscape_draws_equalities(ax):
-    point = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0]], dtype=torch.float64))
-    problem = dif.Problem(point.mean(), [dif.linear([1.0, 1.0]) == 1.0, dif.linear([1.0, 0.0]) <= 3.0])
-    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
-    plots.landscape(solution, ax)
-    lines = [part for part in ax.collections if any(len(path.vertices) for path in part.get_paths())]
-    on_it = [path.vertices for part in lines for path in part.get_paths() if len(path.vertices)]
-    assert any(np.allclose(vertices.sum(1), 1.0, atol=1e-6) for vertices in on_it)
-
-
 def test_history_of_a_run():
     _, problem = state_problem(*(data := classify())[:3])
     run = dif.Training(problem, data[3], dif.SGD(0.1), batch_size=20, epochs=2).run(show_progress=False)
@@ -198,7 +180,8 @@ def test_a_corner_of_the_feasible_set_is_drawn_sharp():
 
     _, problem = toy.build_problem()
     solution = dif.fit(problem, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
-    ax = plots.landscape(solution, Figure().subplots(), span=0.55)
+    ax = Figure().subplots()
+    toy.draw_landscape(solution, ax)
     boundary = np.concatenate([path.vertices for path in ax.collections[-1].get_paths()])
     assert np.linalg.norm(boundary - [1.0, 0.0], axis=1).min() < 2e-3  # where θ₁ + θ₂ = 1 and θ₁ − θ₂ = 1 meet
 
@@ -233,11 +216,10 @@ def test_wrong_arguments_are_refused_in_words(scored):
         (lambda: scores.plot(target="gap"), "target"),
         (lambda: scores.plot(names=["a"]), "`names` has 1 entries; it must be"),
         (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray; it must be"),
-        (lambda: plots.ranking(3), "`influence` must be the scores of an estimator, not int."),
+        (lambda: plots.ranking(3), "`influence` must be a dif.Influence, not of type int."),
         (lambda: plots.by_group(scores, range(len(scores)), None, "gap"), "`target` must be one of the targets"),
         (lambda: plots.by_term(scores, k=1.5), "`k` must be an integer"),
-        (lambda: plots.landscape(3), "`solution`"),
-        (lambda: plots.history(3), "`run` must be a dif.Run, from dif.Training(...).run(), not int."),
+        (lambda: plots.history(3), "`run` must be a dif.Run, not of type int; it comes from dif.Training(...).run()."),
         (lambda: plots.predicted_vs_actual("a", "b"), "changes"),
         (lambda: change.plot(k="a"), "`k` must be an integer"),
     ):

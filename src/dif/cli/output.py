@@ -8,7 +8,6 @@ import re
 import warnings as python_warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from warnings import catch_warnings, simplefilter
 
@@ -20,6 +19,7 @@ from rich.table import Table
 from dif.errors import NotASolutionError, NotConvergedWarning
 
 if TYPE_CHECKING:
+    from dif.cli.results_folder import ResultsFolder
     from dif.optimality.judgement import Certificate
     from dif.report.builder import Report
 
@@ -159,15 +159,15 @@ def print_certificate(certificate: Certificate) -> None:
     make_console().print(table)
 
 
-def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bool, quiet: bool) -> None:
+def print_report(result: Report, top: int, folder: ResultsFolder, as_json: bool, quiet: bool) -> None:
     """Print the verdict and the `top` most influential samples, as a table or as JSON."""
-    samples = result.samples[:top]
+    samples, page, scores = result.samples[:top], folder.page.resolve(), folder.scores_path(result).resolve()
     if as_json:
         rows = [{key: sample.get(key) for key in ("index", "name", "group", "score", "actual")} for sample in samples]
         content = {"verdict": result.verdict, "target": result.target, "value": result.value}
         content |= {"estimator": result.estimator, "samples": rows}
         content |= {"agreement": result.agreement, "remarks": result.remarks}
-        typer.echo(json.dumps(content | {"report": str(page.resolve()), "scores": str(scores.resolve())}))
+        typer.echo(json.dumps(content | {"report": str(page), "scores": str(scores)}))
     if as_json or quiet:
         if result.verdict["sign"] == "bad":
             print_error(f"{result.verdict['words']} {result.verdict['cure']}")
@@ -181,7 +181,7 @@ def print_report(result: Report, top: int, page: Path, scores: Path, as_json: bo
         numbers = [text.format(result.agreement[k]) for k, text in formats.items() if result.agreement[k] is not None]
         text = ", ".join(numbers) or "not defined"
         typer.echo(f"Predicted against retrained change, {result.agreement['n']} samples: {text}")
-    typer.echo(f"Scores of all samples: {scores.resolve()}\nReport: {page.resolve()}")
+    typer.echo(f"Scores of all samples: {scores}\nReport: {page}")
 
 
 def _print_samples(result: Report, samples: list[dict[str, Any]]) -> None:

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -16,8 +15,7 @@ import torch
 
 import dif
 from dif.cli.description import Description
-from dif.cli.output import fail
-from dif.derivatives.fingerprint import ObjectEncoder, encode_tensor, fingerprint_program, hash_all
+from dif.derivatives.fingerprint import ObjectEncoder, encode_tensor, fingerprint_program, hash_all, hash_targets
 from dif.derivatives.program import Program, Targets
 from dif.errors import InvalidInputError, NotConvergedWarning, warn
 from dif.optimality.solution import Solution
@@ -32,27 +30,26 @@ _OWNER_KIND = "owner of results"  # of that file
 _MAX_NAME = 40  # characters of a target's name in the name of a file
 
 
-@dataclass(frozen=True, eq=False)
 class ResultsFolder:
     """Results on one model file; several runs may work in the folder at the same time."""
 
-    path: Path
-    file: Path  # the model file
-    fits: KeptFits
-    shared: bool  # whether another run was using the folder when this one began
+    def __init__(self, path: Path, file: Path) -> None:
+        self.path, self.file, self.fits = path, file, KeptFits(path / "fits", file)
+        self.shared = False  # whether another run was using the folder when this one began
 
-    @classmethod
     @contextmanager
-    def open(cls, path: Path, file: Path) -> Iterator[ResultsFolder]:
-        """Create the folder if it is missing, and use it."""
+    def use(self) -> Iterator[None]:
+        """Create the folder if it is missing, and tell other runs that it is in use."""
         try:
-            path.mkdir(parents=True, exist_ok=True)
-            with lock_folder(path, ".in-use", wait=False) as alone:
-                yield cls(path, file, KeptFits(path / "fits", file), shared=not alone)
+            self.path.mkdir(parents=True, exist_ok=True)
+            with lock_folder(self.path, ".in-use", wait=False) as alone:
+                self.shared = not alone
+                yield
         except OSError as error:
-            if error.filename is None or not Path(error.filename).is_relative_to(path):
+            if error.filename is None or not Path(error.filename).is_relative_to(self.path):
                 raise
-            fail(f"Cannot write into {str(path)!r} ({error.strerror}). Choose another folder with --out.", cause=error)
+            where = f"{str(self.path)!r} ({error.strerror})"
+            raise OSError(f"Cannot write into {where}. Choose another folder with --out.") from error
 
     def check(self) -> None:
         """Refuse, before any work is done, results on another model file and a report that cannot be read."""
@@ -133,20 +130,16 @@ class ResultsFolder:
             "file": self.file.name,
             "file hash": self.fits.bytes_hash,
             "data": hash_data(description.solution),
-            "solution": hash_all(map(encode_tensor, (description.solution.theta, description.solution.lam))).hex(),
+            "solution": description.solution.identity.hex(),
         }
 
 
 def fingerprint(description: Description, target: str) -> str:
     """Return a hash of the solution, a target and the displayed data; if it differs, an answer is out of date."""
-    subjects, solution, program = description.subjects, description.solution, description.solution.program
-    targets = Targets(description.targets[target], solution)
-    numbers = [solution.theta, solution.lam, solution.f, program.tau, program.kinds.equal, *subjects.losses.values()]
-    shown = target, targets.names, description.train.name, subjects.names, subjects.groups, subjects.features
-    digest = hashlib.sha256(repr(shown).encode())
-    for part in (*numbers, targets.values(solution.theta)):
-        digest.update(part.detach().cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()[:32]
+    subjects, solution = description.subjects, description.solution
+    shown = repr((target, description.train.name, subjects.names, subjects.groups, subjects.features))
+    targets = hash_targets(Targets(description.targets[target], solution))
+    return hash_all([shown.encode(), solution.identity, *targets]).hex()[:32]
 
 
 def _file_name(text: str) -> str:

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
-from dif.errors import count_words, few
-from dif.optimality.solution import expect_solution
+from dif import BoundCurve, Change, Influence, InvalidInputError, Run
+from dif.errors import few
 from dif.report.subjects import expect_column
 from dif.results.influence import TRUSTED
 from dif.results.selection import find_column
-from dif.runtime.inputs import as_numbers, check_count, write_label
+from dif.runtime.inputs import as_numbers, check_count, check_instance, write_label
 from dif.solving.continuation import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colours of all plots
@@ -44,47 +42,6 @@ def predicted_vs_actual(
     return ax
 
 
-def landscape(solution: Solution, ax: Any = None, span: float = 0.6, levels: int = 18) -> Any:
-    """Plot objective and feasible region around a solution with two parameters."""
-    solution = expect_solution(solution)
-    program, centre = solution.program, solution.theta
-    if len(centre) != 2:
-        raise InvalidInputError(
-            f"The solution has {count_words(len(centre), 'parameter')}; a landscape is drawn of problems with 2."
-        )
-    ax, axis = draw_on(ax), torch.linspace(-span, span, 81).to(centre)
-    values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
-    size = (len(axis), len(axis))
-    x, y = (axis + centre[0]).numpy(), (axis + centre[1]).numpy()
-    ax.contour(x, y, values[:, 0].reshape(size).numpy(), levels=levels, cmap="Greys", linewidths=0.8, alpha=0.8)
-    if program.m:
-        gap = (values[:, 1:] - program.tau).T.reshape(-1, *size).numpy()
-        for j in torch.nonzero(program.kinds.equal).reshape(-1).tolist():
-            ax.contour(x, y, gap[j], levels=[0.0], colors=[ORANGE], linewidths=1.6)
-        if bool(program.kinds.one_sided.any()):
-            rows = [gap[j] for j in torch.nonzero(program.kinds.one_sided).reshape(-1).tolist()]
-            worst = np.max([_refine(row) for row in rows], axis=0)
-            fine = (np.linspace(axis[0], axis[-1], len(worst)) for axis in (x, y))
-            where = (*fine, worst)
-            ax.contourf(*where, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
-            ax.contour(*where, levels=[0.0], colors=[BLUE], linewidths=1.2)
-    ax.plot(*centre.numpy(), marker="o", color="black", markersize=6, zorder=5)
-    ax.set_aspect("equal")
-    ax.set_xlabel("θ₁")
-    ax.set_ylabel("θ₂")
-    return ax
-
-
-def arrow(start: Tensor, change: Tensor, ax: Any, label: str, colour: str, style: str = "-") -> Any:
-    """Draw a change of two parameters as an arrow."""
-    begin, end = start.numpy(), (start + change).numpy()
-    if np.linalg.norm(end - begin) > 0:
-        shape = {"arrowstyle": "-|>", "color": colour, "lw": 2, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
-        ax.annotate("", xy=end, xytext=begin, arrowprops=shape, zorder=6)
-    ax.plot([], [], color=colour, linestyle=style, linewidth=2, label=label)
-    return ax
-
-
 def ranking(
     influence: Influence, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None
 ) -> Any:
@@ -93,7 +50,7 @@ def ranking(
     They are named by `names`, by the index of the user's DataFrame, or by their labels. Bars of scores that cannot be
     trusted are hatched.
     """
-    influence = _expect_influence(influence)
+    influence = check_instance(influence, Influence, "influence")
     top = influence.top(k, target)[::-1]
     values = [entry.value for entry in top]
     labels = [entry.label if entry.name is None else write_label(entry.name) for entry in top]
@@ -111,7 +68,7 @@ def ranking(
 
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
     """Draw a box plot of the scores of each group, labelled with their sum."""
-    influence, place = _expect_influence(influence), _find_target(influence, target)
+    place = _find_target(check_instance(influence, Influence, "influence"), target)
     groups, ax = expect_column(groups, "`groups`", {len(influence)}, per="perturbation"), draw_on(ax)
     column = influence.values[:, place].numpy()
     named = sorted({str(group) for group in groups})
@@ -130,7 +87,7 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, tar
 
 def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] | None = None) -> Any:
     """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
-    parts = _expect_influence(parts)
+    check_instance(parts, Influence, "parts")
     k = check_count(k, "k")
     given = parts.perturbations if names is None else expect_column(names, "`names`", {len(parts)}, per="perturbation")
     ax, total = draw_on(ax), parts.values.sum(1)
@@ -155,17 +112,6 @@ def parameter_change(change: Change, ax: Any = None, k: int = 15) -> Any:
     """Draw the k largest entries of Δθ, the change of the parameters, as bars, largest on top."""
     largest = change.largest(k)[::-1]
     return _draw_bars(ax, [value for _, value in largest], [name for name, _ in largest], "Δθ")
-
-
-def multipliers(solution: Solution, change: Change, ax: Any = None) -> Any:
-    """Draw Δλ, the change of the multiplier (price) of each constraint."""
-    ax = draw_on(ax)
-    names, values = solution.program.names, change.multipliers.flat.detach().cpu().numpy()
-    ax.bar(range(len(values)), values, color=_colours(values))
-    ax.set_xticks(range(len(values)), names, rotation=30, ha="right")
-    ax.axhline(0.0, color=GREY, linewidth=1)
-    ax.set_ylabel("Δλ")
-    return ax
 
 
 def path(followed: Path, ax: Any = None, change: Change | None = None, most: int = 4) -> Any:
@@ -211,8 +157,7 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
 
     Each step sees its own batch, so the curves are noisy.
     """
-    if not isinstance(run, Run):
-        raise InvalidInputError(f"`run` must be a dif.Run, from dif.Training(...).run(), not {type(run).__name__}.")
+    check_instance(run, Run, "run", "it comes from dif.Training(...).run()")
     panels: list[Any] = _open_figure(3) if axes is None else list(axes) if _is_list(axes) else [axes]
     if len(panels) != 3 or not all(map(_is_axes, panels)):
         raise InvalidInputError(f"`axes` must be 3 axes of matplotlib, or None for a new figure, not {len(panels)}.")
@@ -292,24 +237,9 @@ def _mark(ax: Any, x: float, text: str) -> None:
     ax.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
 
 
-def _refine(grid: np.ndarray, factor: int = 10) -> np.ndarray:
-    """Interpolate values on a grid linearly, so that a corner of the maximum of several rows is drawn sharp."""
-    for _ in range(2):  # along one axis, then along the other
-        coarse, fine = np.arange(len(grid)), np.linspace(0, len(grid) - 1, factor * (len(grid) - 1) + 1)
-        grid = np.stack([np.interp(fine, coarse, column) for column in grid.T])
-    return grid
-
-
 def _numbers(values: Any) -> np.ndarray:
     """Return scores, a tensor or an array as a flat array."""
     return as_numbers(values.values if isinstance(values, Influence) else values, "changes").reshape(-1).numpy()
-
-
-def _expect_influence(influence: object) -> Influence:
-    """Return scores; refuse other objects."""
-    if not isinstance(influence, Influence):
-        raise InvalidInputError(f"`influence` must be the scores of an estimator, not {type(influence).__name__}.")
-    return influence
 
 
 def _describe(influence: Influence, column: int) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from dif.derivatives.losses import (
     BatchLosses,
     Differentiable,
     OperationCounter,
+    cost,
     sample_losses,
     sample_slopes,
     stacked_losses,
@@ -111,6 +112,9 @@ class _Check:
 
     def __init__(self, losses: Differentiable, theta: Tensor) -> None:
         self.losses, self.theta = losses, theta
+        self.ways = [losses]
+        if isinstance(losses, BatchLosses) and cost(losses.samples, losses.parameters, theta).maps is not None:
+            self.ways.append(replace(losses, by_maps=True))
         eps = torch.finfo(theta.dtype).eps
         self.allowed = eps**0.25  # 1e-4 in float64
         ratio = 32 if theta.dtype == torch.float64 else 4  # in float32, rounding hides the curvature in shorter steps
@@ -189,13 +193,15 @@ class _Check:
         return _largest_ratio(excess, W.abs() @ differences.abs())
 
     def vmap_gap(self, number: int) -> float:
-        """Compare gradients by vmap, over several weights and over several θ, with plain ones."""
-        pulled = self.losses.pull(self.theta, self.weights)[1]
+        """Compare gradients by vmap and by linear maps, for several weights and at several θ, with plain ones."""
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
         expected = torch.stack([self.plain[0], self._gradient_near(number, self.steps[number])])
         W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
-        stacked = self.losses.stacked_gradients(thetas, W, ones)[1]
-        return max(_relative_gap(pulled, self.plain), _relative_gap(stacked, expected))
+        gaps = []
+        for losses in self.ways:
+            gaps.append(_relative_gap(losses.pull(self.theta, self.weights)[1], self.plain))
+            gaps.append(_relative_gap(losses.stacked_gradients(thetas, W, ones)[1], expected))
+        return max(gaps)
 
     def slope_gap(self, number: int) -> float:
         """Compare slopes by forward mode, for one column and for two, with differences of the losses."""

@@ -210,6 +210,43 @@ def measure_maps(
     return sum(m.X.shape[1] for m in tape.maps), sum(m.outputs for m in tape.maps)
 
 
+def evaluate_maps(
+    samples: Samples, parameters: Parameters, thetas: Tensor, batch: Any, W: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ℓ of a batch, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d), for a loss of linear maps at several θ (P, d).
+
+    All θ go through X in one matrix product, and all weights W (P, k, n) in another one; no weights: k = 0.
+    """
+    P = len(thetas)
+    traced = thetas[0] if P == 1 else torch.zeros_like(thetas[0])  # at 0, the maps have the values of their constants
+    tape, run = _Tape(), partial(_run, samples, parameters, traced, batch)
+    with torch.enable_grad():  # requires_grad marks what depends on θ
+        run(tape)
+    Z = [value.detach()[None] for value in tape.values]
+    if P > 1:
+        for k, (m, value) in enumerate(zip(tape.maps, tape.values, strict=True)):
+            products = thetas[:, m.index.T].flatten(0, 1) @ m.X.T  # (P·C, n)
+            Z[k] = Z[k] + products.reshape(P, m.outputs, -1).mT.reshape(P, *value.shape)
+
+    def phi(*given: Tensor) -> Tensor:
+        return run(_Tape(given, tape.dependences))
+
+    def at(*given: Tensor) -> tuple[Tensor, ...]:
+        if W is None:
+            return (phi(*given).detach(),)
+        losses, pull = vjp(phi, *given)[:2]
+        return losses.detach(), *pull(torch.ones_like(losses))  # the losses of samples do not interact
+
+    chunk_size = max(1, numbers_at_once(thetas) // sum(8 * z[0].numel() for z in Z))
+    losses, *slopes = vmap(at, chunk_size=chunk_size, randomness="same")(*Z) if P > 1 else at(*(z[0] for z in Z))
+    gradients = thetas.new_zeros((P, 0 if W is None else W.shape[1], thetas.shape[1]))
+    for m, slope in zip(tape.maps, slopes, strict=False):
+        assert W is not None
+        weighted = (W[:, :, None] * slope.detach().reshape(P, 1, -1, m.outputs).mT).flatten(0, 2)  # (P·k·C, n)
+        gradients.index_add_(2, m.index.T.reshape(-1), (weighted @ m.X).reshape(*W.shape[:2], -1))
+    return losses.reshape(P, -1), gradients
+
+
 def assemble_hessian(
     samples: Samples, parameters: Parameters, theta: Tensor, batches: Iterator[tuple[slice, Any]], w: Tensor,
     elements: int,

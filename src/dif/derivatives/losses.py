@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, measure_maps
+from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, evaluate_maps, measure_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
@@ -53,6 +53,7 @@ _FEWEST = 128  # smallest number of samples per batch when many columns go throu
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
 _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
+_LARGE = 2**16  # numbers in the data of a batch from which tracing its linear maps pays
 _PROBE_SAMPLES = 8  # number of samples on which the cost per sample is measured
 
 
@@ -226,10 +227,46 @@ class BatchLosses(Differentiable):
     parameters: Parameters
     batch: Any
     count: int
+    by_maps: bool  # whether θ enters by linear maps of the batch only, and the batch is large
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return the losses, (count,), with their shape checked."""
         return self.samples.losses(self.parameters.bind(self.parameters.tensors(theta)), self.batch, self.count)
+
+    # By linear maps, in one matrix product, where vmap would multiply by one vector after the other
+
+    def _evaluate_maps(self, thetas: Tensor, W: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Return the losses at several θ, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d); None where that does not pay or fails."""
+        if not self.by_maps or NO_VMAP in self.fallbacks:
+            return None
+        try:
+            return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
+        except Exception as error:
+            if not is_unsupported(error):
+                raise
+            return None
+
+    def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
+        found = self._evaluate_maps(theta[None], W[None]) if len(W) > 1 else None
+        return super().pull(theta, W) if found is None else (found[0][0], found[1][0])
+
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """Return the losses at several θ, (P, n)."""
+        found = self._evaluate_maps(thetas)
+        return super().stacked_values(thetas) if found is None else found[0]
+
+    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wℓ, (P, k), and its Jacobian, (P, k, d), at several θ with weights W (P, k, n)."""
+        found = self._evaluate_maps(thetas, W)
+        return super().stacked_pull(thetas, W) if found is None else ((W @ found[0][:, :, None])[:, :, 0], found[1])
+
+    def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wℓ, (P, k), and the gradient of μᵀWℓ, (P, d), at several θ with W (P, k, n) and μ (P, k)."""
+        found = self._evaluate_maps(thetas, mu[:, None] @ W)
+        if found is None:
+            return super().stacked_gradients(thetas, W, mu)
+        return (W @ found[0][:, :, None])[:, :, 0], found[1][:, 0]
 
     def sample_gradients(self, theta: Tensor) -> Tensor:
         """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""
@@ -396,7 +433,9 @@ def sweep_batches(
     within = span(len(samples) if indices is None else len(indices)) if shared else None
     for place, batch in samples.batches(indices, min(most, at_most or most), theta.device, within):
         n = place.stop - place.start
-        yield place, BatchLosses(samples.fallbacks, n * each.inputs, n * each.elements, samples, parameters, batch, n)
+        by_maps = each.maps is not None and n * each.inputs >= _LARGE
+        memory = n * each.inputs, n * each.elements
+        yield place, BatchLosses(samples.fallbacks, *memory, samples, parameters, batch, n, by_maps)
 
 
 @retry_with_smaller_batches

@@ -95,6 +95,8 @@ _SLOW = 0.5  # factor by which a step must reduce the residual to continue where
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
 _ROUNDING = 1e-6  # relative size of a negative multiplier of an inequality that counts as zero
+_DESCENT = 200  # steps from the start, where the augmented Lagrangian has led nowhere
+_DAMPED = 1e-4  # first damping of such a step, relative to the mean curvature; its inverse is the last
 _SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
@@ -262,9 +264,26 @@ def solve(
         best = _alternate(newton, rounds, best, save)
         # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
         end, phase = best if best.reached else rounds, (rounds.penalty, rounds.accuracy)
+    if limits.find_reached() is None and _ended_badly(program, start, best):
+        descent = Found(start.theta, start.lam)
+        newton.descend(descent)
+        newton.polish(descent, lambda at: save(at.theta, at.lam, *phase))
+        if descent.reached or descent.residual < best.residual:
+            end = best = descent
     best.iterations, best.stopped_by = limits.used, best.stopped_by or limits.find_reached() or "converged"
     save(end.theta, end.lam, *phase)
     return best
+
+
+def _ended_badly(program: Program, start: FitState, end: Found) -> bool:
+    """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start."""
+    if not (program.m and Curvature(program.rows, start.theta, program.weights(start.lam)).cheap):
+        return False
+    before, after = (program.rows.values(theta) for theta in (start.theta, end.theta))
+    rounding = torch.finfo(before.dtype).eps ** 0.5 * (1 + program.tau.abs())
+    feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, after))
+    worse = float(after[0] - before[0]) > float(rounding.min()) * float(before[0].abs())
+    return (not end.reached and not met) or (feasible and (worse or not met))
 
 
 def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: Callable[..., None]) -> Found:
@@ -326,6 +345,47 @@ class Newton:
         lowest, direction = lanczos(H.product, G, H.scale().sqrt())
         if lowest < _SADDLE:
             at.negative_curvature = lowest, direction
+
+    def descend(self, at: Found) -> None:
+        """Go from a point towards a solution by sequential quadratic programming, near the linearised constraints.
+
+        Steps are damped until the model is convex, and shortened until the objective, with a price on violations above
+        the multipliers, falls as predicted (Han and Powell). From a feasible point a step always exists.
+        """
+        program, kinds, damping = self.program, self.program.kinds, 0.0
+        price, (f, J) = torch.zeros_like(at.lam), program.rows.gradients(at.theta)
+        H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        for _ in range(_DESCENT):
+            if self.limits.find_reached() is not None:
+                return
+            self.limits.used += 1
+            self.report(self.limits.used, "(descent from the start)")
+            c, unit, g = f[1:] - program.tau, float(H.scale().mean()), program.weights(at.lam) @ J
+            damped = H.with_rows(J[:0], J[:0, 0], damping)
+            try:
+                omega, nu = kkt_step(g, damped, c, J[1:], at.lam, kinds, kinds.has_force(at.lam))
+            except (DegenerateError, NotConvergedError):
+                damping = max(10 * damping, _DAMPED * unit)
+                if damping > unit / _DAMPED:
+                    return
+                continue
+            price = torch.maximum(price, 2 * nu.abs())
+            before, length = f[0] + price @ kinds.violation(c), 1.0
+            predicted = float(J[0] @ omega - price @ kinds.violation(c))
+            while length > _SHORTEST:
+                trial = program.rows.values(at.theta + length * omega)
+                merit = trial[0] + price @ kinds.violation(trial[1:] - program.tau)
+                if float(merit - before) <= 1e-4 * length * predicted:
+                    break
+                length *= 0.5
+            else:
+                return
+            at.theta, at.lam = at.theta + length * omega, kinds.project(at.lam + length * (nu - at.lam))
+            if -predicted <= torch.finfo(f.dtype).eps ** 0.75 * (1 + float(before.abs())):
+                return
+            damping = 0.1 * damping if length == 1.0 and damping > _DAMPED * unit else 0.0 if length == 1.0 else damping
+            f, J = program.rows.gradients(at.theta)
+            H = Curvature(program.rows, at.theta, program.weights(at.lam))
 
     def _iterate(self, at: Found, save: Callable[[Found], None]) -> bool:
         """Make steps while the residual falls; `at` is moved to the best point.

@@ -330,7 +330,7 @@ def test_a_training_run_on_all_samples_at_once(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_derivative_through_training_is_along_the_same_weights(kind):
-    """Forwards and backwards they are, and in proportion to the factor."""
+    """Forwards and backwards they are, and parts in proportion to the factor."""
     train, problem = state()
     start = {"t": torch.tensor([0.3, -0.2], dtype=F64)}
     run = dif.Training(problem, start, dif.SGD(0.01), batch_size=N, epochs=3).run(show_progress=False)
@@ -339,8 +339,8 @@ def test_the_derivative_through_training_is_along_the_same_weights(kind):
     target = dif.linear(torch.eye(D)[0]).as_term()
     scores = dif.UnrolledInfluence(run, strict=False).scores(target, perturbation, probe=0, show_progress=False).values
     np.testing.assert_allclose(scores[0, 0], forwards[0], rtol=1e-9, atol=1e-14)
-    half = dif.UnrolledInfluence(run).change(0.5 * perturbation).flat
-    torch.testing.assert_close(half, 0.5 * forwards, rtol=1e-12, atol=1e-16)
+    half, quarter = (dif.UnrolledInfluence(run).change(share * perturbation).flat for share in (0.5, 0.25))
+    torch.testing.assert_close(quarter, 0.5 * half, rtol=1e-12, atol=1e-16)
 
 
 @pytest.mark.parametrize("earlier", [name for name in HISTORY if name != "nothing"])
@@ -375,7 +375,7 @@ def test_a_sample_added_to_a_run_after_a_removal(gone):
     truth = dif.Retraining(solution).scores(target, train.add(new), **options).values
     first = dif.DirectionalInfluence(solution).scores(target, train.add(new), **options).values
     torch.testing.assert_close(again, truth, rtol=1e-6, atol=0)
-    torch.testing.assert_close(through, first * 40 / 39, rtol=1e-6, atol=0)  # in a run the direction is (g − mean)/n
+    torch.testing.assert_close(through, first, rtol=1e-6, atol=0)  # each step changes by (g − mean)/(n + 1)
 
 
 def test_removing_and_adding_is_replacing():

@@ -116,8 +116,8 @@ ENTRY = "it must be a list, an array or a column with 60 entries, one per sample
 WRONG = [
     ("path", 3, "`path`"),
     ("path", ".", "`path`"),
-    ("retrained", 3, "`retrained` is of type int; it must be the scores of dif.Retraining."),
-    ("title", 3, "`title` is of type int; it must be text."),
+    ("retrained", 3, "`retrained` must be a dif.Influence, not of type int."),
+    ("title", 3, "`title` must be a str, not of type int."),
     ("names", 3, f"`names` is of type int; {ENTRY}"),
     ("names", "ab", f"`names` is of type str; {ENTRY}"),
     ("groups", {"a": 1}, f"`groups` is of type dict; {ENTRY}"),
@@ -150,7 +150,7 @@ def test_scores_and_targets_of_another_number_or_kind_are_refused(scored, tmp_pa
         (f"{wanted}it has an entry of type int.", {"targets": [1, 2]}),
         (f"{wanted}not 1.", {"targets": [train.mean()]}),
         (f"{wanted}not 0.", {"targets": []}),
-        ("`influence` is of type int; it must be the scores of an estimator.", {"influence": 3}),
+        ("`influence` must be a dif.Influence, not of type int.", {"influence": 3}),
         ("`solution`", {"solution": 3}),
     ):
         given = {"influence": scores, "solution": solution, **values}

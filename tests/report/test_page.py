@@ -11,7 +11,7 @@ import torch
 
 import dif
 from dif.cli.description import Description
-from dif.report.builder import Report, build_reports, load_reports, write_html
+from dif.report.builder import Report, build_reports, load_reports, save_reports, write_html
 from dif.report.words import format_number
 from dif.runtime.archive import write_document
 
@@ -48,10 +48,12 @@ images = X
     scores = dif.DirectionalInfluence(told.solution).scores({"gap": target}, removals, show_progress=False)
     (report,) = build_reports(scores, told.subjects, [target], title="model", command=f"dif score {EVIL}")
     retrained = [sample["index"] for sample in report.samples[:10]]
-    actual = dif.Retraining(told.solution).scores(target, told.train.remove_each(retrained), show_progress=False)
+    actual = dif.Retraining(told.solution).scores(
+        {"gap": target}, told.train.remove_each(retrained), show_progress=False
+    )
     report = report.with_actual(retrained, actual, "dif retrain")
-    report.save(folder / "report.json")
-    Report.load(folder / "report.json").write_html(folder / "report.html")
+    save_reports(folder / "report.json", [report])
+    write_html(folder / "report.html", load_reports(folder / "report.json"))
     return folder / "report.html", report
 
 
@@ -265,9 +267,10 @@ def test_scores_that_cannot_be_trusted_are_marked(browser, page, tmp_path):
     samples[2] |= {"expected_error": 0.4}
     samples[-1] |= {"score": None, "parts": []}
     samples = [samples[-1], *samples[:-1]]
-    bad, good = ({"sign": sign, "words": "So it is.", "cure": ""} for sign in ("bad", "good"))
-    doubtful = replace(page[1], target="bad", samples=samples, verdict=bad)
-    write_html(tmp_path / "marked.html", [doubtful, replace(page[1], samples=samples, verdict=good)])
+    assert page[1].verdict["sign"] == "bad"
+    doubtful = replace(page[1], target="bad", samples=samples).with_retrained()
+    samples = [sample | {"doubtful": sample["expected_error"] > 0.25} for sample in samples]
+    write_html(tmp_path / "marked.html", [doubtful, replace(page[1], samples=samples)])
     open_page(browser, tmp_path / "marked.html")
     marked = """return [...document.querySelectorAll('#table tbody tr')].map(
         r => getComputedStyle(r.querySelector('td.number'), '::after').content.includes('?'))"""
@@ -377,7 +380,7 @@ def test_names_are_not_squeezed_and_all_columns_are_in_sight(browser, page, tmp_
     """Percentages, retrained changes and two losses side by side."""
     losses = {"applicants": 0.5, "probability of applicants": 0.01898}
     samples = [s | {"losses": losses, "name": f"applicant {s['index']}", "image": None} for s in page[1].samples]
-    replace(page[1], value=10.0, samples=samples).write_html(tmp_path / "wide.html")
+    write_html(tmp_path / "wide.html", [replace(page[1], value=10.0, samples=samples)])
     open_page(browser, tmp_path / "wide.html", width)
     headings = browser.execute_script(
         "return [...document.querySelectorAll('#table thead th')].filter(e => e.offsetWidth).map(e => e.textContent)"
@@ -400,7 +403,7 @@ def test_the_page_stays_small(page, tmp_path):
     _, report = page
     wordy = [sample | {"features": {f"f{k}": "語" * 160 for k in range(24)}} for sample in report.samples * 30]
     large = replace(report, samples=wordy)
-    large.write_html(tmp_path / "report.html")
+    write_html(tmp_path / "report.html", [large])
     assert 3_000_000 < (tmp_path / "report.html").stat().st_size < 5_000_000
     assert "The page lists 1000 of 3600 samples" in (tmp_path / "report.html").read_text()
     assert "without features" not in page[0].read_text()

@@ -66,15 +66,6 @@ def test_by_group(scored, ax):
         plots.by_group(scores, groups[1:], ax)
 
 
-def test_by_term(scored, ax):
-    train, _, estimator, scores = scored
-    parts = estimator.by_term(train.mean(), train.remove_each())
-    assert plots.by_term(parts, ax, k=4) is ax
-    together = ax.lines[0].get_xdata()
-    np.testing.assert_allclose(together, [sample.value for sample in scores.top(4)[::-1]], atol=1e-12)
-    assert sum(widths(ax)) == pytest.approx(sum(together))
-
-
 def test_path(ax):
     train, problem, *_ = bound_regression()
     solution = fit_problem(problem)
@@ -110,7 +101,7 @@ def test_paths_of_multipliers_and_bounds(ax):
     plots.bound_curve(curve, ax, target=0)
     np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.values[:, 0])
     for target in (5, "nothing"):
-        with pytest.raises(dif.InvalidInputError, match=r"`target` must be None or one of the curve's targets"):
+        with pytest.raises(dif.InvalidInputError, match=r"`target` must be one of the targets"):
             plots.bound_curve(curve, ax, target=target)
 
 
@@ -218,7 +209,6 @@ def test_wrong_arguments_are_refused_in_words(scored):
         (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray; it must be"),
         (lambda: plots.ranking(3), "`influence` must be a dif.Influence, not of type int."),
         (lambda: plots.by_group(scores, range(len(scores)), None, "gap"), "`target` must be one of the targets"),
-        (lambda: plots.by_term(scores, k=1.5), "`k` must be an integer"),
         (lambda: plots.history(3), "`run` must be a dif.Run, not of type int; it comes from dif.Training(...).run()."),
         (lambda: plots.predicted_vs_actual("a", "b"), "changes"),
         (lambda: change.plot(k="a"), "`k` must be an integer"),

@@ -10,7 +10,7 @@ import torch
 
 import dif
 from dif.report import write_report
-from dif.report.builder import build_reports, load_reports
+from dif.report.builder import build_reports, load_reports, save_reports
 from dif.report.subjects import SampleSets, Subjects
 from dif.report.words import explain_constraint, format_number, format_percent, write_formulas
 
@@ -176,7 +176,7 @@ def test_what_is_saved_is_what_is_read(written, tmp_path):
     _, scores, actual, solution = written
     subjects = Subjects.of(scores.carried_out, solution)
     report = build_reports(scores, subjects, [None, None], title="x")[0].with_actual([3, 8], actual)
-    report.save(tmp_path / "report.json")
+    save_reports(tmp_path / "report.json", [report])
     assert load_reports(tmp_path / "report.json") == [report]
     again = report.with_retrained([{"index": 3, "actual": 7.0, "failed": ""}])
     assert again.retrained[0]["actual"] == 7.0

@@ -159,7 +159,7 @@ class Analysis:
         retraining = dif.Retraining(description.solution, keep=keep, strict=False)
         cache = RetrainingCache.open(keep, description.solution, retraining.tol)
         self.stage, self._retraining = "retraining", (cache, removals)
-        actual = retraining.scores(term, removals, jobs=jobs, show_progress=not self.silent)
+        actual = retraining.scores({known.target: term}, removals, jobs=jobs, show_progress=not self.silent)
         self.stage = _WRITING
         return self.folder.add(known.with_actual(listed, actual, command=_command()))
 

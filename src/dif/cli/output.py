@@ -186,7 +186,7 @@ def print_report(result: Report, top: int, folder: ResultsFolder, as_json: bool,
 
 def _print_samples(result: Report, samples: list[dict[str, Any]]) -> None:
     """Print a table of samples: their scores, what retraining gave, and through which term each acts most."""
-    doubtful = [sample["score"] is not None and result.doubts(sample) for sample in samples]
+    doubtful = [sample["score"] is not None and sample["doubtful"] for sample in samples]
     columns = {
         "sample": [sample["name"] for sample in samples],
         "group": [sample["group"] or "" for sample in samples],

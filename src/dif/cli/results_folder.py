@@ -20,7 +20,7 @@ from dif.derivatives.program import Program, Targets
 from dif.errors import InvalidInputError, NotConvergedWarning, warn
 from dif.optimality.solution import Solution
 from dif.problem.parameters import Parameters
-from dif.report.builder import Report, hash_data, load_reports, save_reports, write_html
+from dif.report.builder import Report, finite, hash_data, load_reports, save_reports, write_html
 from dif.results.influence import Influence
 from dif.runtime.archive import lock_folder, read_archive, read_document, write_archive, write_document
 from dif.solving.fit import fit
@@ -94,11 +94,18 @@ class ResultsFolder:
 
         The scores beside it must be there, and those that it lists.
         """
-        found = [r for r in self.load_reports() if (r.target, r.method, r.mark) == (target, method, mark)]
-        with suppress(FileNotFoundError, InvalidInputError):
-            if found and found[-1].lists(Influence.load(self.scores_path(found[-1]))):
-                return found[-1]
+        for report in self.load_reports():
+            if (report.target, report.method, report.mark) == (target, method, mark) and self._has_scores(report):
+                return report
         return None
+
+    def _has_scores(self, report: Report) -> bool:
+        with suppress(FileNotFoundError, InvalidInputError):
+            scores = Influence.load(self.scores_path(report))
+            values = scores.values[:, 0].tolist() if scores.targets == (report.target,) else []
+            listed = {sample["index"]: sample["score"] for sample in report.samples}
+            return len(values) == report.total and all(finite(values[i]) == score for i, score in listed.items())
+        return False
 
     def add(self, report: Report, scores: Influence | None = None) -> Report:
         """Add an answer to the report, or replace an older one to the same question; return it as it was added.

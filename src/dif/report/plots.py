@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,10 +10,10 @@ import torch
 
 from dif import BoundCurve, Change, Influence, InvalidInputError, Run
 from dif.errors import few
-from dif.report.subjects import expect_column
+from dif.report.subjects import expect_column, list_entries
 from dif.results.influence import TRUSTED
 from dif.results.selection import find_column
-from dif.runtime.inputs import as_numbers, check_count, check_instance, write_label
+from dif.runtime.inputs import as_numbers, check_instance, write_label
 from dif.solving.continuation import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colours of all plots
@@ -57,7 +57,7 @@ def ranking(
     if names is not None:
         given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
         labels = [str(given[entry.index]) for entry in top]
-    column = _find_target(influence, target)
+    column = _find_target(influence.targets, target)
     ax = _draw_bars(ax, values, labels, _describe(influence, column))
     untrusted, errors = _is_untrusted(influence, column), influence.expected_error
     for bar, entry in zip(ax.patches[-len(top) :], top, strict=True):
@@ -68,7 +68,7 @@ def ranking(
 
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
     """Draw a box plot of the scores of each group, labelled with their sum."""
-    place = _find_target(check_instance(influence, Influence, "influence"), target)
+    place = _find_target(check_instance(influence, Influence, "influence").targets, target)
     groups, ax = expect_column(groups, "`groups`", {len(influence)}, per="perturbation"), draw_on(ax)
     column = influence.values[:, place].numpy()
     named = sorted({str(group) for group in groups})
@@ -82,29 +82,6 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, tar
     ax.set_yticks(range(1, 1 + len(named)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
     ax.set_xlabel(_describe(influence, place))
-    return ax
-
-
-def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] | None = None) -> Any:
-    """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
-    check_instance(parts, Influence, "parts")
-    k = check_count(k, "k")
-    given = parts.perturbations if names is None else expect_column(names, "`names`", {len(parts)}, per="perturbation")
-    ax, total = draw_on(ax), parts.values.sum(1)
-    order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
-    above, below = np.zeros(len(order)), np.zeros(len(order))
-    for column, name in enumerate(parts.targets):
-        values = parts.values[order, column].numpy()
-        if not np.any(values):
-            continue
-        left = np.where(values > 0, above, below)
-        ax.barh(range(len(order)), values, left=left, label=name, height=0.7)
-        above, below = above + np.maximum(values, 0), below + np.minimum(values, 0)
-    ax.plot(total[order].numpy(), range(len(order)), "k|", markersize=12, label="total")
-    ax.set_yticks(range(len(order)), [str(given[i]) for i in order])
-    ax.axvline(0.0, color=GREY, linewidth=1)
-    ax.set_xlabel(parts.estimator)
-    ax.legend(frameon=False, fontsize=8)
     return ax
 
 
@@ -158,7 +135,7 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
     Each step sees its own batch, so the curves are noisy.
     """
     check_instance(run, Run, "run", "it comes from dif.Training(...).run()")
-    panels: list[Any] = _open_figure(3) if axes is None else list(axes) if _is_list(axes) else [axes]
+    panels: list[Any] = _open_figure(3) if axes is None else list_entries(axes) or [axes]
     if len(panels) != 3 or not all(map(_is_axes, panels)):
         raise InvalidInputError(f"`axes` must be 3 axes of matplotlib, or None for a new figure, not {len(panels)}.")
     recorded, names = run.history, run.end.program.names
@@ -177,10 +154,7 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
 
 def bound_curve(curve: BoundCurve, ax: Any = None, target: int | str | None = None) -> Any:
     """Plot the price of a constraint (target=None) or a target against the bound of the constraint, with the kinks."""
-    column = None if target is None else find_column(target, curve.targets)
-    if target is not None and column is None:
-        known = ", ".join(curve.targets) or "it has none"
-        raise InvalidInputError(f"`target` must be None or one of the curve's targets ({known}), not {target!r}.")
+    column = None if target is None else _find_target(curve.targets, target)
     ax, values = draw_on(ax), curve.price if column is None else curve.values[:, column]
     ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
     for kink in curve.kinks:
@@ -209,22 +183,14 @@ def _open_figure(rows: int) -> list[Any]:
     return list(axes.reshape(-1))
 
 
-def _is_list(axes: Any) -> bool:
-    return isinstance(axes, Iterable) and getattr(axes, "ndim", 1) > 0
-
-
 def _is_axes(ax: Any) -> bool:
     return hasattr(ax, "plot") and hasattr(ax, "set_xlabel")
-
-
-def _colours(values: Iterable[float]) -> list[str]:
-    return [ORANGE if value > 0 else BLUE for value in values]
 
 
 def _draw_bars(ax: Any, values: Sequence[float], labels: Sequence[str], what: str) -> Any:
     """Draw one horizontal bar for each value, from below."""
     ax = draw_on(ax)
-    ax.barh(range(len(values)), values, color=_colours(values))
+    ax.barh(range(len(values)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_yticks(range(len(values)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
     ax.set_xlabel(what)
@@ -252,10 +218,10 @@ def _is_untrusted(influence: Influence, column: int) -> bool:
     return influence.trusted_by_target[influence.targets[column]] is False
 
 
-def _find_target(influence: Influence, target: int | str) -> int:
+def _find_target(targets: Sequence[str], target: int | str) -> int:
     """Return the number of a target that is given by name or by number."""
-    place = find_column(target, influence.targets)
+    place = find_column(target, targets)
     if place is None:
-        known = few(influence.targets, quoted=True)
+        known = few(targets, quoted=True) or "(there are none)"
         raise InvalidInputError(f"`target` must be one of the targets {known}, or its number, not {target!r}.")
     return place

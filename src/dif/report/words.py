@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from dif.errors import count_words
@@ -16,6 +15,7 @@ from dif.optimality.solution import Solution
 from dif.problem.samples import Samples
 from dif.problem.term import Function, SampleSum
 from dif.report.subjects import SampleSets
+from dif.results.change import name_entry
 from dif.results.influence import TRUSTED
 
 _DIGITS = 4  # significant digits of a number, here and in report.js
@@ -108,19 +108,9 @@ def _split_function(function: Function, row: int | None, solution: Solution) -> 
     used = torch.nonzero(coefficients).reshape(-1).tolist()
     if not 0 < len(used) <= _MOST_COEFFICIENTS:
         return [(1.0, f"{name} ({len(used)} coefficients)")]
-    parameters = solution.program.parameters
-    layout = [(n, s) for n, s in zip(parameters.names, parameters.shapes, strict=True) if function.of in (None, n)]
-    return [(float(coefficients[i]), _name_entry(i, layout)) for i in used]
-
-
-def _name_entry(i: int, layout: Sequence[tuple[str, torch.Size]]) -> str:
-    """Return the name of entry i of the flat parameters with these names and shapes, such as w[2]."""
-    for name, shape in layout:
-        if i < shape.numel():
-            place = np.unravel_index(i, tuple(shape)) if shape else ()
-            return f"{name}[{', '.join(map(str, place))}]" if shape else name
-        i -= shape.numel()
-    return f"θ[{i}]"
+    everything = solution.program.parameters.tensors(solution.theta)
+    acted_on = {name: tensor for name, tensor in everything.items() if function.of in (None, name)}
+    return [(float(coefficients[i]), name_entry(acted_on, i)) for i in used]
 
 
 def _join(summands: Sequence[tuple[float, str]]) -> str:

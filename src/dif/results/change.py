@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,6 +71,16 @@ def _ranks(x: Tensor) -> Tensor:
     return (torch.cumsum(counts, 0) - (counts - 1) / 2)[place].double()
 
 
+def name_entry(theta: Mapping[str, Tensor], position: int) -> str:
+    """Return the name of one entry of flat θ, such as "w[0, 2]"."""
+    for name, tensor in theta.items():
+        if position < tensor.numel():
+            place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(position), tensor.shape))
+            return f"{name}[{place}]" if place else name
+        position -= tensor.numel()
+    raise IndexError(position)
+
+
 _SHOWN = 5  # entries of Δθ that are printed, the largest
 
 
@@ -92,16 +103,7 @@ class Change:
         """Return the name and the change of the k parameters that change most, such as ("w[0, 2]", 0.1)."""
         check_count(k, "k")
         order = torch.argsort(torch.nan_to_num(self.flat.abs(), nan=-1.0), descending=True, stable=True)[:k].tolist()
-        return [(self._name(i), float(self.flat[i])) for i in order]
-
-    def _name(self, position: int) -> str:
-        """Return the name of one entry of flat θ."""
-        for name, tensor in self.theta.items():
-            if position < tensor.numel():
-                place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(position), tensor.shape))
-                return f"{name}[{place}]" if place else name
-            position -= tensor.numel()
-        raise IndexError(position)
+        return [(name_entry(self.theta, i), float(self.flat[i])) for i in order]
 
     def plot(self, ax: Any = None, k: int = 15) -> Any:
         """Draw the k largest changes of parameters as bars, on new axes if `ax` is None; return the axes."""

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ import dif
 from dif.derivatives.fingerprint import encode_tensor, hash_all
 from dif.derivatives.hessian import DENSE_LIMIT
 from dif.linalg.conjugate_gradients import SolverSeries
-from dif.runtime.archive import open_atomically
+from dif.runtime.archive import open_atomically, read_archive, write_archive
 from studies import results
+from studies.cnn_curvature import GroupRisks
 from studies.cnn_figures import draw_figure, draw_images
+from studies.cnn_fit import GroupProgram, State, minimise
 from studies.data import mnist
 from studies.network import (
     PAPER,
@@ -42,6 +45,9 @@ from studies.plain import retrain, sample_losses, whiten
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
 BATCH = 256  # images per mini-batch
+BY_LAYERS = 10_000  # training images from which, without a GPU, the Hessian is assembled layer by layer
+TOLERANCE = 1e-8  # relative KKT residual of retrainings there; elsewhere that of `dif.Retraining`
+_SAVED = 8  # retrainings that are begun together there, so that a killed study loses few
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
@@ -98,13 +104,26 @@ def build_task(setting: Setting, data: str | None, device: str, fast: bool | Non
     else:
         train = dif.Samples(cross_entropy, (images, labels), name="train")
     group = assign_groups(digits.train_labels, setting.groups, setting.alpha, setting.seed)
-    _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
     generator_state = torch.get_rng_state()
     torch.manual_seed(setting.seed)
     start = AllConvolutional(setting.layers, setting.channels).double().to(device)
     torch.set_rng_state(generator_state)
-    problem = dif.Problem(mean + dif.ridge(setting.l2), constraints)
+    problem = state_problem(train, group, setting)
     return Task(train, problem, start, (images, labels), group, test, digits.test_labels.to(device))
+
+
+def state_problem(train: dif.Samples, group: Tensor, setting: Setting) -> dif.Problem:
+    """State min R̄ + ridge s.t. Rᵢ ≤ R̄ + τ."""
+    _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
+    return dif.Problem(mean + dif.ridge(setting.l2), constraints)
+
+
+def to_single(task: Task, setting: Setting) -> Task:
+    """Return the task in single precision, in which mini-batches take half the time."""
+    images, labels = task.images[0].float(), task.images[1]
+    train = dif.Samples(cross_entropy, (images, labels), name="train")
+    problem = state_problem(train, task.group, setting)
+    return replace(task, train=train, problem=problem, start=deepcopy(task.start).float(), images=(images, labels))
 
 
 # The stages, each saved to disk
@@ -126,8 +145,9 @@ def load_or_fit(task: Task, setting: Setting, out: Path, show_progress: bool) ->
         nn.utils.vector_to_parameters(theta.to(task.test), model.parameters())
         return dif.Solution(task.problem, model, lam.tolist())
     with results.time(out, "fit"):
-        solution = fit(task, setting, show_progress, checkpoint=out / "fit.npz")
-    solution.check()
+        solution = (fit_by_layers if by_layers(task) else fit)(task, setting, show_progress, checkpoint=out / "fit.npz")
+    if not by_layers(task):  # there it takes long without the Hessian, which follows
+        solution.check()
     with open_atomically(path) as file:
         np.savez(file, theta=solution.theta.cpu().numpy(), lam=solution.lam.cpu().numpy())
     return solution
@@ -141,6 +161,42 @@ def fit(task: Task, setting: Setting, show_progress: bool, **options: Any) -> di
         return dif.fit(task.problem, task.start, **options)
     run = train(task, setting, show_progress)
     return dif.fit(task.problem, run.params, multipliers=run.multipliers, **options)
+
+
+def by_layers(task: Task) -> bool:
+    """Whether Hessians are assembled layer by layer, because products take seconds."""
+    images, _ = task.images
+    return not images.is_cuda and len(images) >= BY_LAYERS
+
+
+def fit_by_layers(task: Task, setting: Setting, show_progress: bool, *, checkpoint: Path) -> dif.Solution:
+    """Fit the model on a processor: mini-batches in single precision, then all samples, with Hessians by layers."""
+    problem = group_program(task)
+    if checkpoint.exists():
+        state = State.load(checkpoint)
+    else:
+        run = train(to_single(task, setting), setting, show_progress)
+        state = State(run.theta.double(), run.point.lam.double())
+        state.save(checkpoint)
+    state = minimise(problem, state, setting.l2, 1e-10, lambda state: state.save(checkpoint))
+    return dif.Solution.of_program(problem.program, state.theta, state.lam)
+
+
+def group_program(task: Task) -> GroupProgram:
+    """Return the compiled problem, with sums over the groups that are computed by layers."""
+    program = dif.Solution(task.problem, task.start, [0.0] * len(task.problem.constraints)).program
+    return GroupProgram(program, GroupRisks(task.start, *task.images, task.group))
+
+
+def add_hessian(task: Task, solution: dif.Solution, path: Path) -> None:
+    """Give the solution its Hessian, assembled layer by layer, or read from a file if it belongs to this point."""
+    about = hash_all((encode_tensor(solution.theta),)).hex()
+    with suppress(FileNotFoundError, dif.InvalidInputError):
+        arrays, _ = read_archive(path, "Hessians of the parts", theta=about)
+        solution.part_hessians = torch.from_numpy(arrays["parts"]).to(solution.theta)
+        return
+    solution.part_hessians = group_program(task).part_hessians(solution.theta)
+    write_archive(path, "Hessians of the parts", {"parts": solution.part_hessians}, {"theta": about})
 
 
 def train(task: Task, setting: Setting, show_progress: bool) -> dif.Run:
@@ -235,8 +291,11 @@ def run(
     task = build_task(setting, data, device)
     results.write(out / "setting.json", asdict(setting))  # marks the folder as used by this setting
     solution = load_or_fit(task, setting, out, show_progress)
-    if not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:  # hundreds of solves follow
-        with results.time(out, "Hessian"):
+    with results.time(out, "Hessian"):  # hundreds of solves follow
+        if by_layers(task):
+            add_hessian(task, solution, out / "hessian.npz")
+            solution.check()
+        elif not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:
             solution = solution.assemble(out / "hessian", show_progress=show_progress)
     with results.time(out, "curvature"):
         active = solution.active
@@ -247,11 +306,14 @@ def run(
     with results.time(out, "scores"):
         scored = estimators["DIF"].scores(test, removals, out=out / "scores.npy", show_progress=show_progress, assess=0)
     ranked = [entry.index for entry in scored.top(setting.removals)]
-    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False)
+    tol, piece = (TOLERANCE, _SAVED) if by_layers(task) else (None, setting.removals)
+    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False, tol=tol)
     compared: dict[str, Any] = {}
     for convention in (RENORMALISED, PAPERS) if paper_epsilon else (RENORMALISED,):
         chosen = task.train.remove_each(ranked, renormalise=convention == RENORMALISED)
         with results.time(out, f"retraining, {convention}"):
+            for end in range(piece, setting.removals, piece):  # a killed study loses no more than a piece
+                retraining.scores(test, chosen[end - piece : end], jobs=jobs, show_progress=show_progress)
             actual = retraining.scores(test, chosen, jobs=jobs, show_progress=show_progress)
         predicted = {name: e.scores(test, chosen, assess=0).values for name, e in estimators.items()}
         predicted |= {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -21,11 +20,11 @@ import dif
 from dif.derivatives.fingerprint import encode_tensor, hash_all
 from dif.derivatives.hessian import DENSE_LIMIT
 from dif.linalg.conjugate_gradients import SolverSeries
-from dif.runtime.archive import open_atomically, read_archive, write_archive
+from dif.runtime.archive import open_atomically
 from studies import results
 from studies.cnn_curvature import GroupRisks
 from studies.cnn_figures import draw_figure, draw_images
-from studies.cnn_fit import GroupProgram, State, minimise
+from studies.cnn_fit import Checkpoint, GroupProgram, State, minimise
 from studies.data import mnist
 from studies.network import (
     PAPER,
@@ -171,32 +170,26 @@ def by_layers(task: Task) -> bool:
 
 def fit_by_layers(task: Task, setting: Setting, show_progress: bool, *, checkpoint: Path) -> dif.Solution:
     """Fit the model on a processor: mini-batches in single precision, then all samples, with Hessians by layers."""
-    problem = group_program(task)
-    if checkpoint.exists():
-        state = State.load(checkpoint)
+    problem, files = group_program(task), checkpoint_files(checkpoint.parent)
+    if files.state.exists():
+        state = State.load(files.state)
     else:
         run = train(to_single(task, setting), setting, show_progress)
         state = State(run.theta.double(), run.point.lam.double())
-        state.save(checkpoint)
-    state = minimise(problem, state, setting.l2, 1e-10, lambda state: state.save(checkpoint))
+        files.save(state)
+    state = minimise(problem, state, setting.l2, 1e-10, files)
     return dif.Solution.of_program(problem.program, state.theta, state.lam)
+
+
+def checkpoint_files(out: Path) -> Checkpoint:
+    """Return the files of a fit by layers in this folder."""
+    return Checkpoint(out / "fit.npz", out / "hessian.npz", out / "hessian-part.npz")
 
 
 def group_program(task: Task) -> GroupProgram:
     """Return the compiled problem, with sums over the groups that are computed by layers."""
     program = dif.Solution(task.problem, task.start, [0.0] * len(task.problem.constraints)).program
     return GroupProgram(program, GroupRisks(task.start, *task.images, task.group))
-
-
-def add_hessian(task: Task, solution: dif.Solution, path: Path) -> None:
-    """Give the solution its Hessian, assembled layer by layer, or read from a file if it belongs to this point."""
-    about = hash_all((encode_tensor(solution.theta),)).hex()
-    with suppress(FileNotFoundError, dif.InvalidInputError):
-        arrays, _ = read_archive(path, "Hessians of the parts", theta=about)
-        solution.part_hessians = torch.from_numpy(arrays["parts"]).to(solution.theta)
-        return
-    solution.part_hessians = group_program(task).part_hessians(solution.theta)
-    write_archive(path, "Hessians of the parts", {"parts": solution.part_hessians}, {"theta": about})
 
 
 def train(task: Task, setting: Setting, show_progress: bool) -> dif.Run:
@@ -293,7 +286,8 @@ def run(
     solution = load_or_fit(task, setting, out, show_progress)
     with results.time(out, "Hessian"):  # hundreds of solves follow
         if by_layers(task):
-            add_hessian(task, solution, out / "hessian.npz")
+            files, problem = checkpoint_files(out), group_program(task)
+            solution.part_hessians = files.assemble(problem, solution.theta)
             solution.check()
         elif not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:
             solution = solution.assemble(out / "hessian", show_progress=show_progress)

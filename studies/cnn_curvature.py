@@ -7,19 +7,29 @@ symmetric. That costs a fraction of as many products as there are parameters, mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dif import InvalidInputError
+from dif.derivatives.fingerprint import encode_tensor, hash_all
+from dif.runtime.archive import read_archive, write_archive
 from studies.network import AllConvolutional
 
 _GRADIENT_CHUNK = 50  # images whose activations stay in a processor's cache
 _HESSIAN_CHUNK = 16  # the same for the tangents of one output channel
+_IN_ONE_SUM = 128  # images whose Hessians are added up in the precision in which they are computed
+_KEPT_EVERY = 8  # such sums after which the total is written to a file
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -75,11 +85,6 @@ class Layer:
     @property
     def _bias(self) -> int:
         return self.start + self.weight.numel()
-
-    def split(self, theta: Tensor) -> Tensor:
-        """Return the entries of columns (d, c) that belong to this layer as (out, inputs + 1, c)."""
-        weights = theta[self.start : self._bias].unflatten(0, (len(self.bias), self.inputs))
-        return torch.cat([weights, theta[self._bias : self._bias + len(self.bias), None]], 1)
 
 
 def read_layers(model: AllConvolutional, theta: Tensor) -> list[Layer]:
@@ -206,41 +211,46 @@ class GroupRisks:
         """Return the risks, (groups,), and their gradients, (groups, d), computed in `dtype`, summed in double."""
         values, gradients = (theta.new_zeros(shape) for shape in ((self._groups,), (self._groups, len(theta))))
 
-        def work(group: int, chosen: Tensor) -> Callable[[], None]:
+        def work(chosen: Tensor) -> tuple[Tensor, Tensor]:
             flat = theta.to(dtype).detach().requires_grad_(True)
             h = self.images[chosen, None].to(dtype)
-            layers = read_layers(self.model, flat)
-            for number, layer in enumerate(layers):
+            for number, layer in enumerate(read_layers(self.model, flat)):
                 h = layer.convolve(torch.tanh(h) if number else h, bias=layer.bias)
             loss = F.cross_entropy(h.mean((2, 3)), self.labels[chosen], reduction="sum")
-            (gradient,) = torch.autograd.grad(loss, flat)
+            return loss.detach(), torch.autograd.grad(loss, flat)[0]
 
-            def add() -> None:
-                values[group] += loss.detach()
-                gradients[group] += gradient
-
-            return add
-
-        self._run(work, _GRADIENT_CHUNK, None)
+        for group, (value, gradient) in self._run(work, self._chunks(_GRADIENT_CHUNK, self._sizes)):
+            values[group] += value
+            gradients[group] += gradient
         return values / self._sizes, gradients / self._sizes[:, None]
 
-    def hessians(self, theta: Tensor, share: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the Hessians of the risks, (groups, d, d), computed in `dtype`, from a share of each group."""
-        layers = read_layers(self.model, theta.to(dtype))
-        H = theta.new_zeros((self._groups, len(theta), len(theta)))
-        counts = (share * self._sizes).ceil().long()
+    def hessians(
+        self, theta: Tensor, share: float = 1.0, dtype: torch.dtype = torch.float32, keep: Path | None = None
+    ) -> Tensor:
+        """Return the Hessians of the risks, (groups, d, d), computed in `dtype`, from a share of each group.
 
-        def work(group: int, chosen: Tensor) -> Callable[[], None]:
+        The sum so far is written to the file `keep` every few chunks; a later call with the same θ goes on from there.
+        """
+        layers = read_layers(self.model, theta.to(dtype))
+        counts = (share * self._sizes).ceil().long()
+        chunks = self._chunks(_IN_ONE_SUM, counts)
+        name = hash_all((encode_tensor(theta), encode_tensor(counts), str(dtype).encode())).hex()
+        H, done = theta.new_zeros((self._groups, len(theta), len(theta))), 0
+        with suppress(FileNotFoundError, InvalidInputError):
+            arrays, about = read_archive(keep or "", "part of a sum of Hessians", name=name)
+            H, done = torch.from_numpy(arrays["H"]), about["done"]
+
+        def work(chosen: Tensor) -> Tensor:
             part = torch.zeros((len(theta), len(theta)), dtype=dtype)
             for some in chosen.split(_HESSIAN_CHUNK):
                 add_hessian(part, layers, self.images[some].to(dtype), self.labels[some])
+            return part
 
-            def add() -> None:
-                H[group] += part
-
-            return add
-
-        self._run(work, 8 * _HESSIAN_CHUNK, counts)
+        for group, part in self._run(work, chunks[done:]):
+            H[group] += part
+            done += 1
+            if keep is not None and done % _KEPT_EVERY == 0:
+                write_archive(keep, "part of a sum of Hessians", {"H": H}, {"name": name, "done": done})
         for k in range(1, len(layers)):  # what belongs to later layers is above the diagonal, too
             here = slice(layers[k].start, layers[k].start + layers[k].weight.numel() + len(layers[k].bias))
             H[:, : layers[k].start, here] = H[:, here, : layers[k].start].mT
@@ -254,17 +264,19 @@ class GroupRisks:
     def _sizes(self) -> Tensor:
         return torch.bincount(self.group)
 
-    def _run(self, work: Callable[[int, Tensor], Callable[[], None]], size: int, counts: Tensor | None) -> None:
-        """Carry out the work for chunks of the groups, and add up what they return in their order."""
-        chunks: list[tuple[int, Tensor]] = []
-        for group in range(self._groups):
-            members = torch.nonzero(self.group == group).reshape(-1)
-            chunks += [(group, some) for some in members[: None if counts is None else counts[group]].split(size)]
+    def _chunks(self, size: int, counts: Tensor) -> list[tuple[int, Tensor]]:
+        """Divide the first members of each group, as many as given, into chunks: the group, and their numbers."""
+        members = [torch.nonzero(self.group == g).reshape(-1)[: counts[g]] for g in range(self._groups)]
+        return [(g, some) for g, numbers in enumerate(members) for some in numbers.split(size)]
+
+    def _run(self, work: Callable[[Tensor], R], chunks: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, R]]:
+        """Yield the group of each chunk and what `work` returns for it, in their order."""
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
             with ThreadPoolExecutor(self.threads) as pool:
-                for add in pool.map(lambda chunk: work(*chunk), chunks):
-                    add()
+                yield from zip(
+                    (group for group, _ in chunks), pool.map(work, [some for _, some in chunks]), strict=True
+                )
         finally:
             torch.set_num_threads(before)

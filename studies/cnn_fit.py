@@ -22,7 +22,7 @@ from dif.derivatives.program import Program
 from dif.linalg.operator import Matrix
 from dif.optimality.judgement import residuals
 from dif.optimality.kkt_system import kkt_step
-from dif.runtime.archive import open_atomically
+from dif.runtime.archive import open_atomically, read_archive, write_archive
 from studies.cnn_curvature import GroupRisks
 
 _BLOCK = 20  # iterations of L-BFGS between two checkpoints
@@ -31,6 +31,8 @@ _SHARE = 0.15  # of the images, for the Hessians on the way
 _SINGLE = 2e-4  # ‖W⊤∇‖ to which the gradients of single precision are good
 _NEAR = 2e-6  # ‖W⊤∇‖ at which Newton's method begins; the value then falls by about half its square
 _PENALTY = 10.0  # weight of the squared violations
+_SAME = 1e-5  # relative distance of two θ, by Newton's last steps, that have the same Hessian to about three digits
+_KIND = "Hessians of the parts"  # of file
 
 
 def say(text: str) -> None:
@@ -82,12 +84,15 @@ class GroupProgram:
         p = torch.cat([values[self.order], *(value for value, _ in others)])
         return rows.C @ p, rows.C @ torch.cat([gradients[self.order], *(gradient for _, gradient in others)])
 
-    def part_hessians(self, theta: Tensor, share: float = 1.0) -> Tensor:
-        """Return the Hessians of the parts of the rows, (K, d, d), those of the samples in single precision."""
+    def part_hessians(self, theta: Tensor, share: float = 1.0, keep: Path | None = None) -> Tensor:
+        """Return the Hessians of the parts of the rows, (K, d, d), those of the samples in single precision.
+
+        `keep` is as in `GroupRisks.hessians`.
+        """
         rows, eye = self.program.rows, torch.eye(len(theta)).to(theta)
         units = torch.eye(rows.C.shape[1]).to(theta)[len(self.order) :]
         functions = [rows.hessian_products(theta, unit, eye) for unit in units]
-        return torch.cat([self.risks.hessians(theta, share)[self.order], *(H[None] for H in functions)])
+        return torch.cat([self.risks.hessians(theta, share, keep=keep)[self.order], *(H[None] for H in functions)])
 
     def hessian(self, parts: Tensor, lam: Tensor) -> Tensor:
         """Return the Hessian of the Lagrangian, (d, d)."""
@@ -181,17 +186,41 @@ def polish(
     return z
 
 
-def minimise(problem: GroupProgram, state: State, l2: float, goal: float, save: Callable[[State], None]) -> State:
+@dataclass(frozen=True, eq=False)
+class Checkpoint:
+    """The files of a fit that may be killed."""
+
+    state: Path  # where it is
+    hessians: Path  # of all images, with the θ to which they belong
+    part: Path  # of a sum of Hessians
+
+    def save(self, state: State) -> None:
+        """Write where the fit is."""
+        state.save(self.state)
+
+    def assemble(self, problem: GroupProgram, theta: Tensor) -> Tensor:
+        """Return the Hessians of the parts of the rows from all images, as in the file if that has them."""
+        with suppress(FileNotFoundError, dif.InvalidInputError):
+            arrays, _ = read_archive(self.hessians, _KIND)
+            if float((torch.from_numpy(arrays["theta"]) - theta).norm()) <= _SAME * float(theta.norm()):
+                return torch.from_numpy(arrays["parts"])
+        say("Hessian of all images")
+        parts = problem.part_hessians(theta, keep=self.part)
+        write_archive(self.hessians, _KIND, {"theta": theta, "parts": parts}, {})
+        self.part.unlink(missing_ok=True)
+        return parts
+
+
+def minimise(problem: GroupProgram, state: State, l2: float, goal: float, files: Checkpoint) -> State:
     """Find a KKT point: rounds of descent, then Newton's method with the Hessian of all images."""
     while not state.residual <= goal:
         while state.slope > _NEAR:
-            parts = problem.part_hessians(state.theta, _SHARE)
-            state = descend(problem, state, parts, l2 / 3, save)
-            save(state)
-        say("Hessian of all images")
-        parts, before = problem.part_hessians(state.theta), state
+            parts = problem.part_hessians(state.theta, _SHARE, files.part)
+            state = descend(problem, state, parts, l2 / 3, files.save)
+            files.save(state)
+        parts, before = files.assemble(problem, state.theta), state
         with suppress(dif.DegenerateError):
-            state = polish(problem, state, parts, goal, save)
+            state = polish(problem, state, parts, goal, files.save)
         if not state.residual < 0.1 * before.residual:  # a saddle, or too far away: descend with this Hessian
-            state = descend(problem, replace(before, slope=0.0), parts, l2 / 3, save)
+            state = descend(problem, replace(before, slope=0.0), parts, l2 / 3, files.save)
     return state

@@ -359,7 +359,7 @@ def check_retraining(
 
     Finished retrainings are kept in the file `keep`.
     """
-    images, labels = task.images
+    images, _ = task.images
     X, y = task.test[[image]], task.test_labels[[image]]
     before = float(sample_losses(task.start, solution.theta, X, y))
     about = {"solution": hash_all((encode_tensor(solution.theta), encode_tensor(solution.lam))).hex(), "image": image}
@@ -370,13 +370,12 @@ def check_retraining(
         if str(i) in done:
             continue
         W = whiten(task.start, solution.theta, images, setting.l2) if W is None else W
-        masks = [(task.group == g) & (torch.arange(setting.n) != i) for g in range(setting.groups)]
-        shares = torch.stack([m / m.sum() for m in masks]).to(solution.theta)
+        risks = group_risks(task, torch.arange(setting.n) != i)
 
-        def rows(theta: Tensor, shares: Tensor = shares) -> Tensor:
-            risks = shares @ sample_losses(task.start, theta, images, labels)
-            mean = risks.mean()
-            return torch.cat([(mean + 0.5 * setting.l2 * theta @ theta)[None], risks - mean - setting.tau])
+        def rows(theta: Tensor, risks: Callable[[Tensor], Tensor] = risks) -> Tensor:
+            values = risks(theta)
+            mean = values.mean()
+            return torch.cat([(mean + 0.5 * setting.l2 * theta @ theta)[None], values - mean - setting.tau])
 
         theta, _, residual = retrain(rows, solution.theta, solution.lam, W)
         change = float(sample_losses(task.start, theta, X, y)) - before
@@ -390,6 +389,16 @@ def check_retraining(
         "residuals": residuals,
         "largest_difference": max(differences),
     }
+
+
+def group_risks(task: Task, kept: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the function θ → risks of the groups, (groups,), over the images that are kept."""
+    images, labels = task.images
+    if by_layers(task):
+        return GroupRisks(task.start, images[kept], labels[kept], task.group[kept])
+    groups = range(int(task.group.max()) + 1)
+    shares = torch.stack([m / m.sum() for m in ((task.group == g) & kept for g in groups)]).to(images)
+    return lambda theta: shares @ sample_losses(task.start, theta, images, labels)
 
 
 def measure_agreement(predicted: Tensor, actual: Tensor) -> dict[str, Any]:

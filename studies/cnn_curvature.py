@@ -13,10 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from dif import InvalidInputError
@@ -207,6 +208,10 @@ class GroupRisks:
     group: Tensor
     threads: int = 2
 
+    def __call__(self, theta: Tensor) -> Tensor:
+        """Return the risks as autograd sees them, once differentiable."""
+        return _Risks.apply(theta, self)
+
     def values_and_gradients(self, theta: Tensor, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
         """Return the risks, (groups,), and their gradients, (groups, d), computed in `dtype`, summed in double."""
         values, gradients = (theta.new_zeros(shape) for shape in ((self._groups,), (self._groups, len(theta))))
@@ -280,3 +285,18 @@ class GroupRisks:
                 )
         finally:
             torch.set_num_threads(before)
+
+
+class _Risks(torch.autograd.Function):
+    """θ → risks, with the gradients that were computed in the same sweep."""
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, risks: GroupRisks) -> Tensor:
+        with torch.enable_grad():
+            values, ctx.gradients = risks.values_and_gradients(theta.detach())
+        return values
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *weights: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return weights[0] @ ctx.gradients, None

@@ -97,6 +97,7 @@ def test_hessians_by_layers_are_those_of_autograd():
 
         torch.testing.assert_close(values[g], risk(theta), rtol=1e-12, atol=0)
         torch.testing.assert_close(gradients[g], torch.func.grad(risk)(theta), rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(torch.autograd.functional.jacobian(risks, theta)[g], gradients[g])
         expected = torch.func.hessian(risk)(theta)
         torch.testing.assert_close(exact[g], expected, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(single[g], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
@@ -108,7 +109,7 @@ def test_hessians_by_layers_are_those_of_autograd():
 
 def test_fit_by_layers_ends_at_a_solution(tmp_path):
     """Begun again where it was killed, it ends at the same point; dif agrees that this is a solution."""
-    setting = replace(SMALL, n=300)
+    setting = replace(SMALL, n=150, epochs=30)
     task = cnn.build_task(setting, None, "cpu")
     checkpoint = tmp_path / "fit.npz"
     solution = cnn.fit_by_layers(task, setting, False, checkpoint=checkpoint)

@@ -31,6 +31,8 @@ _SHARE = 0.15  # of the images, for the Hessians on the way
 _SINGLE = 2e-4  # ‖W⊤∇‖ to which the gradients of single precision are good
 _NEAR = 2e-6  # ‖W⊤∇‖ at which Newton's method begins; the value then falls by about half its square
 _PENALTY = 10.0  # weight of the squared violations
+_TRIES = 5  # Hessians of all images
+_CLOSE = 0.01  # relative distance of two θ with similar Hessians
 _SAME = 1e-5  # relative distance of two θ, by Newton's last steps, that have the same Hessian to about three digits
 _KIND = "Hessians of the parts"  # of file
 
@@ -148,7 +150,10 @@ def descend(problem: GroupProgram, state: State, parts: Tensor, floor: float, sa
         force = float((W.T @ (J[1:].T @ (lam - at.lam))).norm())  # what the change of λ adds to the slope
         if slope > goal or force <= goal:
             break
-    return replace(state, rounds=state.rounds + 1, slope=max(slope, force))
+    slope = max(slope, force)
+    if single and left > 0:  # the line search failed by rounding: double precision goes on
+        slope = min(slope, _SINGLE)
+    return replace(state, rounds=state.rounds + 1, slope=slope)
 
 
 def polish(
@@ -212,10 +217,17 @@ class Checkpoint:
 
 
 def minimise(problem: GroupProgram, state: State, l2: float, goal: float, files: Checkpoint) -> State:
-    """Find a KKT point: rounds of descent, then Newton's method with the Hessian of all images."""
-    while not state.residual <= goal:
+    """Find a KKT point: rounds of descent, then Newton's method with the Hessian of all images.
+
+    Where that fails several times (at a saddle, say), the last point is returned as it is.
+    """
+    place, parts = torch.full_like(state.theta, float("inf")), None  # the last Hessian
+    for _ in range(_TRIES):
+        if state.residual <= goal:
+            break
         while state.slope > _NEAR:
-            parts = problem.part_hessians(state.theta, _SHARE, files.part)
+            if parts is None or float((state.theta - place).norm()) > _CLOSE * float(state.theta.norm()):
+                place, parts = state.theta, problem.part_hessians(state.theta, _SHARE, files.part)
             state = descend(problem, state, parts, l2 / 3, files.save)
             files.save(state)
         parts, before = files.assemble(problem, state.theta), state

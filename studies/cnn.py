@@ -46,6 +46,7 @@ DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ
 BATCH = 256  # images per mini-batch
 BY_LAYERS = 10_000  # training images from which, without a GPU, the Hessian is assembled layer by layer
 TOLERANCE = 1e-8  # relative KKT residual of retrainings there; elsewhere that of `dif.Retraining`
+PASSES = 150  # over the data, at most, in one call of a retraining there; a later call goes on where it stopped
 _SAVED = 8  # retrainings that are begun together there, so that a killed study loses few
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
@@ -301,7 +302,8 @@ def run(
         scored = estimators["DIF"].scores(test, removals, out=out / "scores.npy", show_progress=show_progress, assess=0)
     ranked = [entry.index for entry in scored.top(setting.removals)]
     tol, piece = (TOLERANCE, _SAVED) if by_layers(task) else (None, setting.removals)
-    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False, tol=tol)
+    passes = PASSES if by_layers(task) else 20_000
+    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False, tol=tol, max_iter=passes)
     compared: dict[str, Any] = {}
     for convention in (RENORMALISED, PAPERS) if paper_epsilon else (RENORMALISED,):
         chosen = task.train.remove_each(ranked, renormalise=convention == RENORMALISED)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import dif
 from dif.derivatives.program import Program
-from dif.linalg.operator import Matrix
+from dif.linalg.solvers import Matrix
 from dif.optimality.judgement import residuals
 from dif.optimality.kkt_system import kkt_step
 from dif.runtime.archive import open_atomically, read_archive, write_archive

@@ -185,6 +185,18 @@ class Rows:
         return torch.tensor(flags, dtype=torch.bool, device=self.C.device)
 
     @property
+    def sums(self) -> int:
+        """How many sums the tables have: the first entries of p."""
+        return sum(len(table.U) for table in self.tables)
+
+    @cached_property
+    def linear(self) -> Tensor | None:
+        """Gradients of the part of each row that is linear in θ, (R, d); None if no function is linear."""
+        outputs = output_slices(self.functions, self.C.shape[1])
+        parts = [self.C[:, columns].to_sparse() @ f.matrix for f, columns in outputs if f.matrix is not None]
+        return torch.stack(parts).sum(0) if parts else None
+
+    @property
     def fallbacks(self) -> set[str]:
         """What torch could not do with the losses and functions, and what is done instead."""
         losses = [table.samples.fallbacks for table in self.tables]

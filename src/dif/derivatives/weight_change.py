@@ -173,12 +173,12 @@ class Direction:
         df, DJ = self.changed_samples(p).gradients(theta)
         if not bool(torch.isfinite(df).all() and torch.isfinite(DJ).all()):
             raise _not_finite_error(", ".join(sorted({block.samples.name for block in self.blocks})), "some")
-        A = self.rescaling(p)
-        return df + A @ parts, DJ + A @ Dp
+        A = self.rescaling(p)  # of the sums, which come first
+        return df + A @ parts[: A.shape[1]], DJ + A @ Dp[: A.shape[1]]
 
     def rescaling(self, p: int) -> Tensor:
-        """Return A (1 + m, K), the rescaling in δf = A·p(θ) + `changed_samples(p)` of perturbation p."""
-        A = torch.zeros_like(self.program.rows.C)
+        """Return A (1 + m, sums), the rescaling of sums in δf = A·p(θ) + `changed_samples(p)` of perturbation p."""
+        A = torch.zeros_like(self.program.rows.C[:, : self.program.rows.sums])
         for block in self.blocks:
             A[:, block.columns] += block.touch * block.alpha[p if len(block.alpha) > 1 else 0]
         return A
@@ -190,9 +190,10 @@ class Direction:
         C = torch.cat([self.program.rows.C[:, :0], *(block.touch for block in self.blocks)], 1)
         return Rows(self.program.parameters, tables, (), C)
 
-    def perturbed_program(self, p: int) -> Program:
-        """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
-        rows, C = self.program.rows, self.program.rows.C + self.rescaling(p)
+    def _perturb_tables(self, p: int) -> dict[Samples, tuple[Tensor, Tensor]]:
+        """Return the sums after perturbation p by samples: their weights, and their coefficients in the rows."""
+        rows, C = self.program.rows, self.rescaling(p)
+        C += rows.C[:, : C.shape[1]]
         tables = {table.samples: (table.U, C[:, rows.columns(number)]) for number, table in enumerate(rows.tables)}
         for block in self.blocks:
             mine = block.entries_of(p)
@@ -200,7 +201,12 @@ class Direction:
             U.index_add_(1, block.index[mine], block.s[mine].T)
             old, touch = tables.get(block.samples, (U[:0], block.touch[:, :0]))
             tables[block.samples] = (torch.cat([old, U]), torch.cat([touch, block.touch], 1))
-        functions = rows.C[:, sum(len(t.U) for t in rows.tables) :]
+        return tables
+
+    def perturbed_program(self, p: int) -> Program:
+        """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
+        rows, tables = self.program.rows, self._perturb_tables(p)
+        functions = rows.C[:, rows.sums :]
         perturbed = Rows(
             rows.parameters,
             tuple(Table(samples, (), U) for samples, (U, _) in tables.items()),
@@ -211,18 +217,15 @@ class Direction:
 
     def stack_programs(self) -> BatchedProgram:
         """Stack the programs after each perturbation at ε = 1, so that they are evaluated together."""
-        programs = [self.perturbed_program(p) for p in range(self.P)]
-        first = programs[0].rows
-        start = sum(len(t.U) for t in first.tables)
-        tables = tuple(
-            (
-                table.samples,
-                torch.stack([each.rows.C[:, each.rows.columns(t)] @ each.rows.tables[t].U for each in programs]),
-            )
-            for t, table in enumerate(first.tables)
-        )
-        tau = torch.stack([each.tau for each in programs])
-        return BatchedProgram(first.parameters, tables, first.functions, first.C[:, start:], tau)
+        rows, sums = self.program.rows, self.program.rows.sums
+        used = torch.nonzero((rows.C[:, :sums] != 0).any(1)).reshape(-1)
+        perturbed = [self._perturb_tables(p) for p in range(self.P)]
+        weights = {
+            samples: [each[samples][1][used] @ each[samples][0] for each in perturbed] for samples in perturbed[0]
+        }
+        tables = tuple((samples, torch.stack(parts)) for samples, parts in weights.items())
+        tau = self.program.tau + self.dtau
+        return BatchedProgram(rows.parameters, used, tables, rows.functions, rows.C[:, sums:], rows.linear, tau)
 
 
 def _not_finite_error(name: str, count: str) -> InvalidInputError:
@@ -237,9 +240,11 @@ class BatchedProgram:
     """P programs that weight the same samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
 
     parameters: Parameters
-    tables: tuple[tuple[Samples, Tensor], ...]  # samples, W (P, 1 + m, n)
+    used: Tensor  # (r,) the rows with samples
+    tables: tuple[tuple[Samples, Tensor], ...]  # samples, W (P, r, n)
     functions: tuple[CompiledFunction, ...]
     C: Tensor  # (1 + m, outputs of the functions)
+    linear: Tensor | None  # (1 + m, d) gradients of the linear part of the rows
     tau: Tensor  # (P, m)
 
     def __len__(self) -> int:
@@ -248,7 +253,7 @@ class BatchedProgram:
     def take(self, which: Tensor) -> BatchedProgram:
         """Select the programs listed in `which`."""
         tables = tuple((samples, W[which]) for samples, W in self.tables)
-        return BatchedProgram(self.parameters, tables, self.functions, self.C, self.tau[which])
+        return replace(self, tables=tables, tau=self.tau[which])
 
     @retry_with_smaller_batches
     def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,9 +264,12 @@ class BatchedProgram:
         for samples, W in self.tables:
             for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
                 values, gradients = loss.stacked_pull(thetas, W[:, :, place])
-                f += values
-                J += gradients
-        for function, columns in output_slices(self.functions, self.C.shape[1]):
+                f[:, self.used] += values
+                J[:, self.used] += gradients
+        if self.linear is not None:
+            f += thetas @ self.linear.T
+            J += self.linear
+        for function, columns in self._curved_functions():
             C = self.C[:, columns]
             for p in range(P):
                 value, gradient = function.gradient(thetas[p])
@@ -278,10 +286,13 @@ class BatchedProgram:
         f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
         for samples, W in self.tables:
             for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                values, gradients = loss.stacked_gradients(thetas, W[:, :, place], weights)
-                f += values
+                values, gradients = loss.stacked_gradients(thetas, W[:, :, place], weights[:, self.used])
+                f[:, self.used] += values
                 g += gradients
-        for function, columns in output_slices(self.functions, self.C.shape[1]):
+        if self.linear is not None:
+            f += thetas @ self.linear.T
+            g += weights @ self.linear
+        for function, columns in self._curved_functions():
             C = self.C[:, columns]
             each = torch.eye(function.size).to(thetas).expand(len(thetas), -1, -1)
             values, gradients = function.stacked_gradients(thetas, each, weights @ C)
@@ -297,12 +308,16 @@ class BatchedProgram:
         ridges = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
         total = (mu @ torch.tensor(ridges, dtype=torch.float64).to(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
-            w = torch.einsum("pj,pjn->pn", weights, W)
+            w = torch.einsum("pj,pjn->pn", weights[:, self.used], W)
             more = function_sum if number == 0 else None  # the functions join the first batch
             for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
                 total += loss.stacked_products(thetas, w[:, place], V, mu, more)
                 more = None
         return total
+
+    def _curved_functions(self) -> list[tuple[CompiledFunction, slice]]:
+        """Return the functions that are not linear, with the places of their outputs."""
+        return [(f, columns) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.matrix is None]
 
     def _nonlinear_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
         """Return the map (θ, μ) → Σₖ μₖφₖ(θ) over functions neither linear nor a ridge; None if there are none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -25,11 +25,11 @@ from dif.runtime.inputs import check_number
 _MARGIN_ROWS = 64  # rows nearest to switching whose margins are computed
 _CHUNK = 2**14  # perturbations whose rows are in memory at once
 _PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one
-_STEPS = 2**25  # entries of these steps at most: 256 MiB in double precision
+_NUMBERS = 2**25  # entries of their steps and rows at most: 256 MiB in double precision
 _MIXTURES = 8  # random mixtures of the perturbations, where there are more
 _MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
 _MARGIN = 3.0  # a row is within reach up to this many times the estimated move of its slack or multiplier
-_ROWS = 64  # rows at most whose moves are computed under every perturbation
+_ROWS = 64  # rows at most that are taken, or whose moves are computed, without asking whether fewer would do
 _ROUNDING = 1e-10  # relative size up to which a violation counts as rounding
 
 Work = Callable[[KKTSystem, Direction], tuple[Tensor, Response]]  # numbers for each perturbation, (P, columns)
@@ -146,7 +146,12 @@ class DirectionalInfluence(FirstOrderEstimator):
         """Return a result with one column for each of some terms."""
         direction = Direction(self.at.program, perturbations)
         system = self.linearise(direction)
-        values = _by_chunk(work, system, direction).double().cpu()
+        parts = []
+        for chunk in self._chunks(direction):
+            values, response = work(system, chunk)
+            values[~response.answered] = float("nan")
+            parts.append(values.double().cpu())
+        values = torch.cat(parts)
         return Influence(values, perturbations, names, f"{self.title}, {title}", self._describe(system))
 
     def _scores_by_row(self, targets: Targets, system: KKTSystem, direction: Direction) -> tuple[Tensor, Response]:
@@ -195,7 +200,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
         rows = rows[torch.argsort(nearness[rows])[:_MARGIN_ROWS]]
         if len(rows):
-            dc, dlam = (x.abs().double().cpu() for x in self._moves(self.linearise(direction), rows, direction))
+            moves = zip(*self._moves(self.linearise(direction), rows, direction), strict=True)
+            dc, dlam = (torch.cat(parts).abs().double().cpu() for parts in moves)
             answered = torch.isfinite(dc).all(1)
             for k, j in enumerate(rows.tolist()):
                 deciding = (dlam if j in at.active.binding else dc)[answered, k]
@@ -203,49 +209,60 @@ class DirectionalInfluence(FirstOrderEstimator):
                     margins[j] = Margin(float(deciding.max()), float(deciding.median()))
         return margins
 
-    def _moves(self, system: KKTSystem, rows: Tensor, direction: Direction) -> tuple[Tensor, Tensor]:
-        """Return the changes of f − τ and of λ of some rows, (P, rows) each, NaN where unanswered."""
-        columns = torch.cat([system.V, system.solver.solve(self.at.G[rows].T)], 1)
+    def _moves(self, system: KKTSystem, rows: Tensor, direction: Direction) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the changes of f − τ and of λ of some rows, (P, rows) each, chunk by chunk; NaN where unanswered.
 
-        def move(system: KKTSystem, chunk: Direction) -> tuple[Tensor, Response]:
-            values, response = self.first_order_scores(system, columns, chunk)
-            change = system.spread(response.nu, self.at.program.m)[:, rows]
-            return torch.stack([response.r[:, rows] + values, change], 1), response
+        What is solved for are the perturbations, the gradients of the rows or all d directions, whichever are fewest.
+        """
+        at, G, d = self.at, self.at.G[rows], self.at.theta.numel()
+        few, columns = min(len(rows), d) >= direction.P, system.V
+        basis = G if len(rows) <= d else torch.eye(d).to(G)
+        if not few:
+            columns = torch.cat([columns, system.solver.solve(basis.T)], 1)
+        for chunk in self._chunks(direction):
+            if few:
+                omega, response = self.steps(system, chunk)
+                dc = omega @ G.T
+            else:
+                dc, response = self.first_order_scores(system, columns, chunk)
+                dc = dc if basis is G else dc @ G.T
+            dc, dlam = response.r[:, rows] + dc, system.spread(response.nu, at.program.m)[:, rows]
+            dc[~response.answered] = dlam[~response.answered] = float("nan")
+            yield dc, dlam
 
-        dc, dlam = _by_chunk(move, system, direction).unbind(1)
-        return dc, dlam
+    def _chunks(self, direction: Direction) -> Iterator[Direction]:
+        """Split perturbations into chunks of which all rows and a step each fit into memory."""
+        size = max(1, min(_CHUNK, _NUMBERS // (self.at.theta.numel() + self.at.program.m)))
+        return (direction[begin : begin + size] for begin in range(0, direction.P, size))
 
     # Constraints within reach: those that could become active or inactive within a step
 
     def _rows_within_reach(self, system: KKTSystem, direction: Direction) -> Tensor:
         """Return which inequalities could switch within a step though `system` does not allow them to, (m,) bool.
 
-        For a few perturbations their steps are computed. For many, mixtures of them with random signs are: the root
-        mean square of the moves of a row over the mixtures estimates √(Σₚ move²), which is at least the largest move.
-        Where `system` lets some rows switch already, the moves of the other rows are computed for every perturbation.
+        For a few perturbations, or rows, the moves of the rows are computed under each. For many, mixtures of the
+        perturbations with random signs tell first which rows that could be: the root mean square of the moves of a row
+        over the mixtures estimates √(Σₚ move²), which is at least the largest move. A few rows are then taken as they
+        are. Of many, those that do switch under a perturbation are.
         """
-        at, P, equal = self.at, direction.P, system.equal
+        at, P, equal, kinds = self.at, direction.P, system.equal, self.at.program.kinds
         assert equal is not None
-        fixed = torch.ones_like(at.program.kinds.equal)  # inequalities that cannot switch in `system`
+        fixed = torch.ones_like(kinds.equal)  # inequalities that cannot switch in `system`
         fixed[system.rows] = equal
-        fixed = fixed & at.program.kinds.one_sided
-        rows = torch.nonzero(fixed).reshape(-1)
-        if P <= _PERTURBATIONS and P * at.theta.numel() <= _STEPS:
-            omega, response = self.steps(system, direction)
-            dc = (response.r + omega @ at.G.T)[:, rows]
-            dlam = system.spread(response.nu, at.program.m)[:, rows]
-        elif bool((~equal).any()) and len(rows) <= _ROWS:
-            dc, dlam = self._moves(system, rows, direction)
-        else:
+        fixed = fixed & kinds.one_sided
+        again = bool((~equal).any()) and int(fixed.sum()) <= _ROWS
+        if (P > _PERTURBATIONS or P * at.theta.numel() > _NUMBERS) and not again:
             dc, dlam = self._typical_moves(system, direction)
             binding = at.active.mask(at.active.binding)
-            near = torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
-            return near & fixed & ~at.active.mask(at.active.weak)
+            fixed = fixed & torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
+            if int(fixed.sum()) <= _ROWS:
+                return fixed
+        rows, near = torch.nonzero(fixed).reshape(-1), torch.zeros_like(fixed)
         c, lam = at.c[rows], at.lam[rows]
-        violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
-        released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
-        near = torch.zeros_like(fixed)
-        near[rows] = (violated | released).any(0)
+        for dc, dlam in self._moves(system, rows, direction) if len(rows) else ():
+            violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
+            released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
+            near[rows] |= (violated | released).any(0)
         return near
 
     def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
@@ -255,8 +272,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         Z = _MIXTURES if at.curvature.assembled else _MIXTURES_WITHOUT_HESSIAN
         generator = torch.Generator().manual_seed(0)
         b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
-        for begin in range(0, direction.P, _CHUNK):
-            chunk = direction[begin : begin + _CHUNK]
+        for chunk in self._chunks(direction):
             mix = (2.0 * torch.randint(0, 2, (Z, chunk.P), generator=generator) - 1.0).to(at.theta)
             more_b, more_f = chunk.combine(mix, at.theta, self.weights, at.parts, at.part_gradients)
             b, r = b + more_b, r + more_f[:, 1:] - mix @ chunk.dtau
@@ -272,13 +288,3 @@ class DirectionalInfluence(FirstOrderEstimator):
     def _describe(self, system: KKTSystem) -> dict[str, Any]:
         near = next(rows for rows, linearised in self._systems.items() if linearised is system)
         return {**super()._describe(system), "within_reach": [self.at.program.names[j] for j in near]}
-
-
-def _by_chunk(work: Work, system: KKTSystem, direction: Direction) -> Tensor:
-    """Return what `work` returns for chunks of the perturbations, joined, with NaN where unanswered."""
-    parts = []
-    for begin in range(0, direction.P, _CHUNK):
-        values, response = work(system, direction[begin : begin + _CHUNK])
-        values[~response.answered] = float("nan")
-        parts.append(values)
-    return torch.cat(parts)

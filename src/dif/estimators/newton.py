@@ -120,13 +120,13 @@ class NewtonInfluence:
         return Curvature(direction.perturbed_program(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
-        """Return Σₖ scaleₖ ∇²pₖ; the Hessian of each part pₖ is computed once."""
+        """Return Σₖ scaleₖ ∇²pₖ over the sums; the Hessian of each is computed once."""
         if self.solution.part_hessians is not None:
-            return torch.tensordot(scale, self.solution.part_hessians, 1)
+            return torch.tensordot(scale, self.solution.part_hessians[: len(scale)], 1)
         total: Tensor | float = 0.0
         for k in torch.nonzero(scale).reshape(-1).tolist():
             if k not in self._part_hessians:
-                unit = torch.zeros_like(scale)
+                unit = torch.zeros_like(self.solution.parts)
                 unit[k] = 1.0
                 self._part_hessians[k] = self.solution.program.rows.part_hessian(self.solution.theta, unit)
             total = total + scale[k] * self._part_hessians[k]

@@ -6,6 +6,7 @@ import re
 import shutil
 from dataclasses import asdict
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -120,7 +121,7 @@ def read_hessian(folder):
 
 def read_kept_fit(folder):
     _, problem, _, _ = ground()
-    return KeptFits(folder, folder / "model.py").fit(problem, zeros(), **QUIET).theta
+    return KeptFits(folder, Path(__file__)).fit(problem, zeros(), **QUIET).theta
 
 
 def write_results(folder):

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Annotated
 
@@ -18,18 +17,8 @@ import typer
 
 import dif
 from dif.cli.analysis import Analysis, Estimator, Question
-from dif.cli.description import TEMPLATE, expect_file
-from dif.cli.output import (
-    fail,
-    is_debugging,
-    print_certificate,
-    print_error,
-    print_note,
-    print_report,
-    print_verdict,
-    report_errors,
-    show_tracebacks,
-)
+from dif.cli.description import EXAMPLES, TEMPLATE, expect_file
+from dif.cli.output import fail, print_certificate, print_error, print_note, print_report, print_verdict, report_errors
 from dif.cli.results_folder import ResultsFolder
 from dif.optimality.judgement import BAD
 from dif.report.builder import load_reports, write_html
@@ -193,10 +182,7 @@ def demo(out: OutDir = Path("demo")) -> None:
 
     Example: dif demo --out demo
     """
-    with (
-        as_file(files("dif") / "examples" / "credit.py") as file,
-        _analyse(file, out, quiet=False, as_json=False) as analysis,
-    ):
+    with _analyse(EXAMPLES / "credit.py", out, quiet=False, as_json=False) as analysis:
         result = analysis.retrain(Question(None), top=20)
     print_report(result, 10, analysis.folder, as_json=False, quiet=False)
     typer.echo(f"\nThe demo is complete. Open its report in a browser: {analysis.folder.page.resolve()}")
@@ -231,8 +217,7 @@ def _main(
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print the full traceback of an error.")] = False,
 ) -> None:
-    if debug:
-        show_tracebacks()
+    """Accept the options that stand before a command."""
 
 
 def main() -> None:
@@ -246,8 +231,6 @@ def run_program(program: typer.Typer, name: str) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a character the terminal cannot show becomes a question mark
     arguments = [word for word in sys.argv[1:] if word != "--debug"]
-    if len(arguments) < len(sys.argv) - 1:
-        show_tracebacks()
     try:
         code = program(args=arguments, prog_name=name, standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
@@ -255,7 +238,7 @@ def run_program(program: typer.Typer, name: str) -> None:
         code = 130
     except Exception as error:
         format_usage_error = getattr(error, "format_message", None)  # only click's usage errors have it
-        if format_usage_error is None or is_debugging():
+        if format_usage_error is None or "--debug" in sys.argv:
             raise
         context = getattr(error, "ctx", None)
         if type(error).__name__ == "NoArgsIsHelpError":

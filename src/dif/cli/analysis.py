@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-from warnings import catch_warnings, simplefilter
+from warnings import simplefilter
 
 import torch
 
@@ -94,8 +92,7 @@ class Analysis:
             words = f"This is a solution. No prediction was checked: the file names no {missing}."
             return certificate, Verdict(NOTE, words)
         estimator, (removals, _) = dif.DirectionalInfluence(solution), find_removals(description)
-        with _ignore_first_order_warning():
-            scores = estimator.scores(targets, removals, show_progress=False)
+        scores = estimator.scores(targets, removals, show_progress=False)
         kinks = "; ".join(map(str, Targets(targets, solution).kinks(solution.theta)))
         certificate = Certificate.of(solution, estimator.margins(removals))
         assessment = scores.diagnostics["assessment"]
@@ -128,6 +125,7 @@ class Analysis:
         if need_targets:
             self.folder.check()
         description = Description.read(self.file, need_targets=need_targets, fit=self.folder.fits.fit)
+        simplefilter("ignore", FirstOrderWarning)  # the printed verdict says the same
         self.folder.fits.prune()
         if need_targets:
             self.folder.claim()
@@ -137,8 +135,7 @@ class Analysis:
         self.stage = "scoring"
         name, term = description.target(question.target)
         removals, needed = find_removals(description)
-        with _ignore_first_order_warning():
-            scores = _predict(description.solution, {name: term}, removals, question, self.silent)
+        scores = _predict(description.solution, {name: term}, removals, question, self.silent)
         if needed:
             scores = _add_unanswered(scores, description.train.remove_each(), needed)
         (report,) = build_reports(
@@ -164,14 +161,6 @@ class Analysis:
         return self.folder.add(known.with_actual(listed, actual, command=_command()))
 
 
-@contextmanager
-def _ignore_first_order_warning() -> Iterator[None]:
-    """Suppress FirstOrderWarning: the printed verdict says the same."""
-    with catch_warnings():
-        simplefilter("ignore", FirstOrderWarning)
-        yield
-
-
 def find_removals(description: Description) -> tuple[Perturbation, dict[int, str]]:
     """Return the removal of each sample that can be removed, and for the others the term that needs them."""
     needed = find_indispensable(description.solution.problem, description.train)
@@ -188,9 +177,9 @@ def _predict(
     solution: Solution, targets: dict[str, Any], removals: Perturbation, question: Question, silent: bool
 ) -> Influence:
     """Return the scores by the method that the question names."""
+    if question.accuracy is not None and question.estimator is not Estimator.dif:
+        fail(f"--accuracy selects the estimator itself, so leave out --estimator {question.estimator.value}.")
     if question.accuracy is not None:
-        if question.estimator is not Estimator.dif:
-            fail(f"--accuracy selects the estimator itself, so leave out --estimator {question.estimator.value}.")
         estimator: dif.Estimator = dif.AdaptiveInfluence(solution, accuracy=question.accuracy, strict=False)
     elif question.estimator is Estimator.newton:
         estimator = dif.NewtonInfluence(solution)

@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,8 @@ from dif.problem.samples import Samples
 from dif.problem.term import Expression
 from dif.report.subjects import Subjects
 
-TEMPLATE = (files("dif") / "examples" / "model.py").read_text("utf-8")  # written by `dif init`
+EXAMPLES = Path(dif.__file__).parent / "examples"  # model files that come with dif
+TEMPLATE = (EXAMPLES / "model.py").read_text("utf-8")  # written by `dif init`
 _EXAMPLE_TARGETS = '{"risk": train.mean()}'  # suggested in error messages
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import warnings as python_warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from warnings import catch_warnings, simplefilter
 
 import typer
@@ -16,40 +17,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dif.errors import NotASolutionError, NotConvergedWarning
+from dif.errors import NotConvergedWarning
 
 if TYPE_CHECKING:
     from dif.cli.results_folder import ResultsFolder
     from dif.optimality.judgement import Certificate
     from dif.report.builder import Report
 
-_EXTRAS = (
-    "cvxpy",
-    "matplotlib",
-    "pooch",
-)  # optional packages that the extra `studies` installs
 _PIPE_WIDTH = 160  # characters per line where the output is not a terminal
 _SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}  # symbol of each verdict
 _COLOURS = {"good": "green", "note": "yellow", "bad": "red"}  # colour of each verdict
-_state = {"debug": False}  # whether errors print their traceback
-
-
-def show_tracebacks() -> None:
-    """Make all later errors print their traceback (option --debug)."""
-    _state["debug"] = True
-
-
-def is_debugging() -> bool:
-    """Return whether errors print their traceback."""
-    return _state["debug"]
-
-
-def _describe_nothing() -> str:
-    return "Interrupted. Nothing was kept."
 
 
 @contextmanager
-def report_errors(describe: Callable[[], str] = _describe_nothing, *, warnings: bool = True) -> Iterator[None]:
+def report_errors(
+    describe: Callable[[], str] = lambda: "Interrupted. Nothing was kept.", *, warnings: bool = True
+) -> Iterator[None]:
     """Turn an exception into one line on stderr and exit code 2; Ctrl-C into exit code 130.
 
     Args:
@@ -63,30 +46,24 @@ def report_errors(describe: Callable[[], str] = _describe_nothing, *, warnings: 
             yield
     except KeyboardInterrupt as error:
         fail(describe(), 130, error)
-    except NotASolutionError as error:
-        sentences = re.split(r"(?<=\.) ", str(error))  # the command line has no option strict=False
-        fail(" ".join(sentence for sentence in sentences if "strict=False" not in sentence), 2, error)
     except ImportError as error:
         missing = f"{error.name} is not installed. Install it with: pip install 'directional-influence[studies]'"
-        fail(missing if error.name in _EXTRAS else str(error), 2, error)
+        fail(missing if error.name else str(error), 2, error)
     except OSError as error:
-        by_system = error.strerror and error.filename
-        fail(
-            f"Cannot use {str(error.filename)!r} ({error.strerror}). Choose another path." if by_system else str(error),
-            2,
-            error,
-        )
+        words = f"Cannot use {str(error.filename)!r} ({error.strerror}). Choose another path."
+        fail(words if error.strerror and error.filename else str(error), 2, error)
     except ValueError as error:
-        fail(str(error), 2, error)
+        sentences = re.split(r"(?<=\.) ", str(error))  # the command line has no option strict=False
+        fail(" ".join(sentence for sentence in sentences if "strict=False" not in sentence), 2, error)
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
         fail(f"{type(error).__name__}: {error} (add --debug to see the traceback)", 2, error)
 
 
-def fail(message: str, code: int = 2, cause: BaseException | None = None) -> None:
+def fail(message: str, code: int = 2, cause: BaseException | None = None) -> NoReturn:
     """Print a message on stderr and exit; with --debug, raise the cause instead."""
-    if is_debugging() and cause is not None:
+    if "--debug" in sys.argv and cause is not None:
         raise cause
     print_error(message)
     raise typer.Exit(code) from cause

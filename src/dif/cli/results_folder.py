@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from warnings import catch_warnings, simplefilter
@@ -34,7 +35,7 @@ class ResultsFolder:
     """Results on one model file; several runs may work in the folder at the same time."""
 
     def __init__(self, path: Path, file: Path) -> None:
-        self.path, self.file, self.fits = path, file, KeptFits(path / "fits", file)
+        self.path, self.file, self.page, self.fits = path, file, path / "report.html", KeptFits(path / "fits", file)
         self.shared = False  # whether another run was using the folder when this one began
 
     @contextmanager
@@ -51,14 +52,20 @@ class ResultsFolder:
             where = f"{str(self.path)!r} ({error.strerror})"
             raise OSError(f"Cannot write into {where}. Choose another folder with --out.") from error
 
+    @cached_property
+    def owner(self) -> dict[str, str]:
+        """Name of the model file, a hash of its place relative to the folder, and one of its bytes."""
+        place = hashlib.sha256(os.path.relpath(self.file.resolve(), self.path.resolve()).encode()).hexdigest()
+        return {"file": self.file.name, "place": place, "hash": self.fits.bytes_hash}
+
     def check(self) -> None:
         """Refuse, before any work is done, results on another model file and a report that cannot be read."""
-        known, mine = self._read_owner(), self._describe_owner()
+        note, cure = self.path / _OWNER, "Choose another folder with --out, or delete this one."
+        known = read_document(note, _OWNER_KIND, cure) if note.is_file() else self.owner
         occupied = self.shared or (self.path / "report.json").is_file()  # else no run came to an answer
-        if known and occupied and known["place"] != mine["place"] and known["hash"] != mine["hash"]:
+        if occupied and known["place"] != self.owner["place"] and known["hash"] != self.owner["hash"]:
             raise InvalidInputError(
-                f"Folder {str(self.path)!r} holds results on another model file, {known['file']!r}. Choose another "
-                "folder with --out, or delete this one."
+                f"Folder {str(self.path)!r} holds results on another model file, {known['file']!r}. {cure}"
             )
         self.load_reports()
 
@@ -66,23 +73,7 @@ class ResultsFolder:
         """Note whose results these are, unless the folder holds results on another model file."""
         with lock_folder(self.path):
             self.check()
-            if self._read_owner() != self._describe_owner():
-                write_document(self.path / _OWNER, _OWNER_KIND, self._describe_owner())
-
-    def _read_owner(self) -> dict[str, str] | None:
-        note, cure = self.path / _OWNER, "Choose another folder with --out, or delete this one."
-        return read_document(note, _OWNER_KIND, cure) if note.is_file() else None
-
-    def _describe_owner(self) -> dict[str, str]:
-        """Return the name of the model file, a hash of its place relative to the folder, and one of its bytes."""
-        place = os.path.relpath(self.file.resolve(), self.path.resolve())
-        hashed = hashlib.sha256(place.encode()).hexdigest()
-        return {"file": self.file.name, "place": hashed, "hash": self.fits.bytes_hash}
-
-    @property
-    def page(self) -> Path:
-        """Path of the HTML report."""
-        return self.path / "report.html"
+            write_document(self.path / _OWNER, _OWNER_KIND, self.owner)
 
     def load_reports(self) -> list[Report]:
         """Return the answers in the folder, oldest first."""
@@ -166,11 +157,15 @@ class KeptFits:
     """
 
     def __init__(self, folder: Path, model: Path) -> None:
-        self.folder, self.name = folder, model.stem
-        self.bytes_hash = hashlib.sha256(model.read_bytes() if model.is_file() else b"").hexdigest()
+        self.folder, self.model = folder, model
         self.kept: list[Path] = []  # files of the fits that the model file has made so far
         self.reused = 0  # how many of them were read
         self.unfinished: Path | None = None  # state of the fit that is running
+
+    @cached_property
+    def bytes_hash(self) -> str:
+        """Hash of the bytes of the model file."""
+        return hashlib.sha256(self.model.read_bytes()).hexdigest()
 
     def fit(self, problem: Any, params: Any, **options: Any) -> Solution:
         """Return the kept solution of `dif.fit` with these arguments; if there is none, fit and keep it."""
@@ -180,13 +175,13 @@ class KeptFits:
         about = f"{dif.__version__} {self.bytes_hash}".encode()
         parts = about, fingerprint_program(program), encode_tensor(theta), *ObjectEncoder().encode(given)
         key = hash_all(parts).hex()[:32]
-        path = self.folder / f"{self.name}-{key}.npz"
+        path = self.folder / f"{self.model.stem}-{key}.npz"
         solution = self._load(path, key, program)
         if solution is not None:
             self.reused += 1
         else:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.unfinished = self.folder / f"{self.name}-{key}-unfinished.npz"
+            self.unfinished = self.folder / f"{self.model.stem}-{key}-unfinished.npz"
             with catch_warnings(record=True) as caught:
                 simplefilter("always")
                 solution = fit(problem, params, **{"checkpoint": self.unfinished, **options})
@@ -196,19 +191,18 @@ class KeptFits:
             self.unfinished = None
             if not solution.converged:
                 return solution
-            self._save(path, key, solution, [str(w.message) for w in caught if w.category is NotConvergedWarning])
+            warned = [str(w.message) for w in caught if w.category is NotConvergedWarning]
+            arrays = {"theta": solution.theta, "lam": solution.lam}
+            write_archive(path, _KIND, arrays, {"key": key, "warned": warned})
         self.kept.append(path)
         return solution
 
     def prune(self) -> None:
         """Delete what was kept of earlier versions of the model file."""
         for path in self.folder.glob("*.npz"):
-            ours = re.fullmatch(rf"{re.escape(self.name)}-[0-9a-f]{{32}}(-unfinished)?\.npz", path.name)
+            ours = re.fullmatch(rf"{re.escape(self.model.stem)}-[0-9a-f]{{32}}(-unfinished)?\.npz", path.name)
             if ours and path not in self.kept:
                 path.unlink(missing_ok=True)
-
-    def _save(self, path: Path, key: str, solution: Solution, warned: list[str]) -> None:
-        write_archive(path, _KIND, {"theta": solution.theta, "lam": solution.lam}, {"key": key, "warned": warned})
 
     def _load(self, path: Path, key: str, program: Program) -> Solution | None:
         """Return the kept solution; None if there is no sound file of it."""

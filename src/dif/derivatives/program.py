@@ -163,12 +163,10 @@ class Targets:
         terms = list(listed) if isinstance(listed, Sequence) else []
         wrong = [t for t in terms if not isinstance(t, Expression)]
         if wrong or (not terms and self.samples is None):
-            inside = (
-                f" with an entry of type {type(wrong[0]).__name__}" if wrong and not isinstance(target, str) else ""
-            )
+            entry = "" if isinstance(target, str) or not wrong else f" with an entry of type {type(wrong[0]).__name__}"
             raise InvalidInputError(
                 "The target must be a Term, a list of Terms, a dict of Terms by name, or Samples, not of type "
-                f"{type(target).__name__}{inside}; for the loss on test data pass dif.Samples(loss, test_data)."
+                f"{type(target).__name__}{entry}; for the loss on test data pass dif.Samples(loss, test_data)."
             )
         self.terms: tuple[Term, ...] = tuple(t.as_term() for t in terms)
         constant = [repr(t) for t in self.terms if not t.sums and not t.functions]

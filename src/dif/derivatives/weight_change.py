@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -90,7 +90,9 @@ class Direction:
 
     def __getitem__(self, rows: slice) -> Direction:
         begin, end, _ = rows.indices(self.P)
-        return self if (begin, end) == (0, self.P) else self.pick(range(begin, end))
+        if (begin, end) == (0, self.P):
+            return self
+        return Direction(self.program, self.perturbation[rows], self.changes.pick(torch.arange(begin, end)))
 
     @classmethod
     def resolve_single(cls, program: Program, perturbation: Perturbation) -> Direction:
@@ -303,13 +305,17 @@ class BatchedProgram:
     @retry_with_smaller_batches
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
-        function_sum = self._nonlinear_functions()
-        mu = weights @ self.C
+        mu, terms = weights @ self.C, output_slices(self.functions, self.C.shape[1])
+        nonlinear = [(columns, f) for f, columns in terms if f.is_nonlinear]
+
+        def function_sum(theta: Tensor, mu: Tensor) -> Tensor:
+            return torch.stack([(mu[columns] * phi(theta)).sum().to(mu.dtype) for columns, phi in nonlinear]).sum()
+
         ridges = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
         total = (mu @ torch.tensor(ridges, dtype=torch.float64).to(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
             w = torch.einsum("pj,pjn->pn", weights[:, self.used], W)
-            more = function_sum if number == 0 else None  # the functions join the first batch
+            more = function_sum if nonlinear and number == 0 else None  # the functions join the first batch
             for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
                 total += loss.stacked_products(thetas, w[:, place], V, mu, more)
                 more = None
@@ -318,14 +324,3 @@ class BatchedProgram:
     def _curved_functions(self) -> list[tuple[CompiledFunction, slice]]:
         """Return the functions that are not linear, with the places of their outputs."""
         return [(f, columns) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.matrix is None]
-
-    def _nonlinear_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Return the map (θ, μ) → Σₖ μₖφₖ(θ) over functions neither linear nor a ridge; None if there are none."""
-        terms = [(columns, f) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.is_nonlinear]
-        if not terms:
-            return None
-
-        def value(theta: Tensor, mu: Tensor) -> Tensor:
-            return torch.stack([(mu[columns] * phi(theta)).sum().to(mu.dtype) for columns, phi in terms]).sum()
-
-        return value

@@ -249,9 +249,8 @@ class Samples:
         """Return the index of an old sample for each new one, (count,)."""
         if like is None:
             return None
-        if hasattr(like, "tolist"):
-            like = like.tolist()  # type: ignore[union-attr]
-        index = [i for old in (like if isinstance(like, Iterable) else [like]) for i in self.check_indices([old])]  # type: ignore[list-item]
+        given: Any = like.tolist() if hasattr(like, "tolist") else like  # type: ignore[union-attr]
+        index = [i for old in (given if isinstance(given, Iterable) else [given]) for i in self.check_indices([old])]
         if len(index) not in (1, count):
             raise InvalidInputError(
                 f"`like` must have 1 or {count} indices, one for each new sample, not {len(index)}."

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.program import Targets
-from dif.errors import DifError, InvalidInputError, few
+from dif.errors import DifError, InvalidInputError, few, format_table
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.term import Constraint
 from dif.runtime.inputs import as_numbers
-from dif.runtime.text import TextTable
 from dif.solving.continuation import Event, PathPoint
 
 
@@ -65,7 +64,7 @@ class BoundCurve:
     def __str__(self) -> str:
         columns = [self.bounds, self.objective, self.price, *self.values.T]
         rows = tuple(tuple(f"{float(x):.6g}" for x in row) for row in zip(*columns, strict=True))
-        table = TextTable(("bound", "objective", "price", *self.targets), rows, left=0)
+        table = format_table(("bound", "objective", "price", *self.targets), rows, left=0)
         return "\n".join([f"Curve of the bound of {self.constraint}", str(table), *map(str, self.kinks), *self.lost])
 
 

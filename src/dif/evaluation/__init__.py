@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dif.analyses.self_influence import self_influence
 from dif.derivatives.program import Targets
-from dif.errors import InvalidInputError, count_words
+from dif.errors import InvalidInputError, count_words, format_table
 from dif.estimators.protocol import Estimator
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
@@ -24,7 +24,6 @@ from dif.problem.samples import Samples
 from dif.results.change import Agreement
 from dif.results.influence import Influence
 from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_instance
-from dif.runtime.text import TextTable
 from dif.runtime.work import progress
 
 __all__ = [
@@ -60,7 +59,7 @@ class Table:
     rows: tuple[tuple[str | float, ...], ...]
 
     def __repr__(self) -> str:
-        return f"{self.title}\n{TextTable(self.headings, tuple(self.format_rows()))}"
+        return f"{self.title}\n{format_table(self.headings, tuple(self.format_rows()))}"
 
     def format_rows(self) -> list[tuple[str, ...]]:
         """Return the cells of each row as text; the numbers of a column have equally many decimal places."""

@@ -17,14 +17,13 @@ from dif.derivatives.checks import Kink, find_kinks
 from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash_all
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import PerConstraint, Program, Targets
-from dif.errors import InvalidInputError, count_words, few
+from dif.errors import InvalidInputError, count_words, few, format_table
 from dif.optimality.judgement import KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
 from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.inputs import check_instance, check_number, expect_folder
-from dif.runtime.text import TextTable
 from dif.runtime.work import progress
 
 _COLUMNS = 128  # columns per file: seconds of work, where all columns take minutes
@@ -337,7 +336,7 @@ class Solution:
         if not self.program.m:
             return f"{words}, no constraints"
         rows = [(row.name, row.state, f"{row.slack:.4g}", f"{row.multiplier:.4g}") for row in list_rows(self)]
-        return f"{words}\n{TextTable(('constraint', 'state', 'slack', 'multiplier'), tuple(rows), left=2)}"
+        return f"{words}\n{format_table(('constraint', 'state', 'slack', 'multiplier'), tuple(rows), left=2)}"
 
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"

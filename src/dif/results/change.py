@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.program import PerConstraint, Program
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, format_table
 from dif.runtime.inputs import as_numbers, check_count
-from dif.runtime.text import TextTable
 
 
 @dataclass(frozen=True)
@@ -114,11 +113,11 @@ class Change:
     def __str__(self) -> str:
         size, shown = float(self.flat.norm()), self.largest(_SHOWN)
         more = f", the {_SHOWN} largest of {len(self.flat)} entries" if len(self.flat) > _SHOWN else ""
-        parameters = TextTable(("parameter", "Δθ"), tuple((name, f"{value:+.4g}") for name, value in shown))
+        parameters = format_table(("parameter", "Δθ"), tuple((name, f"{value:+.4g}") for name, value in shown))
         text = f"Change of the solution: ‖Δθ‖ = {size:.4g}{more}\n{parameters}"
         rows = tuple(
             (name if value.dim() == 0 else f"{name}[{i}]", f"{number:+.4g}")
             for name, value in self.multipliers.items()
             for i, number in enumerate(value.reshape(-1).tolist())
         )
-        return f"{text}\n{TextTable(('constraint', 'Δλ'), rows)}" if rows else text
+        return f"{text}\n{format_table(('constraint', 'Δλ'), rows)}" if rows else text

@@ -74,7 +74,7 @@ CURVED = {
 
 @pytest.fixture(autouse=True)
 def use_structure_for_few_parameters(monkeypatch):
-    monkeypatch.setattr("dif.derivatives.rows._STRUCTURED", 1)
+    monkeypatch.setattr("dif.derivatives.rows.STRUCTURED", 1)
 
 
 def compile_loss(start, loss, **options):

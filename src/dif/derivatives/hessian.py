@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.losses import cost, jacobians_at_once, sample_slopes, weighted_gradients
-from dif.derivatives.rows import Rows
+from dif.derivatives.rows import STRUCTURED, Rows
 from dif.linalg.solvers import Matrix, coordinate_curvature, positive
 from dif.runtime.guard import UserCodeError
 
@@ -57,9 +57,13 @@ class Curvature:
 
     def __post_init__(self) -> None:
         d, device = self.theta.numel(), self.theta.device.type
-        costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
-        # memory traffic is converted to multiplications
-        multiplications = _PER_PRODUCT * d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs)
+        multiplications = 0.0
+        for table in self.rows.tables:
+            c = cost(table.samples, self.rows.parameters, self.theta)
+            each = _PER_PRODUCT * d * (c.flops + _PER_ELEMENT * c.elements)  # memory traffic as multiplications
+            if c.maps is not None and d >= STRUCTURED and not self.gauss_newton:
+                each = (c.maps[0] * c.maps[1]) ** 2 + _PER_PRODUCT * c.maps[1] * _PER_ELEMENT * c.elements
+            multiplications += len(table.samples) * each
         share = _AFFORDABLE.get(device, 2.5e11) / max(multiplications, 1)
         affordable = d <= _ANYWAY or _ONCE.get(device, 1) * share >= 1
         known = self.parts is not None and not self.gauss_newton

@@ -37,6 +37,7 @@ _METADATA = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse",
     "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_contiguous", "stride",
 )  # fmt: skip
+_BLOCK = 256  # rows of a Hessian that are multiplied at once, up to the diagonal
 _MAX_SHARING = 4  # entries of all maps per parameter beyond which the structure does not pay
 
 
@@ -266,6 +267,8 @@ def assemble_hessian(
     if total is None:
         return theta.new_zeros((len(theta), len(theta)))
     K = torch.triu(total) + torch.triu(total, 1).T
+    if torch.equal(index, torch.arange(len(theta)).to(index)):
+        return K
     half = theta.new_zeros((len(theta), len(K))).index_add_(0, index, K)
     return theta.new_zeros((len(theta), len(theta))).index_add_(0, index, half.T.contiguous())
 
@@ -301,7 +304,14 @@ def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
                 first = a if right is left else 0  # first output of `right` in the upper triangle
                 last = column + right.outputs - first
                 weighted = (S[row + a, column:last, None, :] * X).reshape(-1, S.shape[2])
-                K[top : top + p, start + first * len(X) : start + right.index.numel()] = inputs[k] @ weighted.T
+                stop = start + right.index.numel()
+                for begin in range(0, p, _BLOCK):
+                    rows, skipped = (
+                        inputs[k][begin : begin + _BLOCK],
+                        begin if right is left else 0,
+                    )  # below the diagonal
+                    at = top + begin, start + first * len(X) + skipped
+                    K[at[0] : at[0] + len(rows), at[1] : stop] = rows @ weighted[skipped:].T
                 column = last
         row += left.outputs
     return K

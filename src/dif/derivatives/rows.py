@@ -101,7 +101,7 @@ def wrong_type_error(source: str, out: Tensor, dtype: torch.dtype) -> InvalidInp
     )
 
 
-_STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
+STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
 
 
 @dataclass(frozen=True, eq=False)
@@ -317,10 +317,15 @@ class Rows:
         With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
         d, assemble = theta.numel(), gauss_newton_hessian if gauss_newton else structured_hessian
-        H, rest = theta.new_zeros((d, d)), weights.clone()
+        H, weights, ridge = theta.new_zeros((d, d)), weights.clone(), weights.new_zeros(())
+        for f, w in self.split(weights)[1]:
+            if not f.is_nonlinear:
+                ridge = ridge + w.sum() * (f.function.ridge or 0.0)
+                w.zero_()
+        rest = weights.clone()
         for (table, part), unassembled in zip(self.split(weights)[0], rest.split(self.sizes), strict=False):
             w, indices = table.weigh(part)
-            if len(w) and (gauss_newton or d >= _STRUCTURED):
+            if len(w) and (gauss_newton or d >= STRUCTURED):
                 assembled = assemble(table.samples, self.parameters, theta, w, indices)
                 if assembled is not None:
                     H += assembled
@@ -329,7 +334,9 @@ class Rows:
             H, rest = torch.zeros_like(H), weights
         if bool((rest != 0).any()):
             H = H + self.hessian_products(theta, rest, torch.eye(d).to(theta), gauss_newton)
-        return 0.5 * (H + H.T)
+        H = 0.5 * (H + H.T)
+        H.diagonal().add_(ridge)
+        return H
 
     def _agrees(self, H: Tensor, theta: Tensor, weights: Tensor) -> bool:
         """Return whether H·v agrees with autograd for a random v, with each coordinate scaled by its curvature."""

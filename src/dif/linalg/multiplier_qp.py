@@ -20,6 +20,7 @@ Array = NDArray[Any]  # float64
 
 _SIGN_TOLERANCE = 1e-12  # a sign counts as wrong beyond this, relative to the largest entry of its right-hand side
 _SINGULAR = 1e-11  # smallest pivot of the scaled S above which rows count as independent
+_NEGLIGIBLE = 1e-13  # pivot of the scaled S that counts as zero, relative to the norm of S
 _ROUNDS = 40  # largest number of rounds of block pivoting, plus two per row; DAQP solves what is left
 _PATIENCE = 3  # rounds without fewer wrong signs before rows change sides one at a time
 _NO_LIMIT = 1e30  # DAQP takes bounds of this size as infinite
@@ -55,9 +56,10 @@ def solve_reduced_qp(S: Tensor, a: Tensor, equal: Tensor) -> tuple[Tensor, dict[
         if len(w):
             nu[:, w], converged = _pivot_blocks(M[np.ix_(w, w)] - M_ew.T @ X, goal[:, w] - y.T @ M_ew)
         nu[:, e] = y.T - nu[:, w] @ X.T
+    B = np.zeros((0, 0)) if converged.all() else _factorise(M)
     for p in np.flatnonzero(~converged).tolist():
         try:
-            nu[p] = _solve_daqp(M, goal[p], mask, scale)
+            nu[p] = _solve_daqp(B, goal[p], mask, scale)
         except _InconsistentRows as reason:
             nu[p], failed[p] = np.nan, str(reason)
     return torch.as_tensor(nu * scale).to(a), failed
@@ -107,15 +109,23 @@ def _pivot_blocks(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
     return nu, converged
 
 
-def _solve_daqp(S: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> Array:
-    """Solve one right-hand side by DAQP, for regular or singular S.
+def _factorise(S: Array) -> Array:
+    """Return B, (m, rank), with S = BBᵀ for regular or singular S; quadratic in m where the rank is low."""
+    from scipy.linalg import get_lapack_funcs  # slow to import, seldom needed
 
-    The program is min ½‖y‖² s.t. By ≥ a (By = a on equal rows), with S = BBᵀ and y = Bᵀν. The rows of S and a are
-    scaled by `scale`.
+    (factorise,) = get_lapack_funcs(("pstrf",), (S,))
+    factor, pivots, rank, _ = factorise(S, tol=_NEGLIGIBLE * float(np.linalg.norm(S)), lower=1)
+    B = np.zeros((len(S), rank))
+    B[pivots - 1] = np.tril(factor[:, :rank])
+    return B
+
+
+def _solve_daqp(B: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> Array:
+    """Solve one right-hand side by DAQP, for regular or singular S = BBᵀ.
+
+    The program is min ½‖y‖² s.t. By ≥ a (By = a on equal rows), with y = Bᵀν. The rows of S and a are scaled by
+    `scale`.
     """
-    eigenvalues, Q = np.linalg.eigh(S)
-    nonzero = eigenvalues > 1e-13 * max(eigenvalues[-1], np.finfo(float).tiny)
-    B = Q[:, nonzero] * np.sqrt(eigenvalues[nonzero])
     size = np.abs(a).max(initial=0.0) or 1.0
     goal = a / size
     e, w = np.flatnonzero(equal), np.flatnonzero(~equal)

@@ -298,7 +298,7 @@ def test_an_interrupted_run_says_what_is_true(file, monkeypatch):
     said = interrupt(monkeypatch, results_folder, "fit", words)
     assert said == "Interrupted while running the model file. Nothing new was kept. The same command starts again."
     assert not list(out.rglob("*.npz"))
-    said = interrupt(monkeypatch, analysis, "_predict", words)
+    said = interrupt(monkeypatch, analysis, "_score_all", words)
     assert said == "Interrupted while scoring. The fit is kept. The same command starts again with that fit."
     assert len(list(out.rglob("*.npz"))) == 1
     said = interrupt(monkeypatch, dif.Retraining, "scores", words)

@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -90,15 +89,15 @@ def check(file: File, out: OutDir = Path("results"), as_json: AsJson = False, qu
     with _analyse(file, out, quiet, as_json) as analysis:
         certificate, verdict = analysis.check()
         if as_json:
-            typer.echo(json.dumps({"verdict": asdict(verdict), **certificate.to_dict()}, indent=2))
+            typer.echo(json.dumps({"verdict": verdict, **certificate}, indent=2))
         elif not quiet:
-            print_verdict(asdict(verdict))
+            print_verdict(verdict)
             print_certificate(certificate)
-        bad = [finding for finding in certificate.findings if finding.verdict == BAD]
-        if bad:
-            fail(f"{bad[0].meaning} {bad[0].measured} {bad[0].cure}")
-        if verdict.sign == BAD:
-            fail(f"{verdict.words} {verdict.cure}")
+        for finding in certificate["findings"]:
+            if finding["verdict"] == BAD:
+                fail(f"{finding['meaning']} {finding['measured']} {finding['cure']}")
+        if verdict["sign"] == BAD:
+            fail(f"{verdict['words']} {verdict['cure']}")
 
 
 @app.command()

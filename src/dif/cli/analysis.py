@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,12 @@ import dif
 from dif.cli.description import Description
 from dif.cli.output import fail
 from dif.cli.results_folder import ResultsFolder, fingerprint
-from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning
 from dif.estimators.retraining import RetrainingCache
-from dif.optimality.judgement import NOTE, Certificate
+from dif.optimality.judgement import BAD, GOOD, NOTE, Certificate
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
-from dif.problem.weights import find_indispensable
 from dif.report.builder import Report, build_reports
 from dif.report.words import Verdict
 from dif.results.influence import Influence
@@ -80,23 +78,21 @@ class Analysis:
             again = "Run the same command again to complete the report."
         return f"Interrupted while {self.stage}. {kept} {again}"
 
-    def check(self) -> tuple[Certificate, Verdict]:
-        """Judge the solution, and the scores of all samples on all targets."""
+    def check(self) -> tuple[dict[str, Any], dict[str, str]]:
+        """Return the certificate of the solution, and the worst verdict on the scores of all samples on a target."""
         description = self._read(need_targets=False)
-        self.stage, solution, targets = "checking", description.solution, description.targets
-        certificate = Certificate.of(solution)
-        if not certificate.holds:
-            return certificate, Verdict.of(certificate.to_dict(), None, None)
+        self.stage, targets = "checking", description.targets
+        certificate = Certificate.of(description.solution).to_dict()
+        if not certificate["holds"]:
+            return certificate, asdict(Verdict.of(certificate, None, None))
         if not targets or not description.train_is_known:
             missing = "`train`, and there are several Samples" if targets else "`targets`"
             words = f"This is a solution. No prediction was checked: the file names no {missing}."
-            return certificate, Verdict(NOTE, words)
-        estimator, (removals, _) = dif.DirectionalInfluence(solution), find_removals(description)
-        scores = estimator.scores(targets, removals, show_progress=False)
-        kinks = "; ".join(map(str, Targets(targets, solution).kinks(solution.theta)))
-        certificate = Certificate.of(solution, estimator.margins(removals))
-        assessment = scores.diagnostics["assessment"]
-        return certificate, Verdict.of(certificate.to_dict(), assessment, None, scores.unanswered, kinks)
+            return certificate, asdict(Verdict(NOTE, words))
+        scores = _score_all(description, targets, Question(None), silent=True)
+        reports = build_reports(scores, description.subjects, list(targets.values()), title=self.file.stem)
+        worst = max(reports, key=lambda report: [GOOD, NOTE, BAD].index(report.verdict["sign"]))
+        return worst.certificate, worst.verdict
 
     def score(self, question: Question, top: int) -> Report:
         """Score every sample and add the answer to the folder.
@@ -112,8 +108,7 @@ class Analysis:
         known = self.folder.find(name, question.method, fingerprint(description, name))
         if known is None or len(known.samples) < min(top, known.total):  # not answered yet, or too few samples
             known = self._score(description, question, top)
-        needed = find_removals(description)[1]
-        listed = [sample["index"] for sample in known.samples[:top] if sample["index"] not in needed]
+        listed = [s["index"] for s in known.samples[:top] if s["index"] not in description.needed]
         return self._retrain(description, known, term, listed, jobs)
 
     def _read(self, *, need_targets: bool = True) -> Description:
@@ -134,10 +129,7 @@ class Analysis:
     def _score(self, description: Description, question: Question, top: int) -> Report:
         self.stage = "scoring"
         name, term = description.target(question.target)
-        removals, needed = find_removals(description)
-        scores = _predict(description.solution, {name: term}, removals, question, self.silent)
-        if needed:
-            scores = _add_unanswered(scores, description.train.remove_each(), needed)
+        scores = _score_all(description, {name: term}, question, self.silent)
         (report,) = build_reports(
             scores, description.subjects, [term], title=self.file.stem, method=question.method, top=top,
             model=self.folder.describe_model(description), mark=fingerprint(description, name), command=_command(),
@@ -145,7 +137,7 @@ class Analysis:
         self.stage = _WRITING
         report = self.folder.add(report, scores)
         unanswered = [s["index"] for s in report.samples if s["score"] is None and s.get("actual") is None]
-        unanswered = [i for i in unanswered if i not in needed][:top]
+        unanswered = [i for i in unanswered if i not in description.needed][:top]
         if question.accuracy is None or not unanswered:
             return report
         return self._retrain(description, report, term, unanswered)
@@ -161,50 +153,43 @@ class Analysis:
         return self.folder.add(known.with_actual(listed, actual, command=_command()))
 
 
-def find_removals(description: Description) -> tuple[Perturbation, dict[int, str]]:
-    """Return the removal of each sample that can be removed, and for the others the term that needs them."""
-    needed = find_indispensable(description.solution.problem, description.train)
-    removable = [i for i in range(len(description.train)) if i not in needed]
+def _score_all(description: Description, targets: dict[str, Any], question: Question, silent: bool) -> Influence:
+    """Return the scores of all samples: NaN and a reason for those that cannot be removed."""
+    train, needed = description.train, description.needed
+    removable = [i for i in range(len(train)) if i not in needed]
     if not removable:
         fail(
             "No sample can be removed: each is the only sample in a term of the problem, which would be undefined "
             "without it."
         )
-    return description.train.remove_each(removable if needed else None), needed
+    removals = train.remove_each(removable if needed else None)
+    scores = _choose_estimator(description.solution, question).scores(targets, removals, show_progress=not silent)
+    if not needed:
+        return scores
+    values = torch.full((len(train), len(targets)), float("nan"), dtype=scores.values.dtype)
+    values[removable] = scores.values
+    assessment, everyone = dict(scores.diagnostics["assessment"]), train.remove_each()
+    assessment["rows"] = [removable[row] for row in assessment["rows"]]
+    unanswered = scores.diagnostics.get("unanswered", {}) | {
+        everyone[i].labels[0]: f"It is the only sample in {term}, which would be undefined without it."
+        for i, term in needed.items()
+    }
+    diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
+    return replace(scores, stored=values, carried_out=everyone, diagnostics=diagnostics)
 
 
-def _predict(
-    solution: Solution, targets: dict[str, Any], removals: Perturbation, question: Question, silent: bool
-) -> Influence:
-    """Return the scores by the method that the question names."""
+def _choose_estimator(solution: Solution, question: Question) -> dif.Estimator:
+    """Return the estimator that the question names."""
     if question.accuracy is not None and question.estimator is not Estimator.dif:
         fail(f"--accuracy selects the estimator itself, so leave out --estimator {question.estimator.value}.")
     if question.accuracy is not None:
-        estimator: dif.Estimator = dif.AdaptiveInfluence(solution, accuracy=question.accuracy, strict=False)
-    elif question.estimator is Estimator.newton:
-        estimator = dif.NewtonInfluence(solution)
-    elif question.estimator is Estimator.classical:
-        estimator = dif.ClassicalInfluence(solution)
-    else:
-        switching: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}
-        estimator = dif.DirectionalInfluence(solution, switching=switching[question.estimator])
-    return estimator.scores(targets, removals, show_progress=not silent)
-
-
-def _add_unanswered(scores: Influence, removals: Perturbation, needed: dict[int, str]) -> Influence:
-    """Return scores of all samples: NaN and a reason for those that cannot be removed."""
-    values = torch.full((len(removals), 1), float("nan"), dtype=scores.values.dtype)
-    removable = [i for i in range(len(removals)) if i not in needed]
-    values[removable] = scores.values
-    assessment = dict(scores.diagnostics["assessment"])
-    assessment["rows"] = [removable[row] for row in assessment["rows"]]
-    reasons = {
-        removals[i].labels[0]: f"It is the only sample in {term}, which would be undefined without it."
-        for i, term in needed.items()
-    }
-    unanswered = scores.diagnostics.get("unanswered", {}) | reasons
-    diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
-    return replace(scores, stored=values, carried_out=removals, diagnostics=diagnostics)
+        return dif.AdaptiveInfluence(solution, accuracy=question.accuracy, strict=False)
+    if question.estimator is Estimator.newton:
+        return dif.NewtonInfluence(solution)
+    if question.estimator is Estimator.classical:
+        return dif.ClassicalInfluence(solution)
+    switching: Any = {Estimator.dif: "auto", Estimator.derivative: False, Estimator.switching: True}
+    return dif.DirectionalInfluence(solution, switching=switching[question.estimator])
 
 
 def _command() -> str:

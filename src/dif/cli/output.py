@@ -7,9 +7,9 @@ import os
 import re
 import sys
 import warnings as python_warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 from warnings import catch_warnings, simplefilter
 
 import typer
@@ -17,12 +17,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dif.cli.results_folder import ResultsFolder
 from dif.errors import NotConvergedWarning
-
-if TYPE_CHECKING:
-    from dif.cli.results_folder import ResultsFolder
-    from dif.optimality.judgement import Certificate
-    from dif.report.builder import Report
+from dif.report.builder import Report
 
 _PIPE_WIDTH = 160  # characters per line where the output is not a terminal
 _SIGNS = {"good": "[green]✓[/]", "note": "[yellow]![/]", "bad": "[red]✗[/]"}  # symbol of each verdict
@@ -111,16 +108,15 @@ def print_verdict(verdict: dict[str, str]) -> None:
     make_console().print(text + cure, soft_wrap=True)
 
 
-def print_certificate(certificate: Certificate) -> None:
+def print_certificate(certificate: Mapping[str, Any]) -> None:
     """Print the findings about a solution, and a table of its constraints."""
-    title = f"{certificate.parameters} parameters, objective {certificate.objective:.6g}"
+    title = f"{certificate['parameters']} parameters, objective {certificate['objective']:.6g}"
     findings = make_table(title, "", "", "measured", left=3)
-    for finding in certificate.findings:
-        cure = f" [italic]{escape_text(finding.cure)}[/]" if finding.cure else ""
-        text = f"[bold]{escape_text(finding.what)}[/] {escape_text(finding.meaning)}{cure}"
-        findings.add_row(_SIGNS[finding.verdict], text, escape_text(finding.measured))
+    for finding in certificate["findings"]:
+        what, meaning, cure, measured = (escape_text(finding[k]) for k in ("what", "meaning", "cure", "measured"))
+        findings.add_row(_SIGNS[finding["verdict"]], f"[bold]{what}[/] {meaning} [italic]{cure}[/]", measured)
     make_console().print(findings)
-    if not certificate.constraints:
+    if not certificate["constraints"]:
         return
     headings = ("constraint", "state", "slack", "multiplier λ", "largest change by one removal", "median change")
     table = make_table("Constraints", *headings, left=2)
@@ -129,10 +125,10 @@ def print_certificate(certificate: Certificate) -> None:
         "the objective falls per unit by which the limit is loosened; change: by one removal, of λ where the "
         "constraint binds, of the slack elsewhere"
     )
-    for row in certificate.constraints:
-        state = row.state + (" (uncertain)" if row.uncertain else "")
-        changes = ("—" if change is None else f"{change:.2g}" for change in (row.largest, row.median))
-        table.add_row(escape_text(row.name), state, f"{row.slack:.3g}", f"{row.multiplier:.4g}", *changes)
+    for row in certificate["constraints"]:
+        state = row["state"] + (" (uncertain)" if row["uncertain"] else "")
+        changes = ("—" if row[key] is None else f"{row[key]:.2g}" for key in ("largest", "median"))
+        table.add_row(escape_text(row["name"]), state, f"{row['slack']:.3g}", f"{row['multiplier']:.4g}", *changes)
     make_console().print(table)
 
 
@@ -141,9 +137,8 @@ def print_report(result: Report, top: int, folder: ResultsFolder, as_json: bool,
     samples, page, scores = result.samples[:top], folder.page.resolve(), folder.scores_path(result).resolve()
     if as_json:
         rows = [{key: sample.get(key) for key in ("index", "name", "group", "score", "actual")} for sample in samples]
-        content = {"verdict": result.verdict, "target": result.target, "value": result.value}
-        content |= {"estimator": result.estimator, "samples": rows}
-        content |= {"agreement": result.agreement, "remarks": result.remarks}
+        keys = ("verdict", "target", "value", "estimator", "agreement", "remarks")
+        content = {key: getattr(result, key) for key in keys} | {"samples": rows}
         typer.echo(json.dumps(content | {"report": str(page), "scores": str(scores)}))
     if as_json or quiet:
         if result.verdict["sign"] == "bad":

@@ -107,9 +107,7 @@ class ResultsFolder:
             known = self.load_reports()
             retrained = [entry for r in (*known, report) if r.mark == report.mark for entry in r.retrained]
             others = [r for r in known if (r.target, r.method) != (report.target, report.method)]
-            reports = [
-                r.with_retrained(retrained) if retrained and r.mark == report.mark else r for r in (*others, report)
-            ]
+            reports = [r.with_retrained(retrained) if r.mark == report.mark else r for r in (*others, report)]
             if scores is not None:
                 path = self.scores_path(report)
                 path.parent.mkdir(exist_ok=True)

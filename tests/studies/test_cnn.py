@@ -19,7 +19,7 @@ import dif
 from dif.derivatives import hessian
 from dif.optimality import solution as solution_module
 from dif.solving.batched_newton import BatchedNewton
-from studies import cnn
+from studies import cnn, cnn_curvature
 from studies.cnn_curvature import GroupRisks
 from studies.cnn_fit import State
 from studies.data import mnist
@@ -105,6 +105,32 @@ def test_hessians_by_layers_are_those_of_autograd():
     first = torch.arange(20) < 10
     some = GroupRisks(model, images[first], labels[first], group[first])
     torch.testing.assert_close(half, some.hessians(theta, dtype=torch.float64))
+
+
+def test_a_sum_of_hessians_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cnn_curvature, "_IN_ONE_SUM", 2)
+    monkeypatch.setattr(cnn_curvature, "_KEPT_EVERY", 1)
+    torch.manual_seed(0)
+    model, labels = AllConvolutional(SMALL.layers, 2).double(), torch.randint(10, (16,))
+    theta = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    risks = GroupRisks(model, torch.randn(16, 8, 8).double(), labels, torch.arange(16) % 2, threads=1)
+    whole, calls, add = risks.hessians(theta), [], cnn_curvature.add_hessian
+
+    def count(*args):
+        calls.append(args)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        add(*args)
+
+    monkeypatch.setattr(cnn_curvature, "add_hessian", count)
+    with pytest.raises(KeyboardInterrupt):
+        risks.hessians(theta, keep=tmp_path / "part.npz")
+    calls.clear()
+    assert torch.equal(risks.hessians(theta, keep=tmp_path / "part.npz"), whole)
+    assert len(calls) == 3
+    calls.clear()
+    risks.hessians(theta, share=0.5, keep=tmp_path / "part.npz")  # another sum
+    assert len(calls) == 4
 
 
 def test_fit_by_layers_ends_at_a_solution(tmp_path):

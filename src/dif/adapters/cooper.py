@@ -51,7 +51,8 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         penalty: Function of the number of rows that builds the penalty coefficient, for formulations that need one
             (augmented Lagrangian).
 
-    Example:
+    Examples:
+        ```python
         cmp = Constrained(problem, model)
         optimizer = cooper.optim.SimultaneousOptimizer(
             cmp=cmp,
@@ -60,6 +61,7 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         )
         for indices in loader:
             optimizer.roll(compute_cmp_state_kwargs={"indices": indices})
+        ```
     """
 
     def __init__(

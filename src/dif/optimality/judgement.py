@@ -558,25 +558,22 @@ def _judge_reach(rows: Sequence[Row]) -> Finding:
     if not compared:
         return Finding(what, GOOD, "All constraints are equalities.", "They always bind.")
 
-    def describe(row: Row) -> str:
+    near = []
+    for row in compared:
         which, number = ("multiplier", row.multiplier) if row.state == BINDING else ("slack", row.slack)
         moves = f"one removal moves it by {row.largest:.2g} at most, {row.median:.2g} in the median"
-        return f"{row.name}: {which} {number:.3g}, {moves}"
-
-    def times(row: Row) -> float:
-        """Return the margin as a multiple of the largest move."""
-        number = row.multiplier if row.state == BINDING else row.slack
-        return number / row.largest if row.largest else float("inf")
-
-    near = sorted((row for row in compared if times(row) <= 1), key=times)
-    if near:
+        times = number / row.largest if row.largest else float("inf")  # the margin in units of the largest move
+        near.append((times, f"{row.name}: {which} {number:.3g}, {moves}"))
+    near.sort(key=lambda entry: entry[0])
+    within = [words for times, words in near if times <= 1]
+    if within:
         meaning = (
             "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
             '(switching="auto"); a derivative would not.'
         )
-        return Finding(what, NOTE, "; ".join(map(describe, near)) + ".", meaning)
+        return Finding(what, NOTE, "; ".join(within) + ".", meaning)
     meaning = "No single removal is predicted to make a constraint active or inactive."
-    return Finding(what, GOOD, describe(min(compared, key=times)) + ".", meaning)
+    return Finding(what, GOOD, f"{near[0][1]}.", meaning)
 
 
 def _judge_smoothness(point: Point) -> Finding:

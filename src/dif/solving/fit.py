@@ -115,7 +115,8 @@ def fit(
 
     Far from the solution, the augmented Lagrangian is minimised by L-BFGS in coordinates scaled by the curvature, with
     trust-region steps where the curvature is negative or L-BFGS is slow. Near the solution, Newton's method on the
-    optimality conditions takes over. A network that is trained on mini-batches first gets there sooner:
+    optimality conditions takes over. Where that ends infeasible, or worse than a feasible start, steps of sequential
+    quadratic programming are made from the start. A network that is trained on mini-batches first gets there sooner:
     `run = dif.Training(problem, model, dif.Adam(0.01), epochs=20).run()`, then
     `dif.fit(problem, run.params, multipliers=run.multipliers)`.
 

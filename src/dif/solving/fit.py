@@ -357,20 +357,15 @@ class Newton:
         price, (f, J) = torch.zeros_like(at.lam), program.rows.gradients(at.theta)
         H = Curvature(program.rows, at.theta, program.weights(at.lam))
         for _ in range(_DESCENT):
-            if self.limits.find_reached() is not None:
-                return
-            self.limits.used += 1
-            self.report(self.limits.used, "(descent from the start)")
-            c, unit, g = f[1:] - program.tau, float(H.scale().mean()), program.weights(at.lam) @ J
-            damped = H.with_rows(J[:0], J[:0, 0], damping)
-            try:
-                omega, nu = kkt_step(g, damped, c, J[1:], at.lam, kinds, kinds.has_force(at.lam))
-            except (DegenerateError, NotConvergedError):
+            c, unit = f[1:] - program.tau, float(H.scale().mean())
+            move = self._step(at, f, J, H.with_rows(J[:0], J[:0, 0], damping))
+            if move is None:
                 damping = max(10 * damping, _DAMPED * unit)
                 if damping > unit / _DAMPED:
                     return
                 continue
-            price = torch.maximum(price, 2 * nu.abs())
+            omega, change = move.tensor_split([len(at.theta)])
+            price = torch.maximum(price, 2 * (at.lam + change).abs())
             before, length = f[0] + price @ kinds.violation(c), 1.0
             predicted = float(J[0] @ omega - price @ kinds.violation(c))
             while length > _SHORTEST:
@@ -381,10 +376,11 @@ class Newton:
                 length *= 0.5
             else:
                 return
-            at.theta, at.lam = at.theta + length * omega, kinds.project(at.lam + length * (nu - at.lam))
+            at.theta, at.lam = at.theta + length * omega, kinds.project(at.lam + length * change)
             if -predicted <= torch.finfo(f.dtype).eps ** 0.75 * (1 + float(before.abs())):
                 return
-            damping = 0.1 * damping if length == 1.0 and damping > _DAMPED * unit else 0.0 if length == 1.0 else damping
+            if length == 1.0:
+                damping = 0.1 * damping if damping > _DAMPED * unit else 0.0
             f, J = program.rows.gradients(at.theta)
             H = Curvature(program.rows, at.theta, program.weights(at.lam))
 

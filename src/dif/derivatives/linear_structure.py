@@ -37,7 +37,7 @@ _METADATA = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse",
     "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_contiguous", "stride",
 )  # fmt: skip
-_BLOCK = 256  # rows of a Hessian that are multiplied at once, up to the diagonal
+_CACHED = 2**19  # entries of weighted inputs that are multiplied at once: 4 MiB in double precision
 _MAX_SHARING = 4  # entries of all maps per parameter beyond which the structure does not pay
 
 
@@ -289,29 +289,36 @@ def _second_derivative(run: Callable[[_Tape], Tensor], tape: _Tape, w: Tensor, e
 
 
 def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
-    """Return the upper triangle of the Hessian in the entries of all maps, ordered by map and output."""
+    """Return the upper triangle of the Hessian in the entries of all maps, ordered by map and output.
+
+    Samples are taken in slices whose weighted inputs stay in the cache.
+    """
     starts = [0]
     for m in maps:
         starts.append(starts[-1] + m.index.numel())
-    K = S.new_zeros((starts[-1], starts[-1]))
-    inputs = [m.X.T.contiguous() for m in maps]  # (p, n): samples are contiguous
-    row = 0
+    K, row = S.new_zeros((starts[-1], starts[-1])), 0
     for k, left in enumerate(maps):
-        p = left.X.shape[1]
-        for a in range(left.outputs):
-            top, column = starts[k] + a * p, row + a
-            for right, X, start in zip(maps[k:], inputs[k:], starts[k:], strict=False):
-                first = a if right is left else 0  # first output of `right` in the upper triangle
-                last = column + right.outputs - first
-                weighted = (S[row + a, column:last, None, :] * X).reshape(-1, S.shape[2])
-                stop = start + right.index.numel()
-                for begin in range(0, p, _BLOCK):
-                    rows, skipped = (
-                        inputs[k][begin : begin + _BLOCK],
-                        begin if right is left else 0,
-                    )  # below the diagonal
-                    at = top + begin, start + first * len(X) + skipped
-                    K[at[0] : at[0] + len(rows), at[1] : stop] = rows @ weighted[skipped:].T
-                column = last
+        column = row
+        for right, start in zip(maps[k:], starts[k:], strict=False):
+            for a in range(left.outputs):
+                for b in range(a if right is left else 0, right.outputs):
+                    block = K[starts[k] + a * left.X.shape[1] :, start + b * right.X.shape[1] :]
+                    _add_product(block, left.X, S[row + a, column + b], right.X, upper=left is right and a == b)
+            column += right.outputs
         row += left.outputs
     return K
+
+
+def _add_product(K: Tensor, X: Tensor, s: Tensor, Y: Tensor, upper: bool) -> None:
+    """Add XᵀSY with the diagonal matrix S = diag(s) to the first entries of K; `upper` says that X is Y."""
+    most = max(1, _CACHED // Y.shape[1])
+    for place in range(0, len(s), most):
+        left, right, weights = (t[place : place + most] for t in (X, Y, s))
+        if not upper or K.is_cuda:
+            K[: X.shape[1], : Y.shape[1]].addmm_(left.T, right * weights[:, None])
+            continue
+        for sign in (1.0, -1.0):  # NumPy multiplies AᵀA with half of the work
+            signed = sign * weights > 0
+            if bool(signed.any()):
+                A = (left[signed] * weights[signed].abs().sqrt()[:, None]).numpy()
+                K[: X.shape[1], : Y.shape[1]].add_(torch.from_numpy(A.T @ A), alpha=sign)

@@ -252,15 +252,6 @@ def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:
     return torch.cat([strongest, random]).tolist()
 
 
-def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
-    """Warn that some of `count` perturbations have no answer; `unanswered` has the reasons by label."""
-    label, reason = next(iter(unanswered.items()))
-    warn(
-        f"{len(unanswered)} of {count} perturbations have no answer (NaN). The first is {label!r}: {reason}",
-        FirstOrderWarning,
-    )
-
-
 def warn_untrusted(reason: str, which: str = "These predictions") -> None:
     """Warn that predictions cannot be trusted, and say what can be done; the reason is a sentence."""
     warn(

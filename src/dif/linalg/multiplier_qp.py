@@ -6,6 +6,7 @@ S = G H_ρ⁻¹ Gᵀ; the step ω = −H_ρ⁻¹(b + Gᵀν) changes row j to t�
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import daqp
@@ -106,9 +107,7 @@ def _solve_daqp(S: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> A
     The program is min ½‖y‖² s.t. By ≥ a (By = a on equal rows), with S = BBᵀ and y = Bᵀν. The rows of S and a are
     scaled by `scale`.
     """
-    eigenvalues, Q = np.linalg.eigh(S)
-    nonzero = eigenvalues > 1e-13 * max(eigenvalues[-1], np.finfo(float).tiny)
-    B = Q[:, nonzero] * np.sqrt(eigenvalues[nonzero])
+    B = _take_root(S.tobytes(), len(S))
     size = np.abs(a).max(initial=0.0) or 1.0
     goal = a / size
     e, w = np.flatnonzero(equal), np.flatnonzero(~equal)
@@ -129,6 +128,14 @@ def _solve_daqp(S: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> A
     y = y0 + N @ (N.T @ (B[w].T @ nu[w]))
     nu[e] = np.linalg.lstsq(B[e].T, y - B[w].T @ nu[w], rcond=1e-10)[0] if len(e) else nu[e]
     return nu * size
+
+
+@lru_cache(maxsize=1)  # one S has many right-hand sides
+def _take_root(S: bytes, m: int) -> Array:
+    """Return B with S = BBᵀ, for regular or singular S."""
+    eigenvalues, Q = np.linalg.eigh(np.frombuffer(S).reshape(m, m))
+    nonzero = eigenvalues > 1e-13 * max(eigenvalues[-1], np.finfo(float).tiny)
+    return Q[:, nonzero] * np.sqrt(eigenvalues[nonzero])
 
 
 def _nearest_point_multipliers(rows: Array, low: Array) -> Array:

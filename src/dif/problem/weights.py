@@ -190,12 +190,16 @@ def _renormalise(
     removals = [a for a in actions if isinstance(a, Removal)]
     empty = (members == 0) & torch.tensor(used)
     if removals and bool(empty.any()):
-        p, column = (int(i) for i in torch.nonzero(empty)[0])
-        label = " + ".join(a.labels()[p if len(a) > 1 else 0] for a in actions)
-        raise InvalidInputError(
-            f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least one. "
-            "Restrict the removal with terms=[…], or drop the term."
-        )
+        labels, reasons = [a.labels() for a in actions], {}
+        for p, column in torch.nonzero(empty).tolist():
+            label = " + ".join(each[p if len(each) > 1 else 0] for each in labels)
+            reasons[p] = (
+                f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least "
+                "one. Restrict the removal with terms=[…], or drop the term."
+            )
+        error = InvalidInputError(next(iter(reasons.values())))
+        error.reasons = reasons
+        raise error
     means = torch.tensor([s.normalised for s in sums])
     return torch.where(means & (divisor != 0), (before - divisor) / torch.where(divisor != 0, divisor, 1.0), 0.0)
 

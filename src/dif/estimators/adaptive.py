@@ -102,10 +102,11 @@ class AdaptiveInfluence:
         error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
         answered = torch.isfinite(influence.values).all(1)
         errors = about["remainders"]
-        estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
+        estimate = ErrorEstimate(error[answered].to(units), size[answered].to(units), units, targets.alike, [])
         about["assessment"] = describe_failure("no perturbation has an answer")
         if bool(answered.any()):
-            about["assessment"] = estimate.describe([]) | {"rows": list(range(len(errors))), "errors": errors}
+            found = self._assessor.describe(estimate, [], targets, influence.values[answered])
+            about["assessment"] = found | {"rows": list(range(len(errors))), "errors": errors}
         if self.accuracy is None:
             _warn_inaccurate(influence.perturbations, errors)
 

@@ -20,6 +20,8 @@ class DifError(ValueError):
         cure: What to do about it.
     """
 
+    reasons: dict[int, str] = {}  # the sentence for each of the perturbations that are invalid, where others are not
+
     def __init__(self, found: str, allowed: str = "", meaning: str = "", cure: str = "") -> None:
         self.found, self.allowed, self.meaning, self.cure = found, allowed, meaning, cure
         super().__init__(" ".join(part for part in (found, allowed, meaning, cure) if part))

@@ -442,3 +442,68 @@ def test_not_strict_means_the_same_for_the_adaptive_estimator():
     with pytest.raises(dif.NotASolutionError):
         dif.AdaptiveInfluence(off)
     assert len(dif.AdaptiveInfluence(off, strict=False).scores(train.mean(), train.remove_each([0, 1]))) == 2
+
+
+def alone_in_a_term():
+    """A fair fit in which sample 3 is the only one of its group."""
+    X = torch.randn(24, 2, dtype=F64, generator=torch.Generator().manual_seed(0))
+    y = X @ torch.tensor([1.0, -0.5], dtype=F64) + 0.3
+    train = dif.Samples(lambda p, z: (z[0] @ p["w"] - z[1]) ** 2, (X, y), name="train")
+    only = train.mean(where=torch.arange(24) == 3)
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), [(only <= 0.02).named("only")])
+    return train, dif.fit(problem, {"w": torch.zeros(2, dtype=F64)}, show_progress=False)
+
+
+SCORERS = [
+    dif.DirectionalInfluence,
+    dif.ClassicalInfluence,
+    dif.PenaltyInfluence,
+    dif.NewtonInfluence,
+    dif.PathInfluence,
+    dif.AdaptiveInfluence,
+    lambda at: dif.AdaptiveInfluence(at, accuracy=1e-6),
+    dif.Retraining,
+]
+
+
+@pytest.mark.parametrize("make", SCORERS)
+def test_a_removal_that_empties_a_term_leaves_the_others_answered(make, tmp_path):
+    train, solution = alone_in_a_term()
+    estimator, reason = make(solution), "leaves no samples in 'mean of 1 of train'"
+    assert solution.active.binding == (0,)
+    removals = train.remove_groups([[3], [5], [2, 3], [1, 8], [7]])
+    with pytest.warns(dif.FirstOrderWarning, match=r"2 of 5 perturbations have no answer \(NaN\)\. The first is") as w:
+        found = estimator.scores(train.mean(), removals, out=tmp_path / "scores.npy", show_progress=False)
+    assert any("'remove train[3]': Perturbation 0 (remove train[3]) " + reason in str(one.message) for one in w)
+    assert found.values.isnan()[:, 0].tolist() == [True, False, True, False, False]
+    others = estimator.scores(train.mean(), removals.pick([1, 3, 4]), show_progress=False)
+    np.testing.assert_allclose(found.values[[1, 3, 4]], others.values, rtol=1e-9)
+    assert found.perturbations == tuple(removals.labels)
+    assert list(found.diagnostics["unanswered"]) == ["remove train[3]", "remove train[2, 3]"]
+    assert f"Perturbation 2 (remove train[2, 3]) {reason}" in found.diagnostics["unanswered"]["remove train[2, 3]"]
+    for key in found.diagnostics.keys() & {"residuals", "remainders"}:
+        assert np.isnan(found.diagnostics[key]).tolist() == [True, False, True, False, False]
+    loaded = dif.Influence.load(tmp_path / "scores.npy")
+    assert torch.equal(loaded.values.nan_to_num(7.0), found.values.nan_to_num(7.0))
+    assert loaded.unanswered == found.unanswered
+    invalid(lambda: estimator.change(removals[0]), reason)
+    invalid(lambda: estimator.scores(train.mean(), removals[2]), reason)
+    invalid(lambda: estimator.scores(train.mean(), removals.pick([0, 2])), reason)
+
+
+def test_what_has_no_answer_has_none_by_term_either():
+    train, solution = alone_in_a_term()
+    estimator = dif.DirectionalInfluence(solution)
+    for parts in (estimator.by_term(train.mean(), train.remove_each()), estimator.prices(train.remove_each())):
+        assert torch.nonzero(parts.values.isnan().any(1)).reshape(-1).tolist() == [3]
+        assert list(parts.diagnostics["unanswered"]) == ["remove train[3]"]
+    assert len(estimator.margins(train.remove_each())) == 1
+
+
+def test_training_again_without_the_only_sample_of_a_term_has_no_answer():
+    train, solution = alone_in_a_term()
+    start = {"w": torch.zeros(2, dtype=F64)}
+    run = dif.Training(solution.problem, start, dif.SGD(0.1), dif.Ascent(0.1), 6, 2).run(show_progress=False)
+    with pytest.warns(dif.FirstOrderWarning, match=r"1 of 24 perturbations have no answer \(NaN\)"):
+        found = dif.Retraining(run).scores(train.mean(), train.remove_each(), show_progress=False)
+    assert torch.nonzero(found.values.isnan()[:, 0]).reshape(-1).tolist() == [3]

@@ -97,8 +97,10 @@ def test_other_values_of_switching_are_refused():
             dif.DirectionalInfluence(fit_problem(problem), switching=wrong)
 
 
+@pytest.mark.parametrize("few", [0, 64])
 @pytest.mark.parametrize("make", [bound_regression, fair_logistic])
-def test_with_wide_margins_it_is_the_derivative(make):
+def test_with_wide_margins_it_is_the_derivative(make, few, monkeypatch):
+    monkeypatch.setattr("dif.estimators.directional._PARAMETERS", few)  # 0: what switches is looked for by mixtures
     train, problem, *_ = make()
     solution = fit_problem(problem)
     removals = 1e-3 * train.remove_each()  # no constraint is that near to switching
@@ -112,7 +114,9 @@ def test_with_wide_margins_it_is_the_derivative(make):
     assert torch.equal(auto.values, plain.values)
 
 
-def test_counts_the_samples_on_which_they_differ():
+@pytest.mark.parametrize("few", [0, 64])
+def test_counts_the_samples_on_which_they_differ(few, monkeypatch):
+    monkeypatch.setattr("dif.estimators.directional._PARAMETERS", few)
     train, solution = nearly_weak(1)
     removals = train.remove_each()
     coordinates = dif.linear(torch.eye(D))
@@ -150,3 +154,47 @@ def test_newton_is_exact_when_rows_switch(seed):
         assert float((predicted.multipliers.flat - actual.multipliers.flat).norm()) <= 1e-7
     assert deactivated > 0
     assert activated > 0
+
+
+def bounded_many_times(m):
+    """A regression of 20 parameters under m random half-spaces, of which some bind and most do not."""
+    rng, d, n = np.random.default_rng(0), 20, 100
+    X, A = rng.normal(size=(n, d)), rng.normal(size=(m, d))
+    y = X @ rng.normal(size=d) + 0.3 * rng.normal(size=n)
+    A /= np.linalg.norm(A, axis=1)[:, None]
+    w, v = np.linalg.solve(X.T @ X / n + 0.01 * np.eye(d), X.T @ y / n), rng.normal(size=d)
+    b = np.maximum(A @ w - 0.1, A @ (w + 0.6 * v / np.linalg.norm(v))) + 0.2 * rng.exponential(size=m)
+    train = dif.Samples(squared, (torch.tensor(X), torch.tensor(y)), name="train")
+    rows = dif.linear(torch.tensor(A), of="theta") <= torch.tensor(b)
+    return train, fit_problem(dif.Problem(train.mean() + dif.ridge(0.01), [rows]), d=d)
+
+
+@pytest.mark.parametrize("few", [0, 64])
+def test_of_many_rows_only_those_that_switch_are_solved_for(few, monkeypatch):
+    """The rows that are solved for, and the arrays that the assessment needs, do not grow with the number of rows."""
+    from dif.derivatives.weight_change import Direction
+    from dif.linalg.solvers import DenseCholesky
+    from dif.optimality import kkt_system
+
+    solved, systems, weights = [], [], []
+    solve, qp, stack = DenseCholesky.solve, kkt_system.solve_multipliers, Direction.stack_programs
+
+    def stacked(self):
+        programs = stack(self)
+        weights.extend(W[0].numel() for *_, W in programs.tables)
+        return programs
+
+    monkeypatch.setattr("dif.estimators.directional._PARAMETERS", few)
+    monkeypatch.setattr(DenseCholesky, "solve", lambda self, B: (solved.append(B.shape[1]), solve(self, B))[1])
+    monkeypatch.setattr(kkt_system, "solve_multipliers", lambda S, *given: (systems.append(len(S)), qp(S, *given))[1])
+    monkeypatch.setattr(Direction, "stack_programs", stacked)
+    train, solution = bounded_many_times(600)
+    assert 5 < len(solution.active.binding) <= 20
+    every = dif.DirectionalInfluence(solution, switching=True).scores(train.mean(), train.remove_each(), assess=0)
+    solved.clear(), systems.clear()
+    scores = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each(), show_progress=False)
+    assert scores.diagnostics["switched"] > 10
+    assert max(systems) <= 60
+    assert max(solved) <= 60  # nor is H⁻¹Gᵀ of the rows that stay inactive
+    assert weights == [len(train)] * len(weights)  # one row has samples
+    np.testing.assert_allclose(scores.values, every.values, rtol=1e-9, atol=1e-12)

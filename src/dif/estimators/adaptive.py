@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -11,11 +12,11 @@ from torch import Tensor
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
-from dif.estimators.assessment import Assessor, ErrorEstimate, describe_failure, warn_unanswered
+from dif.estimators.assessment import Assessor, ErrorEstimate, describe_failure
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
-from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, fill_scores
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, fill_scores, resolve
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
@@ -87,28 +88,27 @@ class AdaptiveInfluence:
         constraints that switch (`crossed`).
         """
         at, targets = self.solution, Targets(target, self.solution)
-        units, direction = self._assessor.measure_units(targets), Direction(at.program, perturbations)
+        units, (direction, reasons) = self._assessor.measure_units(targets), resolve(at.program, perturbations)
         about = {**describe_solution(at), "accuracy": self.accuracy, "strict": self.strict}
         score = by_chunk(partial(self._score, targets, units), direction, _CHUNK, jobs)
         return fill_scores(
             self, at, targets, direction, score, about, out=out, show_progress=show_progress,
-            complete=partial(self._complete, targets, units, perturbations),
+            complete=partial(self._complete, targets, units), given=perturbations, reasons=reasons,
         )  # fmt: skip
 
-    def _complete(self, targets: Targets, units: Tensor, perturbations: Perturbation, influence: Influence) -> None:
+    def _complete(self, targets: Targets, units: Tensor, influence: Influence) -> None:
         """Judge the scores by the estimated errors of all of them, and warn where they are not to be trusted."""
         about = influence.diagnostics
-        unanswered, errors = about["unanswered"], about["remainders"]
         error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
         answered = torch.isfinite(influence.values).all(1)
-        estimate = ErrorEstimate(error[answered], size[answered], units.cpu(), targets.alike, [])
+        errors = about["remainders"]
+        estimate = ErrorEstimate(error[answered].to(units), size[answered].to(units), units, targets.alike, [])
         about["assessment"] = describe_failure("no perturbation has an answer")
         if bool(answered.any()):
-            about["assessment"] = estimate.describe([]) | {"rows": list(range(len(errors))), "errors": errors}
-        if unanswered:
-            warn_unanswered(unanswered, len(perturbations))
+            found = self._assessor.describe(estimate, [], targets, influence.values[answered])
+            about["assessment"] = found | {"rows": list(range(len(errors))), "errors": errors}
         if self.accuracy is None:
-            _warn_inaccurate(perturbations, errors)
+            _warn_inaccurate(influence.perturbations, errors)
 
     def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> Scored:
         omega, lam = self._first.ends(self._first.linearise(chunk), chunk)
@@ -166,15 +166,15 @@ class AdaptiveInfluence:
         return PathInfluence.name, values, exact
 
 
-def _warn_inaccurate(perturbations: Perturbation, errors: list[float]) -> None:
+def _warn_inaccurate(labels: Sequence[str], errors: list[float]) -> None:
     """Warn where estimated relative errors of DIF are above WARN_ABOVE."""
-    inaccurate = [p for p, error in enumerate(errors) if not error <= WARN_ABOVE]
+    inaccurate = [p for p, error in enumerate(errors) if error > WARN_ABOVE]
     if inaccurate:
         worst = max(inaccurate, key=lambda p: errors[p])
         warn(
             f"The estimated relative error of the first-order prediction is above {WARN_ABOVE:g} for "
             f"{len(inaccurate)} of {len(errors)} perturbations ({few(inaccurate)}). It is largest, "
-            f"{errors[worst]:.2g}, for {perturbations[worst].labels[0]!r}. Pass accuracy=0.01 to continue "
+            f"{errors[worst]:.2g}, for {labels[worst]!r}. Pass accuracy=0.01 to continue "
             "with a Newton step or the whole path where needed.",
             FirstOrderWarning,
         )

@@ -25,7 +25,8 @@ _SMALL_STEP = 0.1  # first step, relative to the change, up to which one step is
 _SETTLED_RATIO = 0.3  # ratio of the second step to the first up to which two steps are enough
 _MORE_STEPS = 12  # steps at most where two are not enough
 _MORE_TOLERANCE = 1e-6  # relative KKT residual at which these stop
-_ROUNDING = 32  # differences of a target below this many eps · |target| count as rounding
+_ROUNDING = 32  # differences of a target below this many eps · (its value, or |q|ᵀ|θ|) count as rounding
+_NO_CHANGE = 0.5  # predictions of less than this share of the changes say that a target without a gradient stays
 
 # rows, and their perturbations → Δθ, (P, d), and the multipliers after it, (P, m)
 Ends = Callable[[list[int], Direction], tuple[Tensor, Tensor]]
@@ -128,7 +129,9 @@ class Assessor:
 
         error, size = (change - values).abs() + remainder, change.abs()
         eps = torch.finfo(error.dtype).eps
-        largest, rounding = torch.maximum(size, values.abs()), _ROUNDING * eps * targets.values(at.theta).abs()
+        terms = at.theta.abs() @ targets.gradients(at.theta).abs()  # of a target that is a sum near 0
+        largest = torch.maximum(size, values.abs())
+        rounding = _ROUNDING * eps * torch.maximum(targets.values(at.theta).abs(), terms)
         nothing = largest <= torch.minimum(eps**0.625 * units, rounding)  # no change was predicted, and none happens
         error = torch.where(nothing, 0.0, torch.maximum(error, rounding))  # at least the rounding of the target
         size = torch.where(nothing, 0.0, torch.maximum(size, rounding))
@@ -204,22 +207,43 @@ class Assessor:
             rows = _choose(scores, units.double().cpu(), count)
             if not rows:
                 return describe_failure("there is no score to assess")
-            parts = []
-            size = programs_at_once(self.solution)
+            parts, predicted, size = [], [], programs_at_once(self.solution)
             for begin in range(0, len(rows), size):
                 chunk = rows[begin : begin + size]
                 values = torch.stack([scores[p : p + 1][0] for p in chunk]).to(units)
+                predicted.append(values)
                 some = direction.pick(chunk)
                 parts.append(self.estimate_errors(targets, units, some, *ends(chunk, some), values, thorough=False))
             estimate = ErrorEstimate.join(parts)
+            assessment = self.describe(estimate, rows, targets, torch.cat(predicted))
         except DifError as error:
             warn_untrusted(f"Their error could not be estimated: {error}")
             return describe_failure(str(error))
-        assessment = estimate.describe(rows)
-        if not assessment["pooled"] <= TRUSTED:
+        if not max(assessment["by_target"]) <= TRUSTED:
             worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]].labels[0]
             warn_assessed(assessment, targets.names, worst)
         return assessment
+
+    def describe(self, estimate: ErrorEstimate, rows: list[int], targets: Targets, values: Tensor) -> dict[str, Any]:
+        """Return the entry "assessment" of `Influence.diagnostics`, for the predictions `values` of some rows.
+
+        Among its "moves", one for each target, those are False that do not move to first order: θ̄ is a minimum, or a
+        saddle, of the target along the active constraints, and hardly a change is predicted. Where other targets move,
+        "pooled" is the error of the worst of these.
+        """
+        about, at = estimate.describe(rows), self.solution
+        Q, eps = targets.gradients(at.theta), torch.finfo(at.theta.dtype).eps
+        A = at.G[at.active.mask(at.active.active)].T
+        rest = Q - A @ torch.linalg.lstsq(A, Q).solution if A.shape[1] else Q  # along the constraints
+
+        def measure(columns: Tensor) -> Tensor:
+            return (columns * self.newton.solver.approximate(columns)).sum(0).clamp(min=0).sqrt()
+
+        moves = measure(rest) > eps**0.375 * torch.maximum(measure(Q), targets.values(at.theta).abs())
+        changes, predicted = (torch.linalg.vector_norm(x.to(Q), dim=0) for x in (estimate.size, values))
+        moves |= (predicted >= _NO_CHANGE * changes) | torch.tensor(targets.alike)
+        pooled = [error for error, one in zip(about["by_target"], moves.tolist(), strict=True) if one]
+        return about | {"moves": moves.tolist(), "pooled": max(pooled or about["by_target"])}
 
 
 def describe_failure(reason: str) -> dict[str, Any]:
@@ -232,7 +256,7 @@ def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: st
     bad = [name for name, pooled in zip(names, assessment["by_target"], strict=True) if not pooled <= TRUSTED]
     others = " The predictions for the other targets can be trusted." if len(bad) < len(names) else ""
     warn_untrusted(
-        f"Their estimated relative error is {assessment['pooled']:.2g} over the {len(assessment['rows'])} "
+        f"Their estimated relative error is {max(assessment['by_target']):.2g} over the {len(assessment['rows'])} "
         f"perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest for {worst!r}: the first "
         f"order leaves out too much of the change.{others}",
         f"The predictions for {few(bad)}" if others else "These predictions",
@@ -250,15 +274,6 @@ def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:
     strongest, others = order[:count], order[count:]
     random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:count]]
     return torch.cat([strongest, random]).tolist()
-
-
-def warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
-    """Warn that some of `count` perturbations have no answer; `unanswered` has the reasons by label."""
-    label, reason = next(iter(unanswered.items()))
-    warn(
-        f"{len(unanswered)} of {count} perturbations have no answer (NaN). The first is {label!r}: {reason}",
-        FirstOrderWarning,
-    )
 
 
 def warn_untrusted(reason: str, which: str = "These predictions") -> None:

@@ -14,6 +14,7 @@ from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, InvalidInputError
 from dif.estimators.first_order import FirstOrderEstimator
+from dif.estimators.protocol import resolve
 from dif.linalg.solvers import Solver
 from dif.optimality.judgement import Margin
 from dif.optimality.kkt_system import KKTSystem, Response
@@ -24,7 +25,8 @@ from dif.runtime.inputs import check_number
 
 _MARGIN_ROWS = 64  # rows nearest to switching whose margins are computed
 _CHUNK = 2**14  # perturbations whose rows are in memory at once
-_PERTURBATIONS = 32  # perturbations at most whose steps are computed one by one
+_PERTURBATIONS = 32  # perturbations at most under each of which the moves of all rows are computed
+_PARAMETERS = 64  # parameters up to which they are for any number of perturbations
 _NUMBERS = 2**25  # entries of their steps and rows at most: 256 MiB in double precision
 _MIXTURES = 8  # random mixtures of the perturbations, where there are more
 _MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
@@ -89,6 +91,7 @@ class DirectionalInfluence(FirstOrderEstimator):
             self.system = system.start(rows, binding[rows])
         _ = self.system.V  # solved now, once for any number of perturbations
         self._systems: dict[tuple[int, ...], KKTSystem] = {(): self.system}  # by rows within reach
+        self._notes[self.system] = {"within_reach": []}
 
     def linearise(self, direction: Direction) -> KKTSystem:
         """Return the linearised problem for these perturbations: rows they reach are added until they reach no more.
@@ -112,7 +115,8 @@ class DirectionalInfluence(FirstOrderEstimator):
                         system = KKTSystem.prepare(self._curvature, at.G[rows], equal, **self._options)
                     except DegenerateError:  # convex only while the binding rows hold
                         equal = binding[rows]
-                self._systems[numbers] = system.start(rows, equal, at.c, at.lam)
+                self._systems[numbers] = system = system.start(rows, equal, at.c, at.lam)
+                self._notes[system] = {"within_reach": [at.program.names[j] for j in numbers]}
             system = self._systems[numbers]
         return system
 
@@ -144,15 +148,17 @@ class DirectionalInfluence(FirstOrderEstimator):
 
     def _table(self, perturbations: Perturbation, names: tuple[str, ...], title: str, work: Work) -> Influence:
         """Return a result with one column for each of some terms."""
-        direction = Direction(self.at.program, perturbations)
-        system = self.linearise(direction)
-        parts = []
+        direction, reasons = resolve(self.at.program, perturbations)
+        system, parts = self.linearise(direction), []
         for chunk in self._chunks(direction):
             values, response = work(system, chunk)
             values[~response.answered] = float("nan")
             parts.append(values.double().cpu())
         values = torch.cat(parts)
-        return Influence(values, perturbations, names, f"{self.title}, {title}", self._describe(system))
+        values[list(reasons)] = float("nan")
+        unanswered = {perturbations.labels[p]: reason for p, reason in reasons.items()}
+        about = self._describe(system) | ({"unanswered": unanswered} if unanswered else {})
+        return Influence(values, perturbations, names, f"{self.title}, {title}", about)
 
     def _scores_by_row(self, targets: Targets, system: KKTSystem, direction: Direction) -> tuple[Tensor, Response]:
         """Split the score of one target into the parts that act through the objective and each constraint, (P, 1 + m).
@@ -194,7 +200,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         For a row that binds that is the change of its multiplier, for another row that of f − τ. The entry is None for
         equalities, and for all but the 64 rows that are nearest to switching.
         """
-        at, direction = self.at, Direction(self.at.program, perturbations)
+        at, (direction, _) = self.at, resolve(self.at.program, perturbations)
         margins: list[Margin | None] = [None] * at.program.m
         rows = torch.nonzero(at.program.kinds.one_sided).reshape(-1)
         nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
@@ -240,20 +246,20 @@ class DirectionalInfluence(FirstOrderEstimator):
     def _rows_within_reach(self, system: KKTSystem, direction: Direction) -> Tensor:
         """Return which inequalities could switch within a step though `system` does not allow them to, (m,) bool.
 
-        For a few perturbations, or rows, the moves of the rows are computed under each. For many, mixtures of the
-        perturbations with random signs tell first which rows that could be: the root mean square of the moves of a row
-        over the mixtures estimates √(Σₚ move²), which is at least the largest move. A few rows are then taken as they
-        are. Of many, those that do switch under a perturbation are.
+        For few perturbations, parameters or rows, the moves of the rows are computed under each perturbation. For many,
+        mixtures of the perturbations with random signs tell first which rows that could be: the root mean square of the
+        moves of a row over the mixtures estimates √(Σₚ move²), which is at least the largest move. A few rows are then
+        taken as they are. Of many, those that do switch under a perturbation are.
         """
         at, P, equal, kinds = self.at, direction.P, system.equal, self.at.program.kinds
         assert equal is not None
         fixed = torch.ones_like(kinds.equal)  # inequalities that cannot switch in `system`
         fixed[system.rows] = equal
         fixed = fixed & kinds.one_sided
-        again = bool((~equal).any()) and int(fixed.sum()) <= _ROWS
-        if (P > _PERTURBATIONS or P * at.theta.numel() > _NUMBERS) and not again:
+        binding = at.active.mask(at.active.binding)
+        d, again = at.theta.numel(), bool((~equal).any()) and int(fixed.sum()) <= _ROWS
+        if d > _PARAMETERS and (P > _PERTURBATIONS or P * d > _NUMBERS) and not again:
             dc, dlam = self._typical_moves(system, direction)
-            binding = at.active.mask(at.active.binding)
             fixed = fixed & torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
             if int(fixed.sum()) <= _ROWS:
                 return fixed
@@ -262,7 +268,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         for dc, dlam in self._moves(system, rows, direction) if len(rows) else ():
             violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
             released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
-            near[rows] |= (violated | released).any(0)
+            near[rows] |= torch.where(binding[rows], released, violated).any(0)
         return near
 
     def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
@@ -284,7 +290,3 @@ class DirectionalInfluence(FirstOrderEstimator):
         dlam[:, system.rows[equal]] = nu
         dc = r + omega @ at.G.T
         return torch.linalg.vector_norm(dc, dim=0) / Z**0.5, torch.linalg.vector_norm(dlam, dim=0) / Z**0.5
-
-    def _describe(self, system: KKTSystem) -> dict[str, Any]:
-        near = next(rows for rows, linearised in self._systems.items() if linearised is system)
-        return {**super()._describe(system), "within_reach": [self.at.program.names[j] for j in near]}

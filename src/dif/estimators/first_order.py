@@ -11,8 +11,8 @@ from torch import Tensor
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
-from dif.estimators.assessment import ASSESSED, Assessor, warn_unanswered
-from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, fill_scores
+from dif.estimators.assessment import ASSESSED, Assessor
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, fill_scores, resolve
 from dif.linalg.multiplier_qp import no_step_error
 from dif.optimality.kkt_system import KKTSystem, Response
 from dif.optimality.solution import Solution, expect_solution
@@ -48,6 +48,7 @@ class FirstOrderEstimator:
         if strict:
             solution.check()
         self._assessor = Assessor(solution)
+        self._notes: dict[KKTSystem, dict[str, Any]] = {}  # what results say about a linearised problem
         self._diagnostics = {**describe_solution(solution), "damping": self.damping, **settings, "strict": strict}
 
     def linearise(self, direction: Direction) -> KKTSystem:
@@ -83,7 +84,7 @@ class FirstOrderEstimator:
                 `Influence.expected_error` and `Influence.trusted`. A FirstOrderWarning is given where the predictions
                 cannot be trusted. 0 skips this.
         """
-        count, direction = check_count(assess, "assess", zero=True), Direction(self.at.program, perturbations)
+        count, (direction, reasons) = check_count(assess, "assess", zero=True), resolve(self.at.program, perturbations)
         system, targets = self.linearise(direction), Targets(target, self.at)
         Q = targets.gradients(self.at.theta)
         columns = torch.cat([system.V, system.solver.solve(Q)], 1)  # (d, k + T)
@@ -92,8 +93,6 @@ class FirstOrderEstimator:
         def complete(influence: Influence) -> None:
             about = influence.diagnostics
             about.update(self._describe(system))
-            if about["unanswered"]:
-                warn_unanswered(about["unanswered"], direction.P)
             if count:
                 about["assessment"] = self._assessor.assess(
                     count, targets, direction, influence.stored, lambda _, some: self.ends(system, some)
@@ -102,7 +101,7 @@ class FirstOrderEstimator:
         score = by_chunk(partial(self._score, system, columns), direction, most, jobs)
         return fill_scores(
             self, self.at, targets, direction, score, self._diagnostics, name=self.title, out=out,
-            show_progress=show_progress, complete=complete,
+            show_progress=show_progress, complete=complete, given=perturbations, reasons=reasons,
         )  # fmt: skip
 
     def _score(self, system: KKTSystem, columns: Tensor, direction: Direction) -> Scored:
@@ -167,6 +166,7 @@ class FirstOrderEstimator:
         solver = system.solver
         return {
             **self._diagnostics,
+            **self._notes.get(system, {}),
             "solver": type(solver).__name__,
             "solver_residual": solver.residual,
             "solver_steps": solver.steps,

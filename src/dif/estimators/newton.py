@@ -12,7 +12,7 @@ from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
-from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores, resolve
 from dif.linalg.solvers import Matrix, Operator, Solver, SolverSeries
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, expect_solution
@@ -68,7 +68,7 @@ class NewtonInfluence:
         Keywords as in `dif.Estimator`, `assess` as in `DirectionalInfluence.scores`.
         """
         at, count = self.solution, check_count(assess, "assess", zero=True)
-        direction, targets = Direction(at.program, perturbations), Targets(target, at)
+        (direction, reasons), targets = resolve(at.program, perturbations), Targets(target, at)
         kept: list[_Step] = []  # the steps, for their assessment
         keep = bool(count) and jobs == 1 and out is None and direction.P * at.theta.numel() <= _STEPS
 
@@ -89,7 +89,7 @@ class NewtonInfluence:
 
         return fill_scores(
             self, at, targets, direction, by_chunk(work, direction, jobs=jobs), self._diagnostics, out=out,
-            show_progress=show_progress, complete=complete,
+            show_progress=show_progress, complete=complete, given=perturbations, reasons=reasons,
         )  # fmt: skip
 
     def _steps(self, direction: Direction) -> list[_Step]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, InvalidInputError, few
-from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores
+from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores, resolve
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
@@ -79,9 +79,11 @@ class PathInfluence:
     ) -> Influence:
         """Return the difference of each target between start and end of each path. Keywords as in `dif.Estimator`."""
         at, targets = self.solution, Targets(target, self.solution)
-        direction = Direction(at.program, perturbations)
-        score, about = by_chunk(partial(self._score, targets), direction, jobs=jobs), self._diagnostics
-        return fill_scores(self, at, targets, direction, score, about, out=out, show_progress=show_progress)
+        direction, reasons = resolve(at.program, perturbations)
+        return fill_scores(
+            self, at, targets, direction, by_chunk(partial(self._score, targets), direction, jobs=jobs),
+            self._diagnostics, out=out, show_progress=show_progress, given=perturbations, reasons=reasons,
+        )  # fmt: skip
 
     def _score(self, targets: Targets, chunk: Direction) -> Scored:
         moves: list[Tensor] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.fingerprint import hash_all, hash_direction, hash_targets
-from dif.derivatives.program import Targets
+from dif.derivatives.program import Program, Targets
 from dif.derivatives.weight_change import Direction
-from dif.errors import InvalidInputError
+from dif.errors import FirstOrderWarning, InvalidInputError, warn
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
@@ -72,11 +72,34 @@ class Estimator(Protocol):
 Scored = tuple[Tensor, dict[str, Any]]  # scores (P, T) of consecutive perturbations, and their diagnostics
 
 
+def resolve(program: Program, perturbations: Perturbation) -> tuple[Direction, dict[int, str]]:
+    """Resolve perturbations, and find those that have no answer, as they leave a term without samples.
+
+    In the directions another perturbation takes the place of each of these. Where there is no other, they are refused.
+
+    Returns:
+        The directions; and why perturbations have no answer, by number.
+    """
+    reasons: dict[int, str] = {}
+    while True:
+        others = perturbations
+        if reasons:
+            known = next(p for p in range(len(perturbations)) if p not in reasons)
+            others = perturbations.pick([known if p in reasons else p for p in range(len(perturbations))])
+        try:
+            return Direction(program, others), reasons
+        except InvalidInputError as error:
+            reasons = error.reasons | reasons
+            if not error.reasons or len(reasons) == len(perturbations):
+                raise
+
+
 def fill_scores(
     estimator: Estimator, at: Solution, targets: Targets, direction: Direction,
     score: Callable[[int], Iterable[Scored]],
     diagnostics: dict[str, Any], *, name: str = "", out: Out = None, show_progress: bool = True,
-    complete: Callable[[Influence], None] | None = None,
+    complete: Callable[[Influence], None] | None = None, given: Perturbation | None = None,
+    reasons: Mapping[int, str] | None = None,
 ) -> Influence:  # fmt: skip
     """Score all perturbations; rows that the file `out` has already are not computed again.
 
@@ -91,20 +114,27 @@ def fill_scores(
         out: File for the scores; None keeps them in memory.
         show_progress: Show a progress bar.
         complete: Adds to the diagnostics of the result what is known when all rows are there.
+        given: The perturbations, where others take the place of some in `direction`, see `resolve`.
+        reasons: Why these have no answer, by number.
     """
+    perturbations, reasons = given or direction.perturbation, reasons or {}
     name, names = name or estimator.name, targets.names
     if len(set(names)) < len(names):
         names = distinguish_targets(names, targets.terms)
     shape, file, done, pieces = (direction.P, len(names)), None, 0, []
+    unknown = torch.tensor([p in reasons for p in range(direction.P)])
     if out is None:
         values = torch.full(shape, float("nan"), dtype=torch.float64)
     else:
-        file = _open(out, shape, name, names, at, targets, direction, diagnostics)
+        settings = f"{name} {names} {json.dumps(diagnostics, sort_keys=True)} {sorted(reasons)}"
+        about = describe_scores(name, diagnostics, names, perturbations, perturbations.index)
+        file = _open(out, shape, settings, at, targets, direction, about)
         values, pieces, done = file.values, file.pieces, file.done
     if done < direction.P:
         with progress(name, direction.P, show_progress) as report:
             for block, about in score(done):
                 begin, done = done, done + len(block)
+                block[unknown[begin:done]] = float("nan")
                 if file is None:
                     values[begin:done] = block
                     pieces.append(about)
@@ -112,7 +142,7 @@ def fill_scores(
                     file.write(block, **about)
                 report(done)
     origin = Origin(at, targets, estimator)
-    influence = Influence(values, direction.perturbation, names, name, dict(diagnostics), origin=origin)
+    influence = Influence(values, perturbations, names, name, dict(diagnostics), origin=origin)
     for key in pieces[0].keys() - {"end", "checksum"}:
         entries = [piece[key] for piece in pieces]
         if isinstance(entries[0], dict):
@@ -120,6 +150,14 @@ def fill_scores(
         else:
             joined = isinstance(entries[0], list)
             influence.diagnostics[key] = list(chain.from_iterable(entries)) if joined else sum(entries)
+    if reasons:
+        found = {perturbations[p].labels[0]: reason for p, reason in reasons.items()}
+        influence.diagnostics["unanswered"] = found | influence.diagnostics.get("unanswered", {})
+        for key in influence.diagnostics.keys() & {"residuals", "remainders"}:
+            for p in reasons:
+                influence.diagnostics[key][p] = float("nan")
+    if influence.diagnostics.get("unanswered"):
+        _warn_unanswered(influence.diagnostics["unanswered"], direction.P)
     if complete is not None:
         complete(influence)
     if file is not None:
@@ -137,9 +175,18 @@ def by_chunk(
     return lambda begin: map(work, chunks(begin)) if jobs == 1 else run_in_order(work, chunks(begin), jobs)
 
 
+def _warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
+    """Warn that some of `count` perturbations have no answer; `unanswered` has the reasons by label."""
+    label, reason = next(iter(unanswered.items()))
+    warn(
+        f"{len(unanswered)} of {count} perturbations have no answer (NaN). The first is {label!r}: {reason}",
+        FirstOrderWarning,
+    )
+
+
 def _open(
-    out: str | os.PathLike[str], shape: tuple[int, int], name: str, names: Sequence[str], at: Solution,
-    targets: Targets, direction: Direction, diagnostics: dict[str, Any],
+    out: str | os.PathLike[str], shape: tuple[int, int], settings: str, at: Solution, targets: Targets,
+    direction: Direction, about: Iterable[Any],
 ) -> FileScores:  # fmt: skip
     """Open the file of the scores; its fingerprint is a hash of all that they depend on."""
     if not is_single_process():
@@ -147,11 +194,9 @@ def _open(
             "`out` must be None inside dif.sharded(), where all processes would write the same file; save the "
             "result in one process, or share the work by jobs=."
         )
-    settings = f"{name} {names} {json.dumps(diagnostics, sort_keys=True)}"
     chunks = (direction[begin : begin + _HASHED] for begin in range(0, direction.P, _HASHED))
     changes = chain.from_iterable(map(hash_direction, chunks))
     digest = hash_all(chain([settings.encode()], changes, [at.identity], hash_targets(targets))).hex()
-    about = describe_scores(name, diagnostics, names, direction.perturbation, direction.perturbation.index)
     return FileScores(out, shape, digest, about)
 
 

@@ -18,7 +18,7 @@ from dif.derivatives.fingerprint import hash_all, hash_direction
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DifError, NotConvergedError
-from dif.estimators.protocol import Out, Scored, chunk_size, differences, fill_scores
+from dif.estimators.protocol import Out, Scored, chunk_size, differences, fill_scores, resolve
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
 from dif.problem.samples import PLAIN_ATTENTION
@@ -161,7 +161,7 @@ class Retraining:
     ) -> Influence:
         """Return the actual difference of each target after retraining. Keywords as in `dif.Estimator`."""
         at, targets, jobs = self.solution, Targets(target, self.solution), check_jobs(jobs)
-        direction = Direction(at.program, perturbations)
+        direction, reasons = resolve(at.program, perturbations)
 
         def score(begin: int) -> Iterator[Scored]:
             remaining = direction[begin:]
@@ -171,8 +171,10 @@ class Retraining:
                 failed = {} if failure is None else {label: str(failure)}
                 yield differences(at, targets, [move]), {"residuals": [end.residual], "failed": failed}
 
-        about = self._diagnostics
-        influence = fill_scores(self, at, targets, direction, score, about, out=out, show_progress=show_progress)
+        influence = fill_scores(
+            self, at, targets, direction, score, self._diagnostics, out=out, show_progress=show_progress,
+            given=perturbations, reasons=reasons,
+        )  # fmt: skip
         return influence if self._run is None else replace(influence, origin=None)  # the end of a run solves nothing
 
     def _retrain(self, direction: Direction, jobs: int = 1) -> Iterator[Outcome]:

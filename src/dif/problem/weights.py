@@ -148,12 +148,16 @@ def _move(actions: Sequence[Any], sums: Sequence[SampleSum], used: Sequence[bool
         moves.append(move)
     empty = (members == 0) & torch.tensor(used)
     if len(removed) and bool(empty.any()):
-        p, column = torch.nonzero(empty)[0].tolist()
-        label = " + ".join(a.labels()[p if len(a) > 1 else 0] for a in actions)
-        raise InvalidInputError(
-            f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least one. "
-            "Restrict the removal with terms=[…], or drop the term."
-        )
+        labels, reasons = [a.labels() for a in actions], {}
+        for p, column in torch.nonzero(empty).tolist():
+            label = " + ".join(each[p if len(each) > 1 else 0] for each in labels)
+            reasons[p] = (
+                f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least "
+                "one. Restrict the removal with terms=[…], or drop the term."
+            )
+        error = InvalidInputError(next(iter(reasons.values())))
+        error.reasons = reasons
+        raise error
     means = torch.tensor([s.normalised for s in sums]) & (divisor != 0)
     return tuple(moves), torch.where(means, (before - divisor) / torch.where(means, divisor, 1.0), 0.0)
 

@@ -185,8 +185,12 @@ class Influence:
 
     @property
     def trusted(self) -> bool | None:
-        """Whether the scores on every target can be trusted, see `trusted_by_target`; None if none was assessed."""
-        return None if self.diagnostics.get("assessment") is None else all(self.trusted_by_target.values())
+        """Whether the scores on every target that moves can be trusted, see `trusted_by_target`; None if unassessed.
+
+        A target that does not move to first order, such as a loss at its minimum, counts only if no other moves.
+        """
+        assessment = self.diagnostics.get("assessment")
+        return None if assessment is None else assessment["pooled"] is not None and assessment["pooled"] <= TRUSTED
 
     @property
     def trusted_by_target(self) -> dict[str, bool | None]:
@@ -327,12 +331,16 @@ class Influence:
         if assessment is not None and assessment["pooled"] is None:
             text = f"NOT trusted: no error could be estimated ({assessment['failed']})."
         elif assessment is not None:
-            bad = [name for name, good in self.trusted_by_target.items() if not good]
+            moves = assessment.get("moves", [True] * len(self.targets))
+            verdicts = list(zip(self.trusted_by_target.items(), moves, strict=True))
+            still = [name for (name, good), moved in verdicts if not good and not moved and any(moves)]
+            bad = [name for (name, good), _ in verdicts if not good and name not in still]
             some = f" ({few(bad)}; the other targets are trusted)" if len(bad) < len(self.targets) else ""
             verdict = f"NOT trusted{some}" if bad else "Trusted"
             text = f"{verdict}: the estimated relative error is {assessment['pooled']:.2g}."
+            text += f" To first order {few(still)} does not move; its scores are not trusted." if still else ""
         if self.unanswered:
-            text += f" {self.unanswered[0]} without an answer (NaN): {self.unanswered[1]}"
+            text = f"{self.unanswered[0]} without an answer (NaN): {self.unanswered[1]} {text}"
         return text.strip()
 
     def plot(self, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None) -> Any:

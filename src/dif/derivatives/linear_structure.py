@@ -195,14 +195,20 @@ def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, ta
     return map_tensors(out, _record)
 
 
+def _record_maps(run: Callable[[_Tape], Any]) -> _Tape:
+    """Return the tape of one run."""
+    tape = _Tape()
+    with torch.enable_grad():  # requires_grad marks what depends on θ
+        run(tape)
+    return tape
+
+
 def measure_maps(
     samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, count: int
 ) -> tuple[int, int] | None:
     """Return the inputs and outputs of all linear maps together (Σ p, Σ C); None if θ enters the loss otherwise."""
-    tape = _Tape()
     try:
-        with torch.enable_grad():
-            _run(samples, parameters, theta, batch, tape)
+        tape = _record_maps(partial(_run, samples, parameters, theta, batch))
     except Exception:  # an error of the loss itself is raised again where the loss is evaluated
         return None
     entries = sum(m.index.numel() for m in tape.maps)
@@ -220,9 +226,8 @@ def evaluate_maps(
     """
     P = len(thetas)
     traced = thetas[0] if P == 1 else torch.zeros_like(thetas[0])  # at 0, the maps have the values of their constants
-    tape, run = _Tape(), partial(_run, samples, parameters, traced, batch)
-    with torch.enable_grad():  # requires_grad marks what depends on θ
-        run(tape)
+    run = partial(_run, samples, parameters, traced, batch)
+    tape = _record_maps(run)
     Z = [value.detach()[None] for value in tape.values]
     if P > 1:
         for k, (m, value) in enumerate(zip(tape.maps, tape.values, strict=True)):
@@ -258,9 +263,7 @@ def assemble_hessian(
     """
     total, index, run = None, torch.zeros(0, dtype=torch.long), partial(_run, samples, parameters, theta)
     for place, batch in batches:
-        tape = _Tape()
-        with torch.enable_grad():  # requires_grad marks what depends on θ
-            run(batch, tape)
+        tape = _record_maps(partial(run, batch))
         K = _assemble_upper(tape.maps, _second_derivative(partial(run, batch), tape, w[place], elements))
         total = K if total is None else total + K
         index = torch.cat([m.index.T.reshape(-1) for m in tape.maps])

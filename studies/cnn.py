@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,12 @@ from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.protocol import differences
-from dif.linalg.conjugate_gradients import SolverSeries
+from dif.linalg.solvers import SolverSeries
 from dif.runtime.archive import open_atomically
 from studies import results
+from studies.cnn_curvature import GroupRisks
 from studies.cnn_figures import draw_figure, draw_images
+from studies.cnn_fit import Checkpoint, GroupProgram, State, minimise
 from studies.data import mnist
 from studies.network import (
     PAPER,
@@ -46,6 +48,10 @@ from studies.plain import retrain, sample_losses, whiten
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
 BATCH = 256  # images per mini-batch
+BY_LAYERS = 10_000  # training images from which, without a GPU, the Hessian is assembled layer by layer
+TOLERANCE = 1e-8  # relative KKT residual of retrainings there; elsewhere that of `dif.Retraining`
+PASSES = 150  # over the data, at most, in one call of a retraining there; a later call goes on where it stopped
+_SAVED = 8  # retrainings that are begun together there, so that a killed study loses few
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
@@ -102,13 +108,26 @@ def build_task(setting: Setting, data: str | None, device: str, fast: bool | Non
     else:
         train = dif.Samples(cross_entropy, (images, labels), name="train")
     group = assign_groups(digits.train_labels, setting.groups, setting.alpha, setting.seed)
-    _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
     generator_state = torch.get_rng_state()
     torch.manual_seed(setting.seed)
     start = AllConvolutional(setting.layers, setting.channels).double().to(device)
     torch.set_rng_state(generator_state)
-    problem = dif.Problem(mean + dif.ridge(setting.l2), constraints)
+    problem = state_problem(train, group, setting)
     return Task(train, problem, start, (images, labels), group, test, digits.test_labels.to(device))
+
+
+def state_problem(train: dif.Samples, group: Tensor, setting: Setting) -> dif.Problem:
+    """State min R̄ + ridge s.t. Rᵢ ≤ R̄ + τ."""
+    _, mean, constraints = bound_group_risks(train, group, setting.groups, setting.tau)
+    return dif.Problem(mean + dif.ridge(setting.l2), constraints)
+
+
+def to_single(task: Task, setting: Setting) -> Task:
+    """Return the task in single precision, in which mini-batches take half the time."""
+    images, labels = task.images[0].float(), task.images[1]
+    train = dif.Samples(cross_entropy, (images, labels), name="train")
+    problem = state_problem(train, task.group, setting)
+    return replace(task, train=train, problem=problem, start=deepcopy(task.start).float(), images=(images, labels))
 
 
 # The stages, each saved to disk
@@ -130,8 +149,9 @@ def load_or_fit(task: Task, setting: Setting, out: Path, show_progress: bool) ->
         nn.utils.vector_to_parameters(theta.to(task.test), model.parameters())
         return dif.Solution(task.problem, model, lam.tolist())
     with results.time(out, "fit"):
-        solution = fit(task, setting, show_progress, checkpoint=out / "fit.npz")
-    solution.check()
+        solution = (fit_by_layers if by_layers(task) else fit)(task, setting, show_progress, checkpoint=out / "fit.npz")
+    if not by_layers(task):  # there it takes long without the Hessian, which follows
+        solution.check()
     with open_atomically(path) as file:
         np.savez(file, theta=solution.theta.cpu().numpy(), lam=solution.lam.cpu().numpy())
     return solution
@@ -145,6 +165,36 @@ def fit(task: Task, setting: Setting, show_progress: bool, **options: Any) -> di
         return dif.fit(task.problem, task.start, **options)
     run = train(task, setting, show_progress)
     return dif.fit(task.problem, run.params, multipliers=run.multipliers, **options)
+
+
+def by_layers(task: Task) -> bool:
+    """Whether Hessians are assembled layer by layer, because products take seconds."""
+    images, _ = task.images
+    return not images.is_cuda and len(images) >= BY_LAYERS
+
+
+def fit_by_layers(task: Task, setting: Setting, show_progress: bool, *, checkpoint: Path) -> dif.Solution:
+    """Fit the model on a processor: mini-batches in single precision, then all samples, with Hessians by layers."""
+    problem, files = group_program(task), checkpoint_files(checkpoint.parent)
+    if files.state.exists():
+        state = State.load(files.state)
+    else:
+        run = train(to_single(task, setting), setting, show_progress)
+        state = State(run.theta.double(), run.point.lam.double())
+        files.save(state)
+    state = minimise(problem, state, setting.l2, 1e-10, files)
+    return dif.Solution.of_program(problem.program, state.theta, state.lam)
+
+
+def checkpoint_files(out: Path) -> Checkpoint:
+    """Return the files of a fit by layers in this folder."""
+    return Checkpoint(out / "fit.npz", out / "hessian.npz", out / "hessian-part.npz")
+
+
+def group_program(task: Task) -> GroupProgram:
+    """Return the compiled problem, with sums over the groups that are computed by layers."""
+    program = dif.Solution(task.problem, task.start, [0.0] * len(task.problem.constraints)).program
+    return GroupProgram(program, GroupRisks(task.start, *task.images, task.group))
 
 
 def train(task: Task, setting: Setting, show_progress: bool) -> dif.Run:
@@ -239,8 +289,12 @@ def run(
     task = build_task(setting, data, device)
     results.write(out / "setting.json", asdict(setting))  # marks the folder as used by this setting
     solution = load_or_fit(task, setting, out, show_progress)
-    if not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:  # hundreds of solves follow
-        with results.time(out, "Hessian"):
+    with results.time(out, "Hessian"):  # hundreds of solves follow
+        if by_layers(task):
+            files, problem = checkpoint_files(out), group_program(task)
+            solution.part_hessians = files.assemble(problem, solution.theta)
+            solution.check()
+        elif not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:
             solution = solution.assemble(out / "hessian", show_progress=show_progress)
     with results.time(out, "curvature"):
         active = solution.active
@@ -251,11 +305,15 @@ def run(
     with results.time(out, "scores"):
         scored = estimators["DIF"].scores(test, removals, out=out / "scores.npy", show_progress=show_progress, assess=0)
     ranked = [entry.index for entry in scored.top(setting.removals)]
-    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False)
+    tol, piece = (TOLERANCE, _SAVED) if by_layers(task) else (None, setting.removals)
+    passes = PASSES if by_layers(task) else 20_000
+    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False, tol=tol, max_iter=passes)
     compared: dict[str, Any] = {}
     for convention in (RENORMALISED, PAPERS) if paper_epsilon else (RENORMALISED,):
         chosen = task.train.remove_each(ranked, renormalise=convention == RENORMALISED)
         with results.time(out, f"retraining, {convention}"):
+            for end in range(piece, setting.removals, piece):  # a killed study loses no more than a piece
+                retraining.scores(test, chosen[end - piece : end], jobs=jobs, show_progress=show_progress)
             actual = retraining.scores(test, chosen, jobs=jobs, show_progress=show_progress)
         predicted = {name: e.scores(test, chosen, assess=0).values for name, e in estimators.items()}
         predicted |= {
@@ -305,7 +363,7 @@ def check_retraining(
 
     Finished retrainings are kept in the file `keep`.
     """
-    images, labels = task.images
+    images, _ = task.images
     X, y = task.test[[image]], task.test_labels[[image]]
     before = float(sample_losses(task.start, solution.theta, X, y))
     about = {"solution": hash_all((encode_tensor(solution.theta), encode_tensor(solution.lam))).hex(), "image": image}
@@ -316,13 +374,12 @@ def check_retraining(
         if str(i) in done:
             continue
         W = whiten(task.start, solution.theta, images, setting.l2) if W is None else W
-        masks = [(task.group == g) & (torch.arange(setting.n) != i) for g in range(setting.groups)]
-        shares = torch.stack([m / m.sum() for m in masks]).to(solution.theta)
+        risks = group_risks(task, torch.arange(setting.n) != i)
 
-        def rows(theta: Tensor, shares: Tensor = shares) -> Tensor:
-            risks = shares @ sample_losses(task.start, theta, images, labels)
-            mean = risks.mean()
-            return torch.cat([(mean + 0.5 * setting.l2 * theta @ theta)[None], risks - mean - setting.tau])
+        def rows(theta: Tensor, risks: Callable[[Tensor], Tensor] = risks) -> Tensor:
+            values = risks(theta)
+            mean = values.mean()
+            return torch.cat([(mean + 0.5 * setting.l2 * theta @ theta)[None], values - mean - setting.tau])
 
         theta, _, residual = retrain(rows, solution.theta, solution.lam, W)
         change = float(sample_losses(task.start, theta, X, y)) - before
@@ -342,6 +399,16 @@ def reevaluate(estimator: FirstOrderEstimator, target: Any, removals: dif.Pertur
     """Return the difference of each target between θ̄ and θ̄ + Δθ, (P, T); `scores` has its first-order part, qᵀΔθ."""
     direction, targets = Direction(estimator.at.program, removals), Targets(target, estimator.at)
     return differences(estimator.at, targets, estimator.steps(estimator.linearise(direction), direction)[0])
+
+
+def group_risks(task: Task, kept: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return the function θ → risks of the groups, (groups,), over the images that are kept."""
+    images, labels = task.images
+    if by_layers(task):
+        return GroupRisks(task.start, images[kept], labels[kept], task.group[kept])
+    groups = range(int(task.group.max()) + 1)
+    shares = torch.stack([m / m.sum() for m in ((task.group == g) & kept for g in groups)]).to(images)
+    return lambda theta: shares @ sample_losses(task.start, theta, images, labels)
 
 
 def measure_agreement(predicted: Tensor, actual: Tensor) -> dict[str, Any]:

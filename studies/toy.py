@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 import dif
 from dif.report import plots
 from studies import results
+
+_SPAN = 0.55  # half the width of a landscape
 
 
 def build_problem() -> tuple[dif.Samples, dif.Problem]:
@@ -81,7 +85,7 @@ def draw_figure(path: Path, result: dict[str, Any]) -> None:
     canvas = Figure(figsize=(11, 5), layout="constrained")
     left, right = canvas.subplots(1, 2)
 
-    plots.landscape(solution, left, span=0.55)
+    draw_landscape(solution, left)
     by_direction = result["changes"]["paper"]
     # each arrow is the change for Δε = ∓1/3
     for direction, label, colour in (
@@ -89,10 +93,10 @@ def draw_figure(path: Path, result: dict[str, Any]) -> None:
         ("opposite", "ε → 0⁺ (weight grows): into the interior", plots.GREEN),
     ):
         change = torch.tensor(by_direction[direction]["DIF"]["theta"])
-        plots.arrow(solution.theta, change, left, label, colour)
+        _draw_arrow(solution.theta, change, left, label, colour)
     left.set_title("ε = 0: two one-sided derivatives")
 
-    plots.landscape(after, right, span=0.55)
+    draw_landscape(after, right)
     right.plot(*solution.theta.numpy(), marker="o", color="black", markersize=6, zorder=5)
     for name, colour, style in (
         ("retraining", "black", ":"),
@@ -101,11 +105,47 @@ def draw_figure(path: Path, result: dict[str, Any]) -> None:
     ):
         change = torch.tensor(by_direction["removal"][name]["theta"])
         coordinates = ", ".join(_format_coordinate(x) for x in change.tolist())
-        plots.arrow(solution.theta, change, right, f"{name}: ({coordinates})", colour, style)
+        _draw_arrow(solution.theta, change, right, f"{name}: ({coordinates})", colour, style)
     right.set_title("ε = −1/3: z₂ removed")
     left.legend(loc="lower left", fontsize=8)  # where the legends hide no corner of the feasible set
     right.legend(loc="upper right", fontsize=8)
     canvas.savefig(path, dpi=150)
+
+
+def draw_landscape(solution: dif.Solution, ax: Any) -> None:
+    """Plot the objective, and the region of two parameters in which all inequalities hold, around a solution."""
+    program, centre = solution.program, solution.theta
+    axis = torch.linspace(-_SPAN, _SPAN, 81).to(centre)
+    values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
+    size = (len(axis), len(axis))
+    x, y = (axis + centre[0]).numpy(), (axis + centre[1]).numpy()
+    ax.contour(x, y, values[:, 0].reshape(size).numpy(), levels=18, cmap="Greys", linewidths=0.8, alpha=0.8)
+    worst = np.max([_refine(row) for row in (values[:, 1:] - program.tau).T.reshape(-1, *size).numpy()], axis=0)
+    fine = (np.linspace(axis[0], axis[-1], len(worst)) for axis in (x, y))
+    where = (*fine, worst)
+    ax.contourf(*where, levels=[-np.inf, 0.0], colors=[plots.BLUE], alpha=0.10)
+    ax.contour(*where, levels=[0.0], colors=[plots.BLUE], linewidths=1.2)
+    ax.plot(*centre.numpy(), marker="o", color="black", markersize=6, zorder=5)
+    ax.set_aspect("equal")
+    ax.set_xlabel("θ₁")
+    ax.set_ylabel("θ₂")
+
+
+def _refine(grid: np.ndarray, factor: int = 10) -> np.ndarray:
+    """Interpolate values on a grid linearly, so that a corner of the maximum of several rows is drawn sharp."""
+    for _ in range(2):  # along one axis, then along the other
+        coarse, fine = np.arange(len(grid)), np.linspace(0, len(grid) - 1, factor * (len(grid) - 1) + 1)
+        grid = np.stack([np.interp(fine, coarse, column) for column in grid.T])
+    return grid
+
+
+def _draw_arrow(start: Tensor, change: Tensor, ax: Any, label: str, colour: str, style: str = "-") -> None:
+    """Draw a change of two parameters as an arrow."""
+    begin, end = start.numpy(), (start + change).numpy()
+    if np.linalg.norm(end - begin) > 0:
+        shape = {"arrowstyle": "-|>", "color": colour, "lw": 2, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
+        ax.annotate("", xy=end, xytext=begin, arrowprops=shape, zorder=6)
+    ax.plot([], [], color=colour, linestyle=style, linewidth=2, label=label)
 
 
 def _format_coordinate(x: float) -> str:

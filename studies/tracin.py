@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -107,5 +106,5 @@ def _read_removals(perturbations: dif.Perturbation) -> tuple[Samples, list[list[
     factor, removal = perturbations.removal or (0.0, None)
     if removal is None or factor != 1.0 or removal.terms is not None:
         raise dif.InvalidInputError("TracIn scores complete removals only: remove, remove_each or remove_groups.")
-    start, index = removal.entries.start.tolist(), removal.entries.index.tolist()
-    return removal.samples, [index[begin:end] for begin, end in pairwise(start)]
+    sizes = torch.bincount(removal.entries.owner, minlength=len(removal)).tolist()
+    return removal.samples, [index.tolist() for index in removal.entries.index.split(sizes)]

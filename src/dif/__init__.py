@@ -2,11 +2,8 @@
 
 from importlib import import_module
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-import dif.evaluation as evaluation
-from dif.analyses.bound_curve import BoundCurve, bound_curve
-from dif.analyses.removal_sets import Choice, choose, smallest_set
-from dif.analyses.self_influence import self_influence
 from dif.errors import (
     DegenerateError,
     DifError,
@@ -20,18 +17,9 @@ from dif.errors import (
     SameDataWarning,
     UnboundedError,
 )
-from dif.estimators.adaptive import AdaptiveInfluence
-from dif.estimators.classical import ClassicalInfluence
 from dif.estimators.directional import DirectionalInfluence
-from dif.estimators.newton import NewtonInfluence
-from dif.estimators.path import PathInfluence
-from dif.estimators.penalty import PenaltyInfluence
 from dif.estimators.protocol import Estimator
-from dif.estimators.retraining import Retraining
-from dif.estimators.unrolled import UnrolledInfluence
-from dif.linalg.conjugate_gradients import ConjugateGradients
-from dif.linalg.operator import Operator
-from dif.linalg.solvers import LinearSolver
+from dif.linalg.solvers import ConjugateGradients, LinearSolver, Operator
 from dif.optimality.judgement import KKT, ActiveSet, Certificate
 from dif.optimality.solution import Solution
 from dif.problem.parameters import variable
@@ -42,12 +30,25 @@ from dif.problem.term import Constraint, Function, Term, linear, ridge
 from dif.results.change import Agreement, Change
 from dif.results.influence import Influence
 from dif.runtime.guard import sharded
-from dif.solving.continuation import Path
 from dif.solving.fit import fit
-from dif.training.descent import SGD, Adam, AdamW, Ascent
-from dif.training.own_step import unroll
-from dif.training.run import Run
-from dif.training.training import Training
+
+if TYPE_CHECKING:  # `__getattr__` imports these when they are first used
+    import dif.evaluation as evaluation
+    from dif.analyses.bound_curve import BoundCurve, bound_curve
+    from dif.analyses.removal_sets import Choice, choose, smallest_set
+    from dif.analyses.self_influence import self_influence
+    from dif.estimators.adaptive import AdaptiveInfluence
+    from dif.estimators.classical import ClassicalInfluence
+    from dif.estimators.newton import NewtonInfluence
+    from dif.estimators.path import PathInfluence
+    from dif.estimators.penalty import PenaltyInfluence
+    from dif.estimators.retraining import Retraining
+    from dif.estimators.unrolled import UnrolledInfluence
+    from dif.solving.continuation import Path
+    from dif.training.descent import SGD, Adam, AdamW, Ascent
+    from dif.training.own_step import unroll
+    from dif.training.run import Run
+    from dif.training.training import Training
 
 __version__ = "0.1.0"  # the package version; pyproject.toml reads it from here
 
@@ -111,8 +112,36 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import `dif.fairness` when it is first used; it is built on the names above."""
-    if name == "fairness":
-        return import_module("dif.fairness")
+_LATER = {
+    "evaluation": (),
+    "fairness": (),
+    "report": (),
+    "analyses.bound_curve": ("BoundCurve", "bound_curve"),
+    "analyses.removal_sets": ("Choice", "choose", "smallest_set"),
+    "analyses.self_influence": ("self_influence",),
+    "estimators.adaptive": ("AdaptiveInfluence",),
+    "estimators.classical": ("ClassicalInfluence",),
+    "estimators.newton": ("NewtonInfluence",),
+    "estimators.path": ("PathInfluence",),
+    "estimators.penalty": ("PenaltyInfluence",),
+    "estimators.retraining": ("Retraining",),
+    "estimators.unrolled": ("UnrolledInfluence",),
+    "solving.continuation": ("Path",),
+    "training.descent": ("SGD", "Adam", "AdamW", "Ascent"),
+    "training.own_step": ("unroll",),
+    "training.run": ("Run",),
+    "training.training": ("Training",),
+}  # modules that are imported when one of their names is first used; those without names, when they themselves are
+
+
+def __getattr__(name: str) -> ModuleType:  # of what type checkers do not see above
+    """Import what few programs need when it is first used."""
+    for module, names in _LATER.items():
+        if name == module or name in names:
+            found = import_module(f"dif.{module}")
+            return found if name == module else getattr(found, name)
     raise AttributeError(f"module 'dif' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

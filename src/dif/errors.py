@@ -1,4 +1,4 @@
-"""Errors and warnings."""
+"""Errors and warnings, and how texts list, count and tabulate things."""
 
 from __future__ import annotations
 
@@ -100,3 +100,18 @@ def few(values: Sequence[object], *, quoted: bool = False) -> str:
 def count_words(number: int, noun: str) -> str:
     """Return a number with its noun: "1 value", "2 values"."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def format_table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a table as text. The first `left` columns, of words, are aligned to the left, the others to the right.
+
+    >>> print(format_table(("constraint", "slack"), (("parity", "0.02"), ("budget", "1.5"))))
+    constraint  slack
+    parity       0.02
+    budget        1.5
+    """
+    columns = []
+    for number, cells in enumerate(zip(headings, *rows, strict=True)):
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if number < left else cell.rjust(width) for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))

@@ -172,24 +172,24 @@ def test_wrong_inputs_are_refused():
         (lambda: FairClassifier().fit(X, Y, sample_weight=many), "`sample_weight` must contain numbers only, not 'x'"),
         (
             lambda: read_estimator(LogisticRegression().fit(X, Y), X, Y, sample_weight=many),
-            "`sample_weight` must contain numbers only, not 'x'",
+            "`sample_weight` must contain finite numbers, not 'x'",
         ),
         (lambda: model.influence(X, Y.to_frame()), "must have one label, 0 or 1, not labels of shape (60, 1)"),
         (lambda: model.influence(X, {0: 1}), "must have one label, 0 or 1, not labels of shape ()"),
         (lambda: model.influence(X, Y[:5]), "Each of the 60 test samples must have one label, 0 or 1, not 5 labels"),
         (
             lambda: ConstrainedLinearRegression(A_ub=[["one"]]).fit(X, Z),
-            "`A_ub` must be a number, or an array of numbers",
+            "given as `A_ub` cannot be read as numbers",
         ),
         (
             lambda: ConstrainedLinearRegression(A_eq=[[1.0], [1.0, 2.0]]).fit(X, Z),
-            "`A_eq` must be a number, or an array of numbers",
+            "given as `A_eq` cannot be read as numbers",
         ),
         (
             lambda: ConstrainedLinearRegression(A_eq=[[1.0, 0.0, 0.0]], b_eq="one").fit(X, Z),
-            "`b_eq` must be a number, or an array of numbers",
+            "given as `b_eq` cannot be read as numbers",
         ),
-        (lambda: FairClassifier(C=[[1], [1, 2]]).fit(X, Y), "`C` must be one finite number > 0"),
+        (lambda: FairClassifier(C=[[1], [1, 2]]).fit(X, Y), "`C` must be a positive number, not"),
         (
             lambda: FairLogisticRegression(group=True).fit(X, Y),
             "`group` must be one of the columns a, b, c, or a column number from 0 to 2, not True",

@@ -101,7 +101,7 @@ def test_a_problem_of_ones_own_makes_coopers_own_steps_and_its_derivatives_are_r
         np.testing.assert_allclose(run.state["multipliers"][name], multiplier.weight.detach(), atol=1e-10)
     target = dif.Function(lambda p: p["0.weight"].pow(3).sum() + p["2.bias"].sum())
     removals, h = run.samples[0].remove_each([3, 50]), 1e-5
-    scores = dif.UnrolledInfluence(run).scores(target, removals, probe=0, **QUIET).values
+    scores = dif.UnrolledInfluence(run).scores(target, 0.5 * removals, probe=0, **QUIET).values / 0.5
     ends = [dif.Retraining(run).scores(target, sign * h * removals, **QUIET).values for sign in (1, -1)]
     np.testing.assert_allclose((ends[0] - ends[1]) / (2 * h), scores, rtol=1e-5, atol=1e-9)
 

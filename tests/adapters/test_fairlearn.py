@@ -281,7 +281,7 @@ def test_wrong_inputs_are_refused():
             "`sensitive_features` must be passed to fit for DemographicParity, not None.",
         ),
         (lambda: FairClassifier(ErrorRate()).fit(*few, sensitive_features=AGE[:100]), "not of type ErrorRate;"),
-        (lambda: FairClassifier(C=0.0).fit(*few), "`C` must be one finite number > 0"),
+        (lambda: FairClassifier(C=0.0).fit(*few), "`C` must be a positive number, not"),
         (
             lambda: FairClassifier().fit(*few).influence(X[:2], [0, 7]),
             "must have one label, 0 or 1, not 2 labels, with 1 unknown ones, the first '7'.",

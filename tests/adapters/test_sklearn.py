@@ -163,7 +163,7 @@ def test_unsupported_estimators_and_options_are_refused():
             lambda: solution_of(LogisticRegressionCV(Cs=2, l1_ratios=(0.0,)).fit(X, Y > 0), X, Y > 0),
             "Ridge or LogisticRegression, not a LogisticRegressionCV;",
         ),
-        (lambda: FairLogisticRegression(C=-1.0).fit(X, Y > 0), "`C` must be one finite number > 0, not -1.0."),
+        (lambda: FairLogisticRegression(C=-1.0).fit(X, Y > 0), "`C` must be a positive number, not -1.0."),
         (
             lambda: FairLogisticRegression().fit(X, Y > 0).influence(X[:3], ["cat"] * 3),
             "must have one label, False or True, not 3 labels, with 1 unknown ones, the first 'cat'.",

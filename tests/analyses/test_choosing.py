@@ -8,6 +8,7 @@ import torch
 from problems import bound_regression, fair_logistic, fit_problem, regression_data, squared, zeros
 
 import dif
+from dif.analyses import removal_sets
 
 
 def test_problem_without_samples():
@@ -112,6 +113,25 @@ def test_smallest_set_brings_a_mean_to_zero():
     already = dif.smallest_set(solution, mean, train, 2.5, show_progress=False)
     assert already.indices == ()
     assert already.reached
+
+
+@pytest.mark.parametrize("find", ["choose", "smallest_set"])
+def test_verification_starts_where_the_choice_arrived(find, monkeypatch):
+    """From the old parameters another solution may be found, or none; the choice arrived at a certified point."""
+    train, problem, group = fair_logistic()
+    solution, target, fits = fit_problem(problem), train.mean(where=group == 0), []
+
+    def record(problem, params, **options):
+        fits.append(dif.Solution(problem, params, options.get("multipliers")).kkt.residual)
+        return dif.fit(problem, params, **options)
+
+    monkeypatch.setattr(removal_sets, "fit", record)
+    if find == "choose":
+        dif.choose(solution, target, train, 3, show_progress=False)
+    else:
+        goal = float(solution.value(target)) - 0.004
+        assert dif.smallest_set(solution, target, train, goal, show_progress=False).reached
+    assert fits[-1] < 1e-8
 
 
 def test_smallest_set_flips_a_prediction():

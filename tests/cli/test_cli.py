@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import dif
 from dif.cli import app, main
 from dif.cli.description import TEMPLATE, Description
-from dif.report.builder import Report
+from dif.report.builder import Report, write_html
 
 RUN = CliRunner()
 
@@ -99,6 +99,14 @@ def test_other_estimators(model, tmp_path, estimator):
     output = json.loads(result.stdout)
     assert len(output["samples"]) == 20
     assert output["verdict"]["sign"] == ("bad" if estimator == "classical" else "good")
+
+
+def test_scores_that_cannot_be_trusted_are_marked(model, tmp_path):
+    command = ["score", str(model), "--top", "3", "--out", str(tmp_path)]
+    assert "?" not in RUN.invoke(app, command).output
+    doubtful = RUN.invoke(app, [*command, "--estimator", "classical"]).output
+    assert doubtful.count(" ? ") == 3
+    assert "?: a prediction that cannot be trusted" in doubtful
 
 
 def test_errors_are_printed_on_one_line(model, tmp_path):
@@ -194,7 +202,7 @@ def test_what_was_found_for_another_model_is_not_reused(tmp_path):
 def test_changes_of_the_size_of_rounding_are_not_ranked_in_silence(model, tmp_path):
     flat = change_template(model, '"risk": risk,', '"risk": dif.linear([0.0, 0.0, 0.0]),', "flat.py")
     command = ["retrain", str(flat), "--top", "4", "--out", str(tmp_path)]
-    assert "the order of the ranking means nothing" in RUN.invoke(app, command).output
+    assert "so there is no ranking." in RUN.invoke(app, command).output
     output = RUN.invoke(app, [*command, "--json"]).stdout
     assert "NaN" not in output
     assert json.loads(output)["agreement"] is None
@@ -396,7 +404,7 @@ def test_why_a_retraining_failed_is_in_the_report(model, tmp_path):
         f"1 sample could not be retrained. The first is {updated.samples[1]['name']}: it <b>ran</b> away"
         in updated.remarks[0]
     )
-    updated.write_html(tmp_path / "report.html")
+    write_html(tmp_path / "report.html", [updated])
     assert "<b>ran" not in (tmp_path / "report.html").read_text()
 
 

@@ -3,13 +3,15 @@
 import json
 import re
 import threading
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from problems import retrainings
 from typer.testing import CliRunner
 
 import dif
-from dif.cli import analysis, app, model, results_folder
+from dif.cli import analysis, app, check, results_folder, retrain, score
 from dif.cli.description import TEMPLATE
 from dif.cli.results_folder import ResultsFolder
 from dif.report.builder import Report, load_reports
@@ -80,6 +82,16 @@ def test_a_damaged_kept_fit_is_not_used(file, fits):
     assert len(fits) == 2
 
 
+@pytest.mark.parametrize("lost", ["missing", "damaged", "another"])
+def test_scores_beside_the_report_are_those_it_lists(file, lost):
+    gap, risk = ask("score", file, "--target", "gap"), ask("score", file, "--target", "risk")
+    path, whole = Path(risk["scores"]), scores_of(file, risk)
+    damages = {"missing": path.unlink, "damaged": lambda: path.write_bytes(b"damaged")}
+    damages.get(lost, lambda: path.write_bytes(Path(gap["scores"]).read_bytes()))()
+    ask("retrain", file, "--target", "risk", "--top", "2")
+    assert scores_of(file, risk).equal(whole)
+
+
 def test_the_kept_fit_is_named(file):
     words = ["score", str(file), "--out", str(file.parent / "out")]
     assert "kept fit" not in RUN.invoke(app, words).stderr
@@ -129,6 +141,36 @@ def test_score_keeps_what_retrain_found(file):
     assert ask("score", file, "--target", "risk")["agreement"] is None
     file.write_text(SMALL.replace("dif.ridge(1e-1)", "dif.ridge(2e-1)"))  # another model: nothing of it is known
     assert ask("score", file, "--target", "gap")["agreement"] is None
+
+
+def test_people_without_a_prediction_come_first_and_are_retrained(file, monkeypatch):
+    """The two strongest have none, as where a path ends early; what the folder knows of them is not done again."""
+    strongest = [sample["index"] for sample in ask("score", file, "--top", "2")["samples"]]
+    ask("retrain", file, "--top", "1")
+    cured = file.parent / "out" / "retrained"
+
+    def lose(self, targets, removals, **options):
+        found = dif.DirectionalInfluence(self.solution).scores(targets, removals, **options)
+        values = found.stored.clone()
+        values[strongest] = float("nan")
+        reasons = {found.perturbations[i]: "The path ends early." for i in strongest}
+        return replace(found, stored=values, diagnostics=found.diagnostics | {"unanswered": reasons})
+
+    monkeypatch.setattr(dif.AdaptiveInfluence, "scores", lose)
+    assert len(retrainings(cured)) == 1
+    found = ask("score", file, "--accuracy", "0.05", "--top", "5")
+    assert len(retrainings(cured)) == 2  # one of the two was there
+    first, others = found["samples"][:2], found["samples"][2:]
+    assert sorted(sample["index"] for sample in first) == sorted(strongest)
+    assert all(sample["score"] is None and sample["actual"] is not None for sample in first)
+    assert all(sample["score"] is not None and sample["actual"] is None for sample in others)
+    assert found["verdict"]["sign"] == "good"
+    said = "2 removals have no answer: The path ends early. The model was trained again without each of them."
+    assert said in found["verdict"]["words"]
+    again = ask("retrain", file, "--accuracy", "0.05", "--top", "3")
+    assert again["samples"][:2] == first
+    assert [sample["actual"] is None for sample in again["samples"]] == [False] * 3
+    assert again["agreement"] is None  # of one pair
 
 
 def test_an_answer_about_an_earlier_version_is_kept_and_named(file):
@@ -192,12 +234,10 @@ def test_runs_at_the_same_time_lose_nothing(file):
     out, names = file.parent / "out", [f"t{k}" for k in range(6)]
     ask("retrain", file, "--top", "2")
     template = Report.load(out / "report.json")
-    folder = ResultsFolder(out, file, results_folder.KeptFits(out / "fits", file), shared=True)
+    folder = ResultsFolder(out, file)
     together = threading.Barrier(len(names))
 
     def add(name):
-        from dataclasses import replace
-
         together.wait()
         folder.add(replace(template, target=name, mark=name))
 
@@ -258,7 +298,7 @@ def test_an_interrupted_run_says_what_is_true(file, monkeypatch):
     said = interrupt(monkeypatch, results_folder, "fit", words)
     assert said == "Interrupted while running the model file. Nothing new was kept. The same command starts again."
     assert not list(out.rglob("*.npz"))
-    said = interrupt(monkeypatch, analysis, "_predict", words)
+    said = interrupt(monkeypatch, analysis, "_score_all", words)
     assert said == "Interrupted while scoring. The fit is kept. The same command starts again with that fit."
     assert len(list(out.rglob("*.npz"))) == 1
     said = interrupt(monkeypatch, dif.Retraining, "scores", words)
@@ -300,6 +340,6 @@ def test_an_interrupted_fit_is_continued(file, monkeypatch):
 
 
 def test_the_commands_that_are_documented_exist():
-    for command in (model.check, model.score, model.retrain):
+    for command in (check, score, retrain):
         assert "--out" in RUN.invoke(app, [command.__name__, "--help"]).output
     assert "--estimator" in RUN.invoke(app, ["retrain", "--help"]).output

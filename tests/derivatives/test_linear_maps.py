@@ -1,11 +1,13 @@
 """Hessians of losses of linear maps equal those of autograd; other losses are recognised and use products."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import cross_entropy, linear, softplus
 
 from dif import Samples
-from dif.derivatives.losses import cost, structured_hessian
+from dif.derivatives.losses import cost, structured_hessian, sweep_batches
 from dif.derivatives.rows import Rows
 from dif.problem.parameters import Parameters
 
@@ -74,7 +76,7 @@ CURVED = {
 
 @pytest.fixture(autouse=True)
 def use_structure_for_few_parameters(monkeypatch):
-    monkeypatch.setattr("dif.derivatives.rows._STRUCTURED", 1)
+    monkeypatch.setattr("dif.derivatives.rows.STRUCTURED", 1)
 
 
 def compile_loss(start, loss, **options):
@@ -174,3 +176,25 @@ def test_samples_without_weight():
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
     H = rows.hessian(theta, torch.tensor([1.0, 0.0]).double())
     assert torch.allclose(H, exact, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_several_points_in_one_product_are_those_one_by_one(name):
+    tensors, loss = MAPPED[name]
+    layout, theta = Parameters.of(tensors)
+    _, plain = next(sweep_batches(Samples(loss, data), layout, theta))
+    mapped = replace(plain, by_maps=True)
+    assert not plain.by_maps
+    draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)  # noqa: E731
+    thetas, W, mu = theta + 0.1 * draw(4, len(theta)), draw(4, 3, N), draw(4, 3)
+    assert mapped._evaluate_maps(thetas) is not None
+    thetas[0, 0] = float("nan")  # at one point, which must not spoil the others
+    for verb, arguments in {
+        "pull": (theta, W[0]),
+        "stacked_values": (thetas,),
+        "stacked_pull": (thetas, W),
+        "stacked_gradients": (thetas, W, mu),
+    }.items():
+        torch.testing.assert_close(
+            getattr(mapped, verb)(*arguments), getattr(plain, verb)(*arguments), rtol=1e-12, atol=1e-12, equal_nan=True
+        )

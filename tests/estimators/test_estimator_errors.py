@@ -24,7 +24,6 @@ from refusals import (
     invalid,
     kinked,
     logistic,
-    not_complementary,
     not_feasible,
     point,
     refused,
@@ -80,7 +79,8 @@ def test_a_linear_solve_that_misses_its_tolerance_is_refused():
 def test_a_pivot_of_rounding_size_is_refused():
     thin = dif.Function(lambda p: 0.5 * p["w"].sum() ** 2 + 0.5e-15 * p["w"][1] ** 2, name="thin")
     at = dif.Solution(dif.Problem(thin), START)
-    error = refused(dif.DegenerateError, lambda: dif.ClassicalInfluence(at), "The curvature is not positive definite")
+    meaning = "The curvature is not positive definite, so the linearised problem has no unique solution."
+    error = refused(dif.DegenerateError, lambda: dif.ClassicalInfluence(at), meaning)
     assert error.found.startswith("The smallest of the pivots of the curvature is ")
     assert 0 <= float(error.found.split()[9]) < 2.2e-14
     assert error.allowed == "All must be above 2.2e-14."
@@ -100,7 +100,10 @@ def test_a_constraint_that_becomes_inactive_where_only_it_kept_the_problem_conve
     switching = dif.DirectionalInfluence(at, switching=True)
     for action in (lambda: switching.change(push), lambda: switching.scores(SADDLE.mean(), push)):
         error = refused(
-            dif.DegenerateError, action, "The constraint becomes inactive, but the Lagrangian is convex only"
+            dif.DegenerateError,
+            action,
+            "The constraint becomes inactive, but the Lagrangian is convex only while it holds, so the linearised "
+            "problem has no minimum.",
         )
         assert error.found == "The multiplier of wall would be -0.25 after the step."
         assert error.allowed == "The multiplier of an inequality must be at least 0."
@@ -112,7 +115,10 @@ def test_a_constraint_that_becomes_inactive_where_only_it_kept_the_problem_conve
     newton = dif.NewtonInfluence(at)
     for action in (lambda: newton.change(push), lambda: newton.scores(SADDLE.mean(), push)):
         found = "The quadratic problem of this step is not convex on the constraints that hold."
-        meaning = "It has no minimum: a constraint that kept it convex becomes inactive"
+        meaning = (
+            "It has no minimum: a constraint that kept it convex becomes inactive, or the Lagrangian curves downwards "
+            "along the constraints."
+        )
         assert refused(dif.DegenerateError, action, meaning, "use DirectionalInfluence").found == found
     assert torch.isfinite(dif.DirectionalInfluence(at).change(push).flat).all()
     refused(dif.UnboundedError, lambda: dif.Retraining(at).change(push), "The objective is unbounded below")
@@ -150,7 +156,10 @@ def check_unanswered(at, perturbation, reason):
 
 
 def test_a_changed_problem_without_feasible_points_is_refused_by_name_or_recorded():
-    text = "moves them apart, or the changed problem is infeasible."
+    text = (
+        "The linearised constraints contradict each other: they depend on each other and the perturbation moves them "
+        "apart, or the changed problem is infeasible."
+    )
     low, high = dif.linear([1.0, 1.0]) >= 0.9, dif.linear([1.0, 1.0]) <= 1.0
     at = solve(TRAIN.mean() + dif.ridge(0.1), [low, high])
     shut, sound = high.shift(-0.2), TRAIN.remove_each([0, 1])
@@ -184,7 +193,8 @@ def test_penalties_must_be_positive(rho, k):
 
 def test_a_penalised_objective_that_cannot_be_minimised():
     action = lambda: dif.PenaltyInfluence(solution(), 1e30, 1e30, at_minimiser=True)  # noqa: E731
-    error = refused(dif.NotConvergedError, action, "The penalised objective was not minimised", "Use smaller rho and k")
+    meaning = "The penalised objective was not minimised: large penalties are badly conditioned."
+    error = refused(dif.NotConvergedError, action, meaning, "Use smaller rho and k")
     measured = re.fullmatch(
         r"The gradient of the penalised objective is (.+) where its minimisation stopped\.", error.found
     )
@@ -196,7 +206,7 @@ def test_a_retraining_that_stops_early_is_refused_or_recorded_as_nan():
     train = samples(logistic, name="signs")
     at = solve(train.mean() + dif.ridge(0.1))
     removals = train.remove_groups([[0, 1, 2], [3]])
-    text = "The changed problem was not solved"
+    text = "The changed problem was not solved, so its difference from the old solution means nothing."
     error = refused(
         dif.NotConvergedError, lambda: dif.Retraining(at, max_iter=1).change(removals[0]), text, "Raise max_iter"
     )
@@ -304,15 +314,6 @@ def test_a_frame_needs_pandas(monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ImportError, match=r'pip install "directional-influence\[pandas\]"'):
         influence().to_frame()
-
-
-def test_a_landscape_needs_two_parameters():
-    from dif.report.plots import landscape
-
-    with pytest.raises(
-        dif.InvalidInputError, match="The solution has 1 parameter; a landscape is drawn of problems with"
-    ):
-        landscape(not_complementary(), None)
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def nearly_weak(seed):
 
 def find_binding(multipliers, solution):
     """Return which constraints have a positive multiplier, on the scale of the problem."""
-    return tuple((solution.scales.multiplier(multipliers) > 1e-9).tolist())
+    return tuple((solution.scales.steps(solution.c, multipliers)[1] > 1e-9).tolist())
 
 
 def test_switching_predicts_the_active_set():

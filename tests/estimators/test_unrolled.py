@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from refusals import invalid, refused
-from trainings import classify, logistic, state_problem, violations
+from trainings import Explicit, classify, logistic, state_problem, violations
 
 import dif
 from dif.derivatives.program import Targets
@@ -59,11 +59,11 @@ def by_autograd(run, data, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_scores_are_autograd_through_the_loop(optimizer):
     train, test, run, data = train_model(optimizer)
-    scores = dif.UnrolledInfluence(run).scores(test, train.remove_each(), **PLAIN)
+    scores = dif.UnrolledInfluence(run).scores(test, 0.5 * train.remove_each(), **PLAIN)
     slopes, touched = by_autograd(run, data, optimizer)
     assert touched >= 2  # multipliers at zero
     assert max(run.history.multipliers[-1]) > 0
-    np.testing.assert_allclose(scores.values, -slopes.T, atol=1e-8 * float(slopes.abs().max()))
+    np.testing.assert_allclose(scores.values, -0.5 * slopes.T, atol=1e-8 * float(slopes.abs().max()))
 
 
 def perturbations(train, problem, X, y):
@@ -93,13 +93,227 @@ def test_every_perturbation_is_the_difference_of_running_again(optimizer):
     for name, one in perturbations(train, run.problem, X, y).items():
         h = 1e-5
         difference = (ends(h * one) - ends(-h * one)) / (2 * h)
-        found = estimator.scores(test, one, **PLAIN).values[0]
-        np.testing.assert_allclose(found, difference, atol=1e-6 * float(difference.abs().max()), err_msg=name)
-        forward = estimator.change(one).flat @ targets.gradients(run.theta)
-        np.testing.assert_allclose(forward, found, atol=1e-10 * float(found.abs().max()), err_msg=name)
-        by_term = estimator.by_term(test.mean(), one, **QUIET)
-        np.testing.assert_allclose(by_term.values.sum(), found.mean(), atol=1e-12)
-        assert by_term.targets == ("objective", *run.end.program.names)
+        small = estimator.scores(test, h * one, **PLAIN).values[0] / h
+        np.testing.assert_allclose(small, difference, atol=1e-6 * float(difference.abs().max()), err_msg=name)
+        half = estimator.scores(test, 0.5 * one, **PLAIN).values[0]
+        np.testing.assert_allclose(half, 0.5 * small, atol=1e-9 * float(small.abs().max()), err_msg=name)
+        for whole in (one, 0.5 * one):
+            found = estimator.scores(test, whole, **PLAIN).values[0]
+            forward = estimator.change(whole).flat @ targets.gradients(run.theta)
+            np.testing.assert_allclose(forward, found, atol=1e-10 * float(found.abs().max()), err_msg=name)
+            by_term = estimator.by_term(test.mean(), whole, **QUIET)
+            np.testing.assert_allclose(by_term.values.sum(), found.mean(), atol=1e-12)
+            assert by_term.targets == ("objective", *run.end.program.names)
+
+
+# Whole removals and additions: each step changes by its exact difference
+
+PARTS = torch.eye(8, dtype=F64)
+
+
+def carry_out(gone=(), new=(), renormalise=True, dtau=(0.0, 0.0, 0.0)):
+    """Return the weights a and b, and the shift of τ, of a run without some samples and with others."""
+
+    def moved(index, one):
+        a = torch.where(torch.isin(index, torch.tensor(gone)), 0.0, one)
+        a = torch.where(torch.isin(index, torch.tensor(new)), 1.0, a)
+        return a, a if renormalise else one, torch.tensor(dtau, dtype=F64)
+
+    return moved
+
+
+def whole_changes(train, problem, X, y):
+    """By name: a perturbation, what it does, and of which samples the two new ones are like."""
+    new, third = (X[:2] + 0.3, y[:2]), (1 / 3) * train.remove([3])
+    return {
+        "one": (train.remove([3]), carry_out([3])),
+        "the last of its group in a batch": (train.remove([6]), carry_out([6])),
+        "several": (train.remove([1, 2, 20]), carry_out([1, 2, 20])),
+        "a sum of removals": (train.remove([1, 2]) + train.remove([20]), carry_out([1, 2, 20])),
+        "a group but one": (train.remove(range(0, 39, 3)), carry_out(range(0, 39, 3))),
+        "the paper's": (train.remove([1, 2], renormalise=False), carry_out([1, 2], renormalise=False)),
+        "three thirds": (third + third + third, carry_out([3])),
+        "ten tenths": (sum([0.1 * train.remove([6])] * 10), carry_out([6])),
+        "new samples": (train.add(new, like=[4, 7]), carry_out(new=[40, 41])),
+        "replaced": (train.replace([4, 7], new), carry_out([4, 7], [40, 41])),
+        "removed, others added": (train.remove([6]) + train.add(new, like=[4, 7]), carry_out([6], [40, 41])),
+        "a bound": (problem.constraints[0].shift(-0.2), carry_out(dtau=(-0.2, 0.0, 0.0))),
+        "a removal and a bound": (
+            train.remove([3]) + problem.constraints[2].shift(0.3),
+            carry_out([3], dtau=(0.0, 0.0, 0.3)),
+        ),
+    }
+
+
+@pytest.mark.parametrize("size", [4, 9])
+def test_whole_changes_are_exact_in_each_step_and_carried_on_linearly(size):
+    """Against steps that are written out, with and without the samples, by forward mode."""
+    X, y, group, params = classify(n=40)
+    train, problem = state_problem(X, y, group)
+    options = {
+        "optimizer": dif.SGD(0.1, momentum=0.9, weight_decay=0.02),
+        "dual": dif.Ascent(0.5),
+        "schedule": "cosine",
+    }
+    run = dif.Training(problem, params, **options, batch_size=size, epochs=3, seed=1).run(**QUIET)
+    members = [[int((group[index] == g).sum()) for (index,) in run.loop.indices] for g in range(2)]
+    assert min(map(min, members)) == 0  # a group without members in a batch
+    data = [torch.cat([x, more]) for x, more in ((X, X[:2] + 0.3), (y, y[:2]), (group, group[[4, 7]]))]
+    explicit = Explicit(*data, weight_decay=0.02)
+    start = torch.cat([params["W"].reshape(-1), params["v"], torch.zeros(11, dtype=F64)])
+    copies = [[40] * int((index == 4).sum()) + [41] * int((index == 7).sum()) for (index,) in run.loop.indices]
+    batches = [(i, torch.tensor(more, dtype=torch.long)) for (i,), more in zip(run.loop.indices, copies, strict=True)]
+    estimator, linear = dif.UnrolledInfluence(run), dif.linear(PARTS)
+    steps = explicit.linearise(start, batches, run.loop.step.factors)
+    np.testing.assert_allclose(run.theta, steps[-1][4][:8], atol=1e-13)
+    for name, (perturbation, moved) in whole_changes(train, problem, X, y).items():
+        expected = explicit.predict(steps, moved)
+        change = estimator.change(perturbation)
+        size = float(expected[:8].abs().max())
+        np.testing.assert_allclose(change.flat, expected[:8], atol=1e-11 * size, err_msg=name)
+        lam = change.multipliers.flat
+        np.testing.assert_allclose(lam, expected[16:], atol=1e-11 * float(expected[16:].abs().max()), err_msg=name)
+        scores = estimator.scores(linear, perturbation, **PLAIN)
+        np.testing.assert_allclose(scores.values[0], expected[:8], atol=1e-11 * size, err_msg=name)
+        by_term = estimator.by_term(dif.linear(PARTS[3]), perturbation, **QUIET).values.sum()
+        np.testing.assert_allclose(by_term, expected[3], atol=1e-11 * size, err_msg=name)
+    each = estimator.scores(linear, train.remove_each(), **PLAIN).values
+    for i in range(0, 40, 7):
+        expected = explicit.predict(steps, carry_out([i]))
+        np.testing.assert_allclose(each[i], expected[:8], atol=1e-11 * float(expected[:8].abs().max()))
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["SGD"], OPTIMIZERS["momentum"]], ids=["SGD", "momentum"])
+@pytest.mark.parametrize("size", [6, 12])
+def test_a_run_of_one_step_is_predicted_exactly(optimizer, size):
+    X, y, group, params = classify(n=size)
+    train, problem = state_problem(X, y, group)
+    training = dif.Training(problem, params, optimizer, dif.Ascent(0.5), size, multipliers=[0.3, 0.0, -0.2])
+    run = training.run(**QUIET)
+    new = (X[:2] + 0.3, y[:2])
+    for one in (
+        train.remove([0]),
+        train.remove([0], renormalise=False),
+        train.remove([0, 1]),
+        train.remove([1], terms=[problem.constraints[1]]) + train.remove([2]),
+        train.add(new, like=[0, 1]),
+        train.replace([0, 2], new),
+        train.remove([1]) + 0.5 * train.remove([2]),
+        train.remove([2]) + problem.constraints[1].shift(0.3),
+        problem.constraints[0].shift(1.0),
+    ):
+        found, actual = dif.UnrolledInfluence(run).change(one), dif.Retraining(run).change(one)
+        np.testing.assert_allclose(found.flat, actual.flat, atol=1e-15, err_msg=str(one))
+        np.testing.assert_allclose(found.multipliers.flat, actual.multipliers.flat, atol=1e-15, err_msg=str(one))
+        scores = dif.UnrolledInfluence(run).scores(dif.linear(PARTS), one, **PLAIN)
+        np.testing.assert_allclose(scores.values[0], actual.flat, atol=1e-15, err_msg=str(one))
+
+
+def test_views_several_samples_and_weighted_means_by_hand():
+    """Two steps on a line, by NumPy: risk of `train`, mean and sum of a view, weighted mean of other samples."""
+    generator = np.random.default_rng(0)
+    x, z, rising = generator.normal(size=6), generator.normal(size=4), np.arange(1.0, 5.0)
+    train = dif.Samples(lambda p, b: 0.5 * (p["t"] - b) ** 2, torch.tensor(x), name="train")
+    rate, other = (
+        train.view(lambda p, b: torch.sin(p["t"] * b), name="rate"),
+        dif.Samples(lambda p, b: p["t"] ** 2 * b, torch.tensor(z), name="other"),
+    )
+    some = torch.tensor([True, False, False, True, False, False])
+    terms = [rate.mean(where=some) + 0.1 * rate.sum() <= 0.05, other.mean(weights=rising) >= 0.2]
+    problem = dif.Problem(train.mean() + dif.ridge(0.1), terms)
+    start, lr, up, lam0 = 0.7, 0.3, 0.8, np.array([0.4, 0.3])
+    run = dif.Training(
+        problem, {"t": torch.tensor(start, dtype=F64)}, dif.SGD(lr), dif.Ascent(up), 3, multipliers=lam0
+    ).run(**QUIET)
+    batches = [(i.numpy(), j.numpy()) for i, _, j in run.loop.indices]
+    assert len(batches) == 2
+
+    def step(t, lam, index, others, weights, more):
+        """The step with weights of the samples and of the others; also its derivative in t and λ."""
+        w, v, members = weights[index], more[others] * rising[others], some.numpy()[index] * weights[index]
+        there, others_there = members.sum() > 0, v.sum() > 0
+        values = lambda t: np.array([  # noqa: E731
+            there * ((members * np.sin(t * x[index])).sum() / max(members.sum(), 1)
+                     + 0.1 * (w * np.sin(t * x[index])).sum() * 6 / len(index) - 0.05),
+            others_there * (0.2 - t**2 * (v * z[others]).sum() / max(v.sum(), 1e-9)),
+        ])  # fmt: skip
+        slopes = lambda t: np.array([  # noqa: E731
+            there * ((members * np.cos(t * x[index]) * x[index]).sum() / max(members.sum(), 1)
+                     + 0.1 * (w * np.cos(t * x[index]) * x[index]).sum() * 6 / len(index)),
+            others_there * (-2 * t * (v * z[others]).sum() / max(v.sum(), 1e-9)),
+        ])  # fmt: skip
+        g = (w * (t - x[index])).sum() / w.sum() + 0.1 * t + lam @ slopes(t)
+        h = 1e-6
+        g_t = 1 + 0.1 + lam @ (slopes(t + h) - slopes(t - h)) / (2 * h)
+        after = np.concatenate([[t - lr * g], np.maximum(0, lam + up * values(t))])
+        J = np.zeros((3, 3))
+        J[0, 0], J[0, 1:] = 1 - lr * g_t, -lr * slopes(t)
+        J[1:, 0], J[1:, 1:] = (after[1:] > 0) * up * slopes(t), np.diag((after[1:] > 0).astype(float))
+        return after, J
+
+    one, all_others, estimator = np.ones(6), np.ones(4), dif.UnrolledInfluence(run)
+    for samples, gone in ((train, [0]), (train, [3, 5]), (train, [1, 2]), (other, [2]), (other, [0, 1, 3])):
+        weights, more = one.copy(), all_others.copy()
+        (weights if samples is train else more)[gone] = 0
+        state, change = np.array([start, *lam0]), np.zeros(3)
+        for index, others in batches:
+            after, J = step(state[0], state[1:], index, others, one, all_others)
+            change = J @ change + step(state[0], state[1:], index, others, weights, more)[0] - after
+            state = after
+        np.testing.assert_allclose(run.theta, state[:1], atol=1e-14)
+        found = estimator.change(samples.remove(gone))
+        np.testing.assert_allclose(found.flat, change[:1], atol=1e-9)
+        np.testing.assert_allclose(found.multipliers.flat, change[1:], atol=1e-9)
+        score = estimator.scores(dif.linear([1.0]), samples.remove(gone), **PLAIN).values
+        np.testing.assert_allclose(score, change[:1, None], atol=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", [OPTIMIZERS["Adam"], OPTIMIZERS["AdamW"]], ids=["Adam", "AdamW"])
+def test_adam_moves_along_the_exact_change_of_the_gradient(optimizer):
+    """One step: the optimiser's derivative along the difference of two gradients."""
+    X, y, group, params = classify(n=12)
+    train, problem = state_problem(X, y, group)
+    training = dif.Training(problem, params, optimizer, dif.Ascent(0.5), 12, multipliers=[0.3, 0.1, -0.2])
+    run, theta = training.run(**QUIET), torch.cat([t.reshape(-1) for t in params.values()])
+    explicit, lam = Explicit(X, y, group), torch.tensor([0.3, 0.1, -0.2], dtype=F64)
+    (index,), one, none = run.loop.indices[0], torch.ones(12, dtype=F64), torch.zeros(3, dtype=F64)
+    slope = torch.func.grad(lambda *args: explicit.lagrangian(*args)[0])
+    g, left = slope(theta, lam, index, one, one, none), (index != 3).double()
+    move = lambda g: optimizer.update(theta, optimizer.start(theta), g, 1.0, 0)[0]  # noqa: E731
+    expected = torch.func.jvp(move, (g,), (slope(theta, lam, index, left, left, none) - g,))[1]
+    np.testing.assert_allclose(dif.UnrolledInfluence(run).change(train.remove([3])).flat, expected, atol=1e-14)
+
+
+def test_minorities_in_small_batches_are_predicted():
+    """160 people, batches of 16, a bounded group of 10: a member is often the only one in its batch."""
+    r = []
+    for seed in range(3):
+        run, train, target = train_minority(seed)
+        removals = train.remove_each()
+        actual = dif.Retraining(run).scores(target, removals, **QUIET)
+        finite, derivative = (
+            dif.UnrolledInfluence(run).scores(target, factor * removals, **PLAIN) for factor in (1.0, 0.5)
+        )
+        r.append([np.corrcoef(x.values[:, 0], actual.values[:, 0])[0, 1] for x in (finite, derivative)])
+    finite, derivative = np.median(r, 0)
+    assert finite > 0.94 > 0.84 > derivative
+
+
+def train_minority(seed, n=160, members=10):
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(shape, generator=generator, dtype=F64)  # noqa: E731
+    X, group = draw(n, 4), torch.zeros(n, dtype=torch.bool)
+    X[:, 0] = 1
+    group[torch.randperm(n, generator=generator)[:members]] = True
+    y = torch.sign(X[:, 1] - 0.5 * X[:, 2] + torch.where(group, -1.0, 1.0) + 0.7 * draw(n))
+    loss = lambda p, z: torch.nn.functional.softplus(-z[1] * (z[0] @ p["w"]))  # noqa: E731
+    train = dif.Samples(loss, (X, y), name="train")
+    X_test = draw(200, 4)
+    X_test[:, 0] = 1
+    y_test = torch.sign(X_test[:, 1] - 0.5 * X_test[:, 2] + 0.7 * draw(200))
+    problem = dif.Problem(train.mean() + dif.ridge(0.01), [(train.mean(where=group) <= 0.5).named("minority")])
+    training = dif.Training(problem, {"w": torch.zeros(4, dtype=F64)}, dif.SGD(0.1), dif.Ascent(0.3), 16, 8, seed)
+    return training.run(**QUIET), train, dif.Samples(loss, (X_test, y_test), name="test").mean()
 
 
 def test_batches_of_targets_and_ways_to_keep_states_agree(tmp_path):
@@ -126,9 +340,14 @@ def test_since_leaves_the_steps_before_as_they_were():
     targets, h = Targets(test, run.end), 1e-5
     ends = [targets.values(next(iter(rerun(run, sign * h * removal, 6)))[0][0]) for sign in (1, -1)]
     difference = (ends[0] - ends[1]) / (2 * h)
-    found = estimator.scores(test, removal, **PLAIN).values[0]
+    found = estimator.scores(test, h * removal, **PLAIN).values[0] / h
     np.testing.assert_allclose(found, difference, atol=1e-6 * float(difference.abs().max()))
-    np.testing.assert_allclose(estimator.change(removal).flat @ targets.gradients(run.theta), found, atol=1e-12)
+    whole = estimator.scores(test, removal, **PLAIN).values[0]
+    np.testing.assert_allclose(estimator.change(removal).flat @ targets.gradients(run.theta), whole, atol=1e-12)
+    last = dif.UnrolledInfluence(run, since=run.loop.length - 1)  # a single step: exact
+    ((theta, _),) = rerun(run, train.remove_each(), run.loop.length - 1)
+    scores = last.scores(dif.linear(PARTS), train.remove_each(), **PLAIN)
+    np.testing.assert_allclose(scores.values, theta - run.theta, atol=1e-15)
     late = dif.UnrolledInfluence(run, since=run.loop.length).scores(test, removal, **PLAIN).values
     assert float(late.abs().max()) == 0
 
@@ -249,7 +468,8 @@ def test_a_chaotic_run_is_refused_with_its_probes():
     error = refused(
         dif.DegenerateError,
         lambda: dif.UnrolledInfluence(wild).scores(train.mean(), train.remove_each(), **QUIET),
-        "its derivative predicts nothing",
+        "The training is chaotic or not smooth at this scale, so its derivative predicts nothing. Nor does that of a "
+        "sample which is alone in its batch or group.",
     )
     assert "predicted (actual)" in error.found
     recorded = dif.UnrolledInfluence(wild, strict=False).scores(train.mean(), train.remove_each(), **QUIET)
@@ -266,7 +486,7 @@ def test_wrong_input_is_refused():
         dif.DegenerateError,
         lambda: dif.UnrolledInfluence(adam).scores(flat.mean(), flat.remove_each(), **QUIET),
         "scores are NaN or infinite",
-        "A step has no derivative somewhere, such as the root of an average square of 0",
+        "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root.",
     )
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "`run` must be a dif.Run, not of type Solution")

@@ -120,7 +120,7 @@ def test_wrong_inputs_are_refused():
         (lambda: compare({"mine": np.ones((20, 2))}), f"`scores['mine']` {one_each} an array of shape (20, 2)"),
         (lambda: compare({"mine": score}), f"`scores['mine']` {one_each} of type function"),
         (lambda: constrain(labels=[[1]] * 20), f"`labels` {one_each} an array of shape (20, 1)"),
-        (lambda: constrain(bound=[[1], [1, 2]]), "`bound` must be one finite number ≥ 0"),
+        (lambda: constrain(bound=[[1], [1, 2]]), "`bound` must be a number ≥ 0"),
         (
             lambda: constrain(control_features=[1]),
             "`control_features` must have shape (20,), or (20, k) for k features, not an array of shape (1,)",

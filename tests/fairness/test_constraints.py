@@ -7,6 +7,7 @@ import pytest
 import torch
 from fair_oracle import FairOracle
 from refusals import invalid
+from scipy.optimize import minimize
 from scipy.special import expit
 
 import dif
@@ -160,6 +161,66 @@ def test_the_rule_holds_for_the_group_that_a_removal_makes_the_smaller_one(kind,
         assert np.linalg.norm(found - actual) < 0.15 * np.linalg.norm(actual)
 
 
+def gather(X, y, group, region, bound):
+    """θ of least squares under demographic parity of linear scores within each region, for these people; by SciPy."""
+    means = [
+        (group == g)[here] @ X[here] / (group == g)[here].sum() - X[here].mean(0)
+        for here in (region == r for r in np.unique(region))
+        for g in np.unique(group[here])
+    ]
+    rows = np.concatenate([means, np.negative(means)])
+    H, pull = 2 * X.T @ X / len(y) + RIDGE * np.eye(X.shape[1]), 2 * X.T @ y / len(y)
+    limits = {"type": "ineq", "fun": lambda w: bound - rows @ w, "jac": lambda w: -rows}
+    options = {"ftol": 1e-16, "maxiter": 1000}
+    quadratic = lambda w: (0.5 * w @ H @ w - pull @ w, H @ w - pull)  # noqa: E731
+    return minimize(quadratic, np.zeros(len(H)), method="SLSQP", jac=True, constraints=[limits], options=options).x
+
+
+CHANGES = {
+    "one leaves": lambda train, new, half: train.remove([int(half[0])]),
+    "the order turns": lambda train, new, half: train.remove(half),
+    "others come": lambda train, new, half: train.add(new, like=1),
+    "some leave, others come": lambda train, new, half: train.remove(half) + train.add(new, like=1),
+    "in thirds": lambda train, new, half: sum([(1 / 3) * train.remove(half)] * 3),
+}
+
+
+@cache
+def compare_means(groups, regions):
+    """Groups of equal size in each region under a constraint on linear scores: people, problem and solution."""
+    rng, n = np.random.default_rng(0), 60
+    group, region = np.arange(n) % groups, np.arange(n) // groups % regions
+    X = np.c_[rng.normal(size=(n, 3)) + 0.9 * (group == 0)[:, None], np.ones(n)]
+    y = X[:, 0] + 0.5 * rng.normal(size=n)
+    train = dif.Samples(lambda p, z: (score(p, z) - z[1]) ** 2, (X, y), name="train")
+    options = {"sensitive_features": group, "control_features": region, "bound": 0.05, "link": None}
+    problem = dif.Problem(train.mean() + dif.ridge(RIDGE), dif.fairness.demographic_parity(train, score, **options))
+    start = {"w": torch.zeros(4).double()}
+    return train, (X, y, group, region), problem, dif.fit(problem, start, show_progress=False)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("groups", "regions"), [(2, 1), (2, 2), (3, 1)])
+def test_every_way_to_solve_it_again_states_the_rule_for_whoever_is_left(change, groups, regions):
+    """With linear scores and squared losses a Newton step is exact, too.
+
+    All groups have the same size at first, and of two groups only the second is stated.
+    """
+    train, old, problem, solution = compare_means(groups, regions)
+    rng, (group, region) = np.random.default_rng(1), old[2:]
+    half = np.flatnonzero((group == 0) & (region == 0))[: 20 // regions // groups + 1]
+    new = np.c_[rng.normal(size=(8, 3)), np.ones(8)], rng.normal(size=8)
+    perturbation = CHANGES[change](train, tuple(map(torch.tensor, new)), half.tolist())
+    leave = half[:1] if change == "one leaves" else half if change != "others come" else half[:0]
+    come = 8 if "come" in change else 0
+    parts = zip(old, (*new, np.ones(8, int), np.zeros(8, int)), strict=True)
+    expected = gather(*(np.concatenate([np.delete(part, leave, 0), more[:come]]) for part, more in parts), 0.05)
+    again = dif.fit(problem.after(perturbation), solution.params, show_progress=False).theta
+    np.testing.assert_allclose(again, expected, atol=1e-6)
+    for exact in (dif.NewtonInfluence, dif.PathInfluence, dif.Retraining):
+        np.testing.assert_allclose(solution.theta + exact(solution).change(perturbation).flat, expected, atol=1e-6)
+
+
 def test_scores_follow_the_smaller_group_in_every_removal():
     """Groups of equal size: whoever leaves makes the own group the smaller one."""
     train, solution, oracle = divide((100, 100), "demographic parity")
@@ -278,8 +339,8 @@ def test_wrong_inputs_are_refused():
             lambda: constrain("equalised odds", labels=[0, 1]),
             "`labels` must have shape (700,), one value per sample, not an array of shape (2,)",
         ),
-        (lambda: constrain("demographic parity", bound=-0.1), "`bound` must be one finite number ≥ 0, not -0.1"),
-        (lambda: constrain("bounded group loss", bound=None), "`bound` must be one finite number ≥ 0, not None"),
+        (lambda: constrain("demographic parity", bound=-0.1), "`bound` must be a number ≥ 0, not -0.1"),
+        (lambda: constrain("bounded group loss", bound=None), "`bound` must be a number ≥ 0, not None"),
         (
             lambda: constrain("demographic parity", ratio=1.2),
             "`ratio` must be above 0 and at most 1, such as 0.8 for the four-fifths rule, not 1.2",
@@ -299,3 +360,15 @@ def test_wrong_inputs_are_refused():
         (lambda: constrain("demographic parity", sample_weight=np.ones(7)), "(7,)"),
     ):
         invalid(action, measured)
+
+
+@pytest.mark.parametrize("kind", list(BOUNDS)[:4])
+def test_ratios_of_means_that_may_be_negative_are_refused(kind):
+    """For m < 0 the rows ratio·m_g ≤ m and m_g ≥ ratio·m contradict each other at m_g = m."""
+    words = "may be negative; pass `bound` instead, or a link whose values are positive, such as torch.sigmoid."
+    for link, found in ((None, "link=None"), (torch.tanh, "this `link`"), (lambda f: f, "this `link`")):
+        invalid(
+            lambda link=link: constrain(kind, ratio=0.8, link=link), f"`ratio` cannot be used with {found}, ", words
+        )
+        assert constrain(kind, ratio=1.0, link=link)
+    assert constrain(kind, ratio=0.8, link=lambda f: torch.sigmoid(5 * f))

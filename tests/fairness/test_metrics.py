@@ -41,8 +41,8 @@ def score(params, data):
 
 
 def smooth(given, **options):
-    arguments = {"labels": LABELS, "sensitive_features": GROUP} | options
-    targets = dif.fairness.smooth_metrics(given, score, torch.tensor(X), **arguments)
+    arguments = {"data": torch.tensor(X), "labels": LABELS, "sensitive_features": GROUP} | options
+    targets = dif.fairness.smooth_metrics(given, score, **arguments)
     return {target.name: float(target.fn({"w": torch.tensor(W)})) for target in targets}
 
 
@@ -117,6 +117,8 @@ def test_wrong_inputs_are_refused():
         (lambda: smooth(known, labels=2 * LABELS), "`labels` must contain only 0 and 1, or −1 and 1, not 2;"),
         (lambda: smooth(known, sensitive_features=np.where(LABELS, "ratio", "a")), "must not be called 'ratio'"),
         (lambda: compare(np.ones(3)), "one value per sample, not an array of shape (3,)"),
+        (lambda: smooth(known, data=dif.Samples(score, X)), "`data` must be a tensor, an array or a data frame, or"),
+        (lambda: smooth(known, data=(torch.tensor(X), None)), "as `score` takes it, not None."),
     ):
         invalid(action, measured)
     known = "it must be one of the functions selection_rate, mean_prediction, true_positive_rate, "

@@ -87,5 +87,6 @@ def test_moments_without_a_smooth_counterpart_are_refused_by_name():
         (reductions.BoundedGroupLoss(SQUARE, upper_bound=1), {"loss": None}, "`loss` must be passed for "),
         (reductions.DemographicParity(), {"score": None}, "`score` must be passed for "),
         (reductions.EqualizedOdds(), {"labels": None}, "`labels` must be passed for "),
+        (reductions.EqualizedOdds(ratio_bound=0.8), {"link": None}, "`ratio` cannot be used with link=None"),
     ):
         invalid(lambda moment=moment, options=options: read(moment, **options), measured)

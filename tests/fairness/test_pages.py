@@ -1,12 +1,14 @@
 """The code on the pages about fairness runs as it stands."""
 
+import ast
 import re
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("fairlearn")
-DOCS = Path(__file__).parent.parent.parent / "docs"
+ROOT = Path(__file__).parent.parent.parent
+DOCS = ROOT / "docs"
 
 
 @pytest.mark.parametrize(("page", "heading"), [("fairness.md", "# Fairness"), ("adapters.md", "## fairlearn")])
@@ -18,3 +20,12 @@ def test_code_of_a_page_runs(page, heading, capsys):
     for code in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
         exec(code, names)
     assert "demographic parity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("room", ["adapters", "fairness"])
+def test_examples_are_code_on_the_page(room):
+    """Outside of a section "Examples:", the page about the interface shows >>> as a quotation in a quotation."""
+    for path in (ROOT / "src/dif" / room).glob("*.py"):
+        nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ClassDef | ast.FunctionDef)]
+        for text in filter(None, map(ast.get_docstring, nodes)):
+            assert not re.search(r"^(>>>|Example:)", text, re.MULTILINE), (path, text)

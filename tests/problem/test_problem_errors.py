@@ -500,18 +500,18 @@ def test_the_number_of_the_perturbation_is_its_place(kind):
 
 
 @pytest.mark.parametrize(
-    "action",
+    ("action", "number"),
     [
-        lambda: TRAIN.remove(np.array(2)),
-        lambda: TRAIN.add((X[:1], Y[:1]), like=np.int64(2)),
-        lambda: TRAIN.add((X[:1], Y[:1]), like=torch.tensor(2)),
-        lambda: samples(squares, batch_size=np.int64(4)),
-        lambda: solve(TRAIN.mean(), max_iter=np.int64(100)),
+        (lambda i: TRAIN.remove(i).labels, np.array(2)),
+        (lambda i: TRAIN.add((X[:1], Y[:1]), like=i).labels, np.int64(2)),
+        (lambda i: TRAIN.add((X[:1], Y[:1]), like=i).labels, torch.tensor(2)),
+        (lambda size: samples(squares, batch_size=size).batch_size, np.int64(4)),
+        (lambda most: solve(TRAIN.mean(), max_iter=most).objective, np.int64(100)),
     ],
     ids=["remove", "like", "like a tensor", "batch_size", "max_iter"],
 )
-def test_numpy_integers_are_integers(action):
-    action()
+def test_numpy_integers_are_integers(action, number):
+    assert action(number) == action(int(number))
 
 
 Pair = namedtuple("Pair", ["x", "y"])

@@ -55,9 +55,10 @@ class Sum:
         self.rows = rows  # row → coefficient
 
 
-def sums():
+def sums(problem=None):
+    """All sums of the problem as stated, or with the weights that they have in a problem after others."""
     ones = np.ones(N)
-    return {
+    stated = {
         "mean": Sum(ones / N, True, True, {0: 1.0, 1: -1.0}),
         "group": Sum(GROUP / GROUP.sum(), True, False, {1: 1.0}),
         "some of rate": Sum(SOME / SOME.sum(), True, False, {2: -2.0}),
@@ -65,6 +66,11 @@ def sums():
         "sum": Sum(SOME * 1.0, False, False, {4: 1.0}),
         "weighted": Sum(RISING - 6.5, False, False, {4: 1.0}),
     }
+    if problem is not None:
+        places = {"mean": (0, 0), "group": (1, 0), "some of rate": (2, 0), "weighted mean": (3, 0), "sum": (4, 0)}
+        for name, (row, at) in {**places, "weighted": (4, 1)}.items():
+            stated[name].w = problem.terms[row].sums[at][1].weights.numpy()
+    return stated
 
 
 OF_RATE = ("some of rate", "weighted")
@@ -100,7 +106,7 @@ def expected(s, row, pieces, added, in_a_run=False):
     for factor, actions, rows in pieces:
         if rows is None or row in rows:
             one, other = sides(s.w, s.everyone, [a for a in actions if a[0] != "dw"], before, added)
-            dw = sum((np.where(s.w != 0, a[1], 0.0) for a in actions if a[0] == "dw"), np.zeros(N))
+            dw = sum((np.where(s.w != 0, a[1](len(s.w)), 0.0) for a in actions if a[0] == "dw"), np.zeros(len(s.w)))
             dw = np.concatenate([dw, np.zeros(added)])
             above, below = above + factor * (one + dw - base), below + factor * (other - base)
             total += factor * (one * (base.sum() / other.sum() if s.mean else 1.0) + dw - base)
@@ -109,7 +115,11 @@ def expected(s, row, pieces, added, in_a_run=False):
 
 
 NEW2, NEW1 = draw(2, 1), draw(1, 2)
-DW = np.where(np.arange(N) % 4 == 1, 0.03, 0.0)
+
+
+def more(count):
+    return np.where(np.arange(count) % 4 == 1, 0.03, 0.0)
+
 
 # name → (how the user writes it, the same for numpy, the number of new samples)
 KINDS = {
@@ -126,7 +136,7 @@ KINDS = {
         [(1.0, [("remove", [3], True)], [1])],
         0,
     ),
-    "reweight": (lambda t, p: t.reweight(DW), [(1.0, [("dw", DW)], None)], 0),
+    "reweight": (lambda t, p: t.reweight(more(len(t))), [(1.0, [("dw", more)], None)], 0),
     "add": (
         lambda t, p: t.add(NEW2, terms=[p.objective]),
         [(1.0, [("add", [None, None], True)], [0])],
@@ -179,8 +189,8 @@ KINDS = {
         0,
     ),
     "all at once": (
-        lambda t, p: 0.3 * t.remove([1]) + t.remove([3]) + t.reweight(DW) + p.constraints[0].shift(0.25),
-        [(0.3, [("remove", [1], True)], None), (1.0, [("remove", [3], True), ("dw", DW)], None)],
+        lambda t, p: 0.3 * t.remove([1]) + t.remove([3]) + t.reweight(more(len(t))) + p.constraints[0].shift(0.25),
+        [(0.3, [("remove", [1], True)], None), (1.0, [("remove", [3], True), ("dw", more)], None)],
         0,
     ),
 }  # fmt: skip
@@ -188,13 +198,16 @@ KINDS = {
 
 # in a run the factor of these scales the divisor of a mean, too, so that its derivative is that of the weighted mean
 IN_PART = ("half", "backwards", "half of an addition", "all at once")
+# a run divides each mean by the weight of its members, which is not 1 in the problem after these
+NOT_MEANS = ("remove, paper", "reweight", "add, like, paper", "both kinds of removal")
 
 
-def weights_by_row(kind, in_a_run=False):
+def weights_by_row(kind, in_a_run=False, problem=None):
     """Return by row the dense weights of `train` and of `rate`, old and new samples, (5, 2, N + new)."""
     _, pieces, added = KINDS[kind]
-    table = np.zeros((5, 2, N + added))
-    for name, s in sums().items():
+    before = sums(problem)
+    table = np.zeros((5, 2, len(before["mean"].w) + added))
+    for name, s in before.items():
         for row, c in s.rows.items():
             table[row, int(name in OF_RATE)] += c * expected(s, row, pieces, added, in_a_run)
     return table
@@ -203,9 +216,9 @@ def weights_by_row(kind, in_a_run=False):
 def of_problem(problem, size):
     """The same of a Problem's terms."""
     table = np.zeros((5, 2, size))
-    for row, term in enumerate([problem.objective, *(c.term for c in problem.constraints)]):
+    for row, term in enumerate(problem.terms):
         for c, s in term.sums:
-            table[row, int(s.samples is not s.samples.population)] += c * s.weights.numpy()
+            table[row, int(s.samples is not s.samples.population), : len(s.weights)] += c * s.weights.numpy()
     return table
 
 
@@ -214,49 +227,75 @@ def solved(problem):
     return dif.Solution(problem, {"t": torch.tensor([0.3, -0.2], dtype=F64)})
 
 
-def losses_at(theta, size, added):
-    """Losses of both views, of old and new samples, (2, size)."""
-    X, y = (torch.cat(parts).numpy() for parts in zip(draw(N, 0), added, strict=True)) if added else map(
-        torch.Tensor.numpy, draw(N, 0)
-    )  # fmt: skip
-    score = X @ theta
-    return np.stack([(score - y) ** 2, score])[:, :size]
+def losses_at(theta, people):
+    """Losses of both views, (2, n)."""
+    X, y = (t.numpy() for t in people.storage.data)
+    return np.stack([(X @ theta - y) ** 2, X @ theta])
 
 
-def new_data(kind):
-    return {0: None, 1: NEW1, 2: NEW2}[KINDS[kind][2]]
+HISTORY = {
+    "nothing": lambda p: p,
+    "a removal": lambda p: p.after(p.people[0].remove([0, 7])),
+    "an addition": lambda p: p.after(p.people[0].add(NEW2, like=[3, 1])),
+    "both": lambda p: p.after(p.people[0].add(NEW1, like=4) + p.people[0].remove([0])),
+}
 
 
+@pytest.mark.parametrize("earlier", HISTORY)
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_problem_after(kind):
-    train, problem = state()
-    after = problem.after(KINDS[kind][0](train, problem))
-    np.testing.assert_allclose(of_problem(after, N + KINDS[kind][2]), weights_by_row(kind), atol=1e-14)
-    gone = weights_by_row(kind) == 0
-    assert (of_problem(after, N + KINDS[kind][2])[gone] == 0).all() or kind == "thirds"
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_linearisation_and_batched_programs(kind):
-    train, problem = state()
-    perturbation, at = KINDS[kind][0](train, problem), solved(problem)
-    dense, direction = weights_by_row(kind), Direction(at.program, KINDS[kind][0](train, problem))
-    ell = losses_at(at.theta.numpy(), dense.shape[2], new_data(kind))
-    before = of_problem(problem, N)
-    moved = dense - np.concatenate([before, np.zeros((5, 2, dense.shape[2] - N))], 2)
-    change = np.einsum("rvn,vn->r", moved, ell)
-    df, _ = direction.first_order(0, at.theta, at.parts, at.part_gradients)
+def test_the_problem_after_the_linearisation_and_batched_programs(kind, earlier):
+    problem = HISTORY[earlier](state()[1])
+    perturbation, at = KINDS[kind][0](problem.people[0], problem), solved(problem)
+    after, dense = problem.after(perturbation), weights_by_row(kind, problem=problem)
+    found = of_problem(after, dense.shape[2])
+    np.testing.assert_allclose(found, dense, atol=1e-14)
+    assert (found[dense == 0] == 0).all() or kind == "thirds"
+    change = np.einsum(
+        "rvn,vn->r", dense - of_problem(problem, dense.shape[2]), losses_at(at.theta.numpy(), after.people[0])
+    )
+    direction, V = Direction(at.program, perturbation), torch.eye(D, dtype=F64)
+    mu, p, Dp = torch.arange(1.0, 6.0, dtype=F64), at.parts, at.part_gradients
+    df, DJ = direction.first_order(0, at.theta, p, Dp)
     np.testing.assert_allclose(df, change, atol=1e-12)
-    V = torch.eye(D, dtype=F64)
-    effects = direction.first_order_effects(at.theta, torch.ones(5, dtype=F64), at.parts, at.part_gradients, V)[1]
-    np.testing.assert_allclose(effects[0], change, atol=1e-12)
-    values = at.f.numpy() + change
-    np.testing.assert_allclose(direction.perturbed_program(0).rows.values(at.theta), values, atol=1e-12)
-    stack = direction.stack_programs()
-    np.testing.assert_allclose(stack.gradients(at.theta[None])[0][0], values, atol=1e-12)
-    tau = torch.stack([c.tau.reshape(()) for c in problem.after(perturbation).constraints])
-    for found in (stack.tau[0], direction.perturbed_program(0).tau, at.program.tau + direction.dtau[0]):
+    bV, effects = direction.first_order_effects(at.theta, mu, p, Dp, V)
+    by_row, _ = direction.first_order_effects(at.theta, torch.diag(mu), p, Dp, V)
+    b, combined = direction.combine(torch.ones(1, 1, dtype=F64), at.theta, mu, p, Dp)
+    for values, gradient in ((effects[0], bV[0]), (effects[0], by_row[0].sum(0)), (combined[0], b[0])):
+        np.testing.assert_allclose(values, change, atol=1e-12)
+        np.testing.assert_allclose(gradient, mu @ DJ, atol=1e-12)
+    np.testing.assert_allclose(by_row[0], mu[:, None] * DJ, atol=1e-12)
+    values, J = dif.Solution(after, at.params).program.rows.gradients(at.theta)
+    np.testing.assert_allclose(at.f.numpy() + change, values, atol=1e-12)
+    np.testing.assert_allclose(at.J + DJ, J, atol=1e-12)
+    stack, alone = direction.stack_programs(), direction.perturbed_program(0)
+    for f, gradients in (alone.rows.gradients(at.theta), [x[0] for x in stack.gradients(at.theta[None])]):
+        np.testing.assert_allclose(f, values, atol=1e-12)
+        np.testing.assert_allclose(gradients, J, atol=1e-12)
+    tau = torch.stack([c.tau.reshape(()) for c in after.constraints])
+    for found in (stack.tau[0], alone.tau, at.program.tau + direction.dtau[0]):
         np.testing.assert_allclose(found, tau, atol=1e-14)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_the_cvxpy_adapter(renormalise):
+    """Removals from a weighted mean, after earlier ones, are those of dif."""
+    cp = pytest.importorskip("cvxpy")
+    from dif.adapters.cvxpy import Sensitivity
+
+    train = state()[0]
+    problem = dif.Problem(train.mean(weights=torch.tensor(RISING)) + dif.ridge(0.1)).after(train.remove([0, 7]))
+    solution = dif.fit(problem, {"t": torch.zeros(D, dtype=F64)}, show_progress=False)
+    (X, y), t = (x.numpy() for x in train.storage.data), cp.Variable(D)
+    w = cp.Parameter(N, nonneg=True, value=problem.objective.sums[0][1].weights.numpy())
+    stated = cp.Problem(cp.Minimize(w @ cp.square(X @ t - y) + 0.05 * cp.sum_squares(t)))
+    stated.solve()
+    found, estimator = (
+        Sensitivity(stated).remove_each(w, renormalise=renormalise)[t],
+        dif.DirectionalInfluence(solution),
+    )
+    for i in (3, 11):
+        change = estimator.change(problem.people[0].remove([i], renormalise=renormalise))
+        np.testing.assert_allclose(found[i], change.flat, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -285,14 +324,13 @@ def test_a_training_run_on_all_samples_at_once(kind):
     np.testing.assert_allclose(dense, weights_by_row(kind), atol=1e-14)
     ends = dif.Retraining(run).change(perturbation)
     again = dif.Training(problem.after(perturbation), start, dif.SGD(0.01), **{**options, "batch_size": N + 2})
-    # a run divides each mean by the weight of its members, which must be 1 in the problem that it trains on
-    if kind not in ("remove, paper", "reweight", "add, like, paper", "both kinds of removal"):
+    if kind not in NOT_MEANS:
         torch.testing.assert_close(run.theta + ends.flat, again.run(show_progress=False).theta, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_derivative_through_training_is_along_the_same_weights(kind):
-    """Forwards and backwards they are, and in proportion to the factor."""
+    """Forwards and backwards they are, and parts in proportion to the factor."""
     train, problem = state()
     start = {"t": torch.tensor([0.3, -0.2], dtype=F64)}
     run = dif.Training(problem, start, dif.SGD(0.01), batch_size=N, epochs=3).run(show_progress=False)
@@ -301,40 +339,18 @@ def test_the_derivative_through_training_is_along_the_same_weights(kind):
     target = dif.linear(torch.eye(D)[0]).as_term()
     scores = dif.UnrolledInfluence(run, strict=False).scores(target, perturbation, probe=0, show_progress=False).values
     np.testing.assert_allclose(scores[0, 0], forwards[0], rtol=1e-9, atol=1e-14)
-    half = dif.UnrolledInfluence(run).change(0.5 * perturbation).flat
-    torch.testing.assert_close(half, 0.5 * forwards, rtol=1e-12, atol=1e-16)
+    half, quarter = (dif.UnrolledInfluence(run).change(share * perturbation).flat for share in (0.5, 0.25))
+    torch.testing.assert_close(quarter, 0.5 * half, rtol=1e-12, atol=1e-16)
 
 
-HISTORY = {
-    "a removal": lambda p: p.after(p.people[0].remove([0, 7])),
-    "an addition": lambda p: p.after(p.people[0].add(NEW2, like=[3, 1])),
-    "both": lambda p: p.after(p.people[0].add(NEW1, like=4) + p.people[0].remove([0])),
-}
-SECOND = {
-    "remove": lambda t, p, new: t.remove([3]),
-    "add": lambda t, p, new: t.add(new, terms=[p.objective]),
-    "add, like": lambda t, p, new: t.add(new, like=4),
-    "replace": lambda t, p, new: t.replace([4], new),
-    "remove and add": lambda t, p, new: t.remove([4]) + t.add(new, like=4),
-}
-
-
-@pytest.mark.parametrize("earlier", HISTORY)
-@pytest.mark.parametrize("kind", SECOND)
-def test_after_earlier_perturbations(earlier, kind):
-    _, problem = state()
-    problem = HISTORY[earlier](problem)
-    people, new = problem.people[0], draw(1, 5)
-    perturbation = SECOND[kind](people, problem, new)
-    after, at = problem.after(perturbation), solved(problem)
-    truth = dif.Solution(after, at.params).program.rows.values(at.theta)
-    direction = Direction(at.program, perturbation)
-    torch.testing.assert_close(direction.perturbed_program(0).rows.values(at.theta), truth, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(direction.stack_programs().gradients(at.theta[None])[0][0], truth, rtol=1e-12, atol=0)
+@pytest.mark.parametrize("earlier", [name for name in HISTORY if name != "nothing"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in (*IN_PART, *NOT_MEANS)])
+def test_a_training_run_after_earlier_perturbations(earlier, kind):
+    problem = HISTORY[earlier](state()[1])
+    perturbation = KINDS[kind][0](problem.people[0], problem)
+    after, start = problem.after(perturbation), {"t": torch.tensor([0.3, -0.2], dtype=F64)}
     options = {"batch_size": N + 4, "epochs": 3, "dual": dif.Ascent(0.1)}
-    run, again = (
-        dif.Training(p, at.params, dif.SGD(0.01), **options).run(show_progress=False) for p in (problem, after)
-    )
+    run, again = (dif.Training(p, start, dif.SGD(0.01), **options).run(show_progress=False) for p in (problem, after))
     ends = dif.Retraining(run).change(perturbation)
     torch.testing.assert_close(run.theta + ends.flat, again.theta, rtol=0, atol=1e-12)
     torch.testing.assert_close(run.point.lam + ends.multipliers.flat, again.point.lam, rtol=0, atol=1e-12)
@@ -359,7 +375,7 @@ def test_a_sample_added_to_a_run_after_a_removal(gone):
     truth = dif.Retraining(solution).scores(target, train.add(new), **options).values
     first = dif.DirectionalInfluence(solution).scores(target, train.add(new), **options).values
     torch.testing.assert_close(again, truth, rtol=1e-6, atol=0)
-    torch.testing.assert_close(through, first * 40 / 39, rtol=1e-6, atol=0)  # in a run the direction is (g − mean)/n
+    torch.testing.assert_close(through, first, rtol=1e-6, atol=0)  # each step changes by (g − mean)/(n + 1)
 
 
 def test_removing_and_adding_is_replacing():
@@ -390,7 +406,7 @@ def test_many_perturbations_are_resolved_once_and_picked():
         train.remove_groups([[1, 2], [4], [3, 6, 9]]),
         train.remove_each() + train.remove([3]),
         train.remove_each() + train.add(NEW1, like=1) + problem.constraints[0].shift(0.1),
-        0.5 * train.remove_each() + train.reweight(DW),
+        0.5 * train.remove_each() + train.reweight(more(N)),
         train.remove_each(terms=[problem.objective]) + 0.1 * train.replace([4], NEW1),
     ]
     for perturbations in many:

@@ -42,6 +42,20 @@ def test_ranking(scored, ax):
     assert [label.get_text() for label in ax.get_yticklabels()] == [f"<{sample.index}>" for sample in top]
 
 
+def test_scores_that_cannot_be_trusted_are_marked(ax):
+    """One target is not trusted as a whole; of the other, one score."""
+    values = torch.tensor([[1.0, 2.0], [3.0, 1.0]], dtype=torch.float64)
+    about = {"assessment": {"rows": [0, 1], "errors": [0.1, 0.4], "by_target": [0.5, 0.1], "pooled": 0.5}}
+    scores = dif.Influence(values, ("a", "b"), ("wild", "tame"), "DIF", about)
+    for target, label, hatched in (("wild", "DIF, not trusted", [True, True]), ("tame", "DIF", [True, False])):
+        plots.ranking(scores, ax, target=target)
+        assert ax.get_xlabel() == f"change of {target} ({label})"
+        assert [bar.get_hatch() == "//" for bar in ax.patches] == hatched
+        ax.clear()
+    plots.by_group(scores, ["x", "y"], ax, "wild")
+    assert ax.get_xlabel() == "change of wild (DIF, not trusted)"
+
+
 def test_by_group(scored, ax):
     scores = scored[3]
     groups = ["a" if i % 3 else "b" for i in range(len(scores))]
@@ -50,23 +64,6 @@ def test_by_group(scored, ax):
     assert ax.get_yticklabels()[0].get_text() == f"a\nΣ {total:+.3g}"
     with pytest.raises(dif.InvalidInputError, match=r"`groups` has \d+ entries; .* one per perturbation."):
         plots.by_group(scores, groups[1:], ax)
-
-
-def test_by_term(scored, ax):
-    train, _, estimator, scores = scored
-    parts = estimator.by_term(train.mean(), train.remove_each())
-    assert plots.by_term(parts, ax, k=4) is ax
-    together = ax.lines[0].get_xdata()
-    np.testing.assert_allclose(together, [sample.value for sample in scores.top(4)[::-1]], atol=1e-12)
-    assert sum(widths(ax)) == pytest.approx(sum(together))
-
-
-def test_multipliers(scored, ax):
-    train, solution, estimator, _ = scored
-    change = estimator.change(train.remove([3]))
-    assert plots.multipliers(solution, change, ax) is ax
-    np.testing.assert_allclose([bar.get_height() for bar in ax.patches], change.multipliers.flat)
-    assert [label.get_text() for label in ax.get_xticklabels()] == list(solution.program.names)
 
 
 def test_path(ax):
@@ -104,7 +101,7 @@ def test_paths_of_multipliers_and_bounds(ax):
     plots.bound_curve(curve, ax, target=0)
     np.testing.assert_allclose(ax.lines[0].get_ydata(), curve.values[:, 0])
     for target in (5, "nothing"):
-        with pytest.raises(dif.InvalidInputError, match=r"`target` must be None or one of the curve's targets"):
+        with pytest.raises(dif.InvalidInputError, match=r"`target` must be one of the targets"):
             plots.bound_curve(curve, ax, target=target)
 
 
@@ -130,16 +127,6 @@ def test_groups_with_an_unanswered_score_keep_their_box(ax):
     boxes = [line for line in ax.lines if len(line.get_xdata()) == 5]
     assert len(boxes) == 2
     assert all(np.isfinite(line.get_xdata()).all() for line in boxes)
-
-
-def test_a_landscape_draws_equalities(ax):
-    point = dif.Samples(lambda p, z: ((p["t"] - z) ** 2).sum(-1), torch.tensor([[1.0, 2.0]], dtype=torch.float64))
-    problem = dif.Problem(point.mean(), [dif.linear([1.0, 1.0]) == 1.0, dif.linear([1.0, 0.0]) <= 3.0])
-    solution = dif.fit(problem, {"t": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
-    plots.landscape(solution, ax)
-    lines = [part for part in ax.collections if any(len(path.vertices) for path in part.get_paths())]
-    on_it = [path.vertices for part in lines for path in part.get_paths() if len(path.vertices)]
-    assert any(np.allclose(vertices.sum(1), 1.0, atol=1e-6) for vertices in on_it)
 
 
 def test_history_of_a_run():
@@ -184,7 +171,8 @@ def test_a_corner_of_the_feasible_set_is_drawn_sharp():
 
     _, problem = toy.build_problem()
     solution = dif.fit(problem, {"theta": torch.zeros(2, dtype=torch.float64)}, show_progress=False)
-    ax = plots.landscape(solution, Figure().subplots(), span=0.55)
+    ax = Figure().subplots()
+    toy.draw_landscape(solution, ax)
     boundary = np.concatenate([path.vertices for path in ax.collections[-1].get_paths()])
     assert np.linalg.norm(boundary - [1.0, 0.0], axis=1).min() < 2e-3  # where θ₁ + θ₂ = 1 and θ₁ − θ₂ = 1 meet
 
@@ -219,11 +207,9 @@ def test_wrong_arguments_are_refused_in_words(scored):
         (lambda: scores.plot(target="gap"), "target"),
         (lambda: scores.plot(names=["a"]), "`names` has 1 entries; it must be"),
         (lambda: scores.plot(names=np.array(3)), "`names` is of type ndarray; it must be"),
-        (lambda: plots.ranking(3), "`influence` must be the scores of an estimator, not int."),
+        (lambda: plots.ranking(3), "`influence` must be a dif.Influence, not of type int."),
         (lambda: plots.by_group(scores, range(len(scores)), None, "gap"), "`target` must be one of the targets"),
-        (lambda: plots.by_term(scores, k=1.5), "`k` must be an integer"),
-        (lambda: plots.landscape(3), "`solution`"),
-        (lambda: plots.history(3), "`run` must be a dif.Run, from dif.Training(...).run(), not int."),
+        (lambda: plots.history(3), "`run` must be a dif.Run, not of type int; it comes from dif.Training(...).run()."),
         (lambda: plots.predicted_vs_actual("a", "b"), "changes"),
         (lambda: change.plot(k="a"), "`k` must be an integer"),
     ):

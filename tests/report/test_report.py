@@ -10,7 +10,7 @@ import torch
 
 import dif
 from dif.report import write_report
-from dif.report.builder import build_reports, load_reports
+from dif.report.builder import build_reports, load_reports, save_reports
 from dif.report.subjects import SampleSets, Subjects
 from dif.report.words import explain_constraint, format_number, format_percent, write_formulas
 
@@ -176,7 +176,7 @@ def test_what_is_saved_is_what_is_read(written, tmp_path):
     _, scores, actual, solution = written
     subjects = Subjects.of(scores.carried_out, solution)
     report = build_reports(scores, subjects, [None, None], title="x")[0].with_actual([3, 8], actual)
-    report.save(tmp_path / "report.json")
+    save_reports(tmp_path / "report.json", [report])
     assert load_reports(tmp_path / "report.json") == [report]
     again = report.with_retrained([{"index": 3, "actual": 7.0, "failed": ""}])
     assert again.retrained[0]["actual"] == 7.0
@@ -244,7 +244,8 @@ ROW = {"relation": "≤", "state": "inactive", "slack": 0.5, "limit": 2.0, "mult
         ({}, "The limit is not reached, so it does not shape the model. There is room of 0.5, 25 % of the limit."),
         ({"largest": 0.6}, "Without a single sample it may be reached."),
         ({"state": "weak", "slack": 0.0}, "The limit is just reached without shaping the model"),
-        ({"slack": -0.1}, "Violated by 0.1."),
+        ({"state": "violated", "slack": -0.1}, "Violated by 0.1."),
+        ({"state": "violated", "slack": 0.1, "relation": "="}, "Violated by 0.1."),
         ({"state": "binding", "slack": 0.0, "multiplier": 3.0}, "by about 0.6 (15 %)."),
         ({"state": "binding", "slack": 0.0, "multiplier": 3.0, "largest": 4.0}, "it may no longer be reached."),
         ({"state": "binding", "slack": 0.0, "multiplier": 3.0, "limit": 0.0}, "Loosening it by 0.01 would lower the"),

@@ -245,27 +245,35 @@ def test_another_number_of_jobs_is_the_same_work(scored, tmp_path, monkeypatch):
 # Files
 
 
-# no file may be longer than 2000 bytes: what a full disk does, without filling one
+# no file may be longer than 200 bytes: what a full disk does, without filling one
 FULL = """
 import sys, resource, dif, torch
 from pathlib import Path
-from problems import fair_logistic, fit_problem
+from problems import fair_logistic, fit_problem, zeros
 train, problem, _ = fair_logistic()
 influence, folder = dif.DirectionalInfluence(fit_problem(problem)), Path(sys.argv[1])
+scores, solution = influence.scores(train.mean(), train.remove_each(), show_progress=False), influence.solution
+training = dif.Training(problem, zeros(), dif.SGD(0.1), dif.Ascent(0.5), 20, 1)
 works = {
     "npz": lambda: influence.scores(train, train.remove_each()).save(folder / "scores.npz"),
     "npy": lambda: influence.scores(train, train.remove_each(), out=folder / "scores.npy"),
     "kept": lambda: dif.Retraining(influence.solution, keep=folder / "kept").scores(train, train.remove_each()),
+    "solution": lambda: solution.save(folder / "solution.npz"),
+    "fit": lambda: dif.fit(problem, zeros(), checkpoint=folder / "fit.npz", show_progress=False),
+    "run": lambda: training.run(keep=folder / "run", show_progress=False),
+    "hessian": lambda: solution.assemble(folder / "hessian", show_progress=False),
+    "report": lambda: scores.report(folder / "report.html"),
 }
 (folder / "scores.npz").write_bytes(b"old")
-resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (200, resource.RLIM_INFINITY))
 for name, work in works.items():
     try:
         work()
     except OSError as error:
         print(name, error.errno, Path(error.filename).relative_to(folder).parts[0])
 assert (folder / "scores.npz").read_bytes() == b"old"
-assert not [path for path in folder.rglob("*") if path.name.startswith(".")], "half-written files are left"
+hidden = {path.name for path in folder.rglob(".*")} - {".lock"}
+assert not hidden, "half-written files are left"
 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 for name, work in works.items():
     work()
@@ -276,7 +284,8 @@ def test_a_full_disk(scored, tmp_path):
     """The system's own error, with the file; nothing half-written passes for a result; with room the call works."""
     run = python("-c", FULL, tmp_path)
     assert run.returncode == 0, run.stderr
-    named = {"npz": "scores.npz", "npy": "scores.npy.journal", "kept": "kept"}
+    named = {"npz": "scores.npz", "npy": "scores.npy.journal", "kept": "kept", "solution": "solution.npz"}
+    named |= {"fit": "fit.npz", "run": "run", "hessian": "hessian", "report": "report.html"}
     assert run.stdout.splitlines() == [f"{name} {errno.EFBIG} {file}" for name, file in named.items()]
     for name in ("npz", "npy"):
         assert torch.equal(dif.Influence.load(tmp_path / f"scores.{name}").values, scored[2].values)

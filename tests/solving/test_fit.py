@@ -17,8 +17,10 @@ from problems import (
     squared,
     zeros,
 )
+from scipy.optimize import minimize
 
 import dif
+import dif.fairness
 
 X, Y = regression_data()
 TIGHT = {"solver": cp.CLARABEL, "tol_gap_abs": 1e-11, "tol_gap_rel": 1e-11, "tol_feas": 1e-11}
@@ -219,3 +221,51 @@ def test_text_of_the_active_set():
     assert "order: binding" in text
     assert "far: inactive" in text
     assert "tangent curvature" in text
+
+
+def steep_odds(rng, twice):
+    """Equalised odds between four groups of 120 people, with probabilities that are nearly steps."""
+    X, group = rng.normal(size=(120, 4)), rng.integers(0, 4, 120)
+    group[: 8 if twice else 4] = [0, 1, 2, 3] * (1 + twice)
+    X[:, 0] += 0.2 * group
+    X = np.column_stack([X, np.ones(120)])
+    y = np.sign(X[:, 0] + 0.5 * X[:, 1] + 0.8 * rng.normal(size=120) - 0.3)
+    score = lambda p, z: z[0] @ p["w"]  # noqa: E731
+    loss = lambda p, z: torch.nn.functional.softplus(-z[1] * score(p, z))  # noqa: E731
+    train = dif.Samples(loss, (torch.tensor(X), torch.tensor(y)), name="train")
+    link = lambda f: torch.sigmoid(3 * f)  # noqa: E731
+    rows = dif.fairness.equalised_odds(
+        train, score, labels=(y > 0).astype(int), sensitive_features=group, bound=0.01, link=link
+    )
+    return dif.Problem(train.mean() + dif.ridge(0.02), rows)
+
+
+@pytest.mark.parametrize("case", ["ended infeasible", "ended worse than at the start"])
+def test_from_a_feasible_start_fit_ends_feasible_and_not_worse(case):
+    """The augmented Lagrangian leaves the start, which is feasible, and does not find back; SLSQP from there does."""
+    rng = np.random.default_rng(16 if case == "ended infeasible" else 0)
+    if case != "ended infeasible":
+        rng.choice(2, 2)
+    problem, start = steep_odds(rng, case != "ended infeasible"), torch.zeros(5, dtype=torch.float64)
+    begun = dif.Solution(problem, {"w": start})
+    assert float(begun.c.max()) < 0
+    solution = dif.fit(problem, {"w": start}, show_progress=False)
+    assert solution.converged
+    assert float(solution.c.max()) < 1e-10
+    assert solution.objective < begun.objective
+
+    rows, tau = solution.program.rows, solution.program.tau
+    limits = {
+        "type": "ineq",
+        "fun": lambda w: (tau - rows.values(torch.tensor(w))[1:]).numpy(),
+        "jac": lambda w: -rows.gradients(torch.tensor(w))[1][1:].numpy(),
+    }
+    found = minimize(
+        lambda w: float(rows.values(torch.tensor(w))[0]),
+        start.numpy(),
+        jac=lambda w: rows.gradients(torch.tensor(w))[1][0].numpy(),
+        method="SLSQP",
+        constraints=limits,
+        options={"ftol": 1e-14, "maxiter": 300},
+    )
+    assert solution.objective == pytest.approx(found.fun, abs=1e-6)

@@ -33,7 +33,9 @@ def read_violation(error):
 def test_an_infeasible_problem_is_named_with_its_violation():
     low, high = (dif.linear([1.0, 0.0]) <= -1.0).named("low"), (dif.linear([1.0, 0.0]) >= 2.0).named("high")
     error = refused(
-        dif.InfeasibleError, lambda: solve(TRAIN.mean(), [low, high]), "The constraints contradict each other"
+        dif.InfeasibleError,
+        lambda: solve(TRAIN.mean(), [low, high]),
+        "The constraints contradict each other, or no point near the start satisfies them.",
     )
     assert error.allowed == "At least one point must satisfy all constraints."
     name, violation = read_violation(error)
@@ -63,7 +65,8 @@ UNBOUNDED = {
 @table(UNBOUNDED)
 def test_an_unbounded_problem_is_refused(case):
     action, text = case
-    error = refused(dif.UnboundedError, action, "The objective is unbounded below", "Add a ridge")
+    meaning = "The objective is unbounded below on the feasible set, or on the way to it."
+    error = refused(dif.UnboundedError, action, meaning, "Add a ridge")
     assert text in error.found
     assert error.allowed == "It must have a minimum at finite θ."
 

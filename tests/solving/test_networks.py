@@ -6,7 +6,7 @@ import torch
 from sklearn.datasets import load_digits
 
 import dif
-from dif.linalg.conjugate_gradients import ConjugateGradients
+from dif.linalg.solvers import ConjugateGradients
 
 N = 1500
 

@@ -205,9 +205,9 @@ def test_an_expensive_hessian_is_replaced_by_gauss_newton_on_the_way(monkeypatch
 
     def note(self, at, save):
         H = Curvature(self.program.rows, at.theta, self.program.weights(at.lam))
-        stationarity, used = fit_module._measure(self.program, at.theta, at.lam, H)[0].stationarity, self.limits.used
+        kkt, used = fit_module._measure(self.program, at.theta, at.lam, H, self.goal)[0], self.limits.used
         result = iterate(self, at, save)
-        attempts.append((stationarity, self.limits.used > used))
+        attempts.append((kkt.stationarity, self.limits.used > used))
         return result
 
     monkeypatch.setattr(fit_module.Newton, "_iterate", note)

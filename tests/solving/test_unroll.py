@@ -75,6 +75,16 @@ def train_explicitly(step, start, batches, weight):
     return state
 
 
+def rerun_last(step, run, batch):
+    """Return θ after the last step without the first sample of its batch."""
+    weights = torch.ones(len(batch), dtype=F64)
+    weights[0] = 0
+    state = {**run.states[15], "lam": run.states[15]["lam"].clone().requires_grad_()}
+    state["params"] = {k: t.clone().requires_grad_() for k, t in state["params"].items()}
+    after = step(state, batch, weights)
+    return torch.cat([t.reshape(-1) for t in after["params"].values()]).detach()
+
+
 @pytest.mark.parametrize("kind", [alternate, extragradient])
 def test_scores_equal_autograd_through_the_loop_and_retraining_the_loop_itself(kind):
     X, y, _, params = classify(n=30)
@@ -93,13 +103,13 @@ def test_scores_equal_autograd_through_the_loop_and_retraining_the_loop_itself(k
     expected = [-torch.autograd.grad(loss, weight, retain_graph=True)[0] for loss in losses]
     removals = run.samples[0].remove_each()
     estimator = dif.UnrolledInfluence(run)
-    scores = estimator.scores(test, removals, **PLAIN).values
-    np.testing.assert_allclose(scores, torch.stack(expected, 1), atol=1e-12)
-    targets = Targets(test, run.point)
+    half = estimator.scores(test, 0.5 * removals, **PLAIN).values
+    np.testing.assert_allclose(half, 0.5 * torch.stack(expected, 1), atol=1e-12)
+    targets, scores = Targets(test, run.point), estimator.scores(test, removals, **PLAIN).values
     for i in (2, 11):
-        np.testing.assert_allclose(
-            estimator.change(removals[i]).flat @ targets.gradients(run.theta), scores[i], atol=1e-12
-        )
+        for share, mine in ((0.5, half[i]), (1.0, scores[i])):
+            change = estimator.change(share * removals[i]).flat
+            np.testing.assert_allclose(change @ targets.gradients(run.theta), mine, atol=1e-12)
 
     found = dif.Retraining(run).scores(test, removals[:4], **QUIET).values
     for i in range(4):
@@ -108,6 +118,9 @@ def test_scores_equal_autograd_through_the_loop_and_retraining_the_loop_itself(k
         again = train_explicitly(step, tracked, batches, out)["params"]
         difference = logistic(again, (X[:5] + 0.3, y[:5])) - losses
         np.testing.assert_allclose(found[i], difference.detach(), atol=1e-12)
+    last = dif.UnrolledInfluence(run, since=15)  # a single step: exact
+    change, actual = last.change(removals[int(batches[15][0])]), rerun_last(step, run, batches[15])
+    np.testing.assert_allclose(change.flat, actual - run.theta, atol=1e-14)
     probe = estimator.scores(test, removals, **QUIET).diagnostics["probe"]
     assert probe["agreement"] > 0.8
 
@@ -125,7 +138,7 @@ def test_the_rules_of_training_written_out_give_the_scores_of_training():
             rows = []
             for g in range(2):
                 mine = weights * (batch[2] == g)
-                rows.append((mine * losses).sum() / mine.sum() - mean - 0.01)
+                rows.append((mine * losses).sum() / mine.sum() - mean - 0.01)  # no batch is without members
             f = torch.stack([*rows, theta[0] - 0.1])
             return mean + 0.005 * (theta**2).sum() + lam @ f, f
 
@@ -157,8 +170,8 @@ def test_the_rules_of_training_written_out_give_the_scores_of_training():
         np.testing.assert_allclose(found.values, expected.values, atol=1e-11)
     dw = torch.linspace(-0.5, 0.5, 60, dtype=F64)
     reweighted = dif.UnrolledInfluence(own).change(rows.reweight(dw)).flat
-    single = [dif.UnrolledInfluence(own).change(rows.remove([i])).flat for i in range(60)]
-    np.testing.assert_allclose(reweighted, -torch.stack(single, 1) @ dw, atol=1e-11)
+    half = [dif.UnrolledInfluence(own).change(0.5 * rows.remove([i])).flat for i in range(60)]
+    np.testing.assert_allclose(reweighted, -2 * torch.stack(half, 1) @ dw, atol=1e-11)
 
 
 def test_steps_may_write_into_their_state_and_return_it_in_another_order(tmp_path):
@@ -275,7 +288,7 @@ WRONG = {
     "chance": (
         lambda: make(descend(lambda p, b, w: mean(p, b, w) * torch.rand(()))),
         "Two calls of the step",
-        "rerunning it without a sample would show the noise",
+        "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
     ),
     "weights ignored": (
         lambda: make(descend(lambda p, b, w: mean(p, b, torch.ones_like(w)))),
@@ -284,7 +297,7 @@ WRONG = {
     "weights cut off": (
         lambda: make(descend(lambda p, b, w: mean(p, b, w.detach() ** 2))),
         "is off by 1 of its size",
-        "Something inside the step is cut off from autograd",
+        "Something inside the step is cut off from autograd, so that influence through it would be wrong.",
     ),
     "divergence": (
         lambda: make(descend(lambda p, b, w: -1e6 * mean(p, b, w) * (p["v"] ** 4).sum()), batches=[[0, 1, 2, 3]] * 27),

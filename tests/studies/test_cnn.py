@@ -19,9 +19,12 @@ import dif
 from dif.derivatives import hessian
 from dif.optimality import solution as solution_module
 from dif.solving.batched_newton import BatchedNewton
-from studies import cnn
+from studies import cnn, cnn_curvature
+from studies.cnn_curvature import GroupRisks
+from studies.cnn_fit import State
 from studies.data import mnist
 from studies.network import PAPER, AllConvolutional, _convolve_by_matmul, assign_groups
+from studies.plain import sample_losses
 
 SMALL = cnn.Setting(n=600, tau=0.01, l2=0.03, model="small", channels=2, epochs=40, removals=12)
 
@@ -72,6 +75,76 @@ def test_matrix_products_are_convolutions():
     for number, layer in enumerate(model.layers):
         last = _convolve_by_matmul(torch.tanh(last) if number else last, layer)
     torch.testing.assert_close(last.mean((1, 2)), expected, rtol=1e-12, atol=1e-14)
+
+
+# Hessians layer by layer
+
+
+def test_hessians_by_layers_are_those_of_autograd():
+    torch.manual_seed(0)
+    model = AllConvolutional(PAPER, 3).double()
+    images, labels = torch.randn(20, 12, 12).double(), torch.randint(10, (20,))
+    group = torch.arange(20) % 2
+    theta = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    theta += 0.1 * torch.randn_like(theta)
+    risks = GroupRisks(model, images, labels, group)
+    values, gradients = risks.values_and_gradients(theta)
+    exact, single = risks.hessians(theta, dtype=torch.float64), risks.hessians(theta)
+    for g in range(2):
+
+        def risk(theta, g=g):
+            return sample_losses(model, theta, images[group == g], labels[group == g]).mean()
+
+        torch.testing.assert_close(values[g], risk(theta), rtol=1e-12, atol=0)
+        torch.testing.assert_close(gradients[g], torch.func.grad(risk)(theta), rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(torch.autograd.functional.jacobian(risks, theta)[g], gradients[g])
+        expected = torch.func.hessian(risk)(theta)
+        torch.testing.assert_close(exact[g], expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(single[g], expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+    half = risks.hessians(theta, share=0.5, dtype=torch.float64)  # the first half of each group
+    first = torch.arange(20) < 10
+    some = GroupRisks(model, images[first], labels[first], group[first])
+    torch.testing.assert_close(half, some.hessians(theta, dtype=torch.float64))
+
+
+def test_a_sum_of_hessians_goes_on_where_it_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cnn_curvature, "_IN_ONE_SUM", 2)
+    monkeypatch.setattr(cnn_curvature, "_KEPT_EVERY", 1)
+    torch.manual_seed(0)
+    model, labels = AllConvolutional(SMALL.layers, 2).double(), torch.randint(10, (16,))
+    theta = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    risks = GroupRisks(model, torch.randn(16, 8, 8).double(), labels, torch.arange(16) % 2, threads=1)
+    whole, calls, add = risks.hessians(theta), [], cnn_curvature.add_hessian
+
+    def count(*args):
+        calls.append(args)
+        if len(calls) == 6:
+            raise KeyboardInterrupt
+        add(*args)
+
+    monkeypatch.setattr(cnn_curvature, "add_hessian", count)
+    with pytest.raises(KeyboardInterrupt):
+        risks.hessians(theta, keep=tmp_path / "part.npz")
+    calls.clear()
+    assert torch.equal(risks.hessians(theta, keep=tmp_path / "part.npz"), whole)
+    assert len(calls) == 3
+    calls.clear()
+    risks.hessians(theta, share=0.5, keep=tmp_path / "part.npz")  # another sum
+    assert len(calls) == 4
+
+
+def test_fit_by_layers_ends_at_a_solution(tmp_path):
+    """Begun again where it was killed, it ends at the same point; dif agrees that this is a solution."""
+    setting = replace(SMALL, n=150, epochs=30)
+    task = cnn.build_task(setting, None, "cpu")
+    checkpoint = tmp_path / "fit.npz"
+    solution = cnn.fit_by_layers(task, setting, False, checkpoint=checkpoint)
+    assert solution.kkt.residual <= 1e-10
+    assert solution.active.curvature > 0
+    assert len(solution.active.binding) >= 1
+    State(solution.theta + 1e-4, solution.lam, slope=1e-3).save(checkpoint)
+    again = cnn.fit_by_layers(task, setting, False, checkpoint=checkpoint)
+    torch.testing.assert_close(again.theta, solution.theta, rtol=0, atol=1e-7)
 
 
 # Keeping retrainings
@@ -165,7 +238,7 @@ def test_reevaluated_is_the_target_at_the_predicted_point():
         found = cnn.reevaluate(estimator, train, removals)
         for p, removal in enumerate(removals):
             moved = {"w": solution.params["w"] + estimator.change(removal).theta["w"]}
-            losses = [train.loss(point, train.storage._take(slice(None))) for point in (moved, solution.params)]
+            losses = [train.loss(point, next(train.storage.fetch([slice(None)]))) for point in (moved, solution.params)]
             np.testing.assert_allclose(found[p], losses[0] - losses[1], rtol=1e-9, atol=1e-12)
 
 
@@ -331,6 +404,22 @@ def test_another_image_starts_from_a_copy_of_the_solution(study, tmp_path, monke
     other = cnn.reproduce(replace(SMALL, removals=2, image=1), second, paper_epsilon=False, show_progress=False)
     assert other["test_image"]["index"] > again["test_image"]["index"]
     assert other["tangent_curvature"] == again["tangent_curvature"]
+
+
+def test_study_by_layers(study, tmp_path, monkeypatch):
+    """It has the numbers of the study with exact Hessians; its Hessian is kept."""
+    out, result = study
+    monkeypatch.setattr(cnn, "BY_LAYERS", 0)
+    monkeypatch.setattr(cnn, "_SAVED", 4)
+    shutil.copy(out / "solution.npz", tmp_path)
+    again = cnn.reproduce(SMALL, tmp_path, paper_epsilon=False, show_progress=False)
+    part, known = (numbers["compared"]["renormalised"] for numbers in (again, result))
+    assert again["removed"] == result["removed"]
+    for name in known["predicted"]:
+        np.testing.assert_allclose(part["predicted"][name], known["predicted"][name], rtol=1e-3)
+    np.testing.assert_allclose(part["actual"], known["actual"], rtol=1e-4)
+    assert len(retrainings(tmp_path / "retrained")) == SMALL.removals
+    assert (tmp_path / "hessian.npz").exists()
 
 
 def test_retrainings_by_another_optimiser_are_kept(study, tmp_path, monkeypatch):

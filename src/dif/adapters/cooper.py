@@ -51,7 +51,8 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         penalty: Function of the number of rows that builds the penalty coefficient, for formulations that need one
             (augmented Lagrangian).
 
-    Example:
+    Examples:
+        ```python
         cmp = Constrained(problem, model)
         optimizer = cooper.optim.SimultaneousOptimizer(
             cmp=cmp,
@@ -60,6 +61,7 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         )
         for indices in loader:
             optimizer.roll(compute_cmp_state_kwargs={"indices": indices})
+        ```
     """
 
     def __init__(
@@ -73,18 +75,12 @@ class Constrained(cooper.ConstrainedMinimizationProblem):
         super().__init__()
         self.problem, self.params = problem, params
         first = next(iter(_trained_tensors(params).values()))
+        kinds = {"==": cooper.ConstraintType.EQUALITY, "<=": cooper.ConstraintType.INEQUALITY}
         for name, constraint in zip(problem.names, problem.constraints, strict=True):
-            rows = _count_rows(constraint, params)
-            types = {"==": cooper.ConstraintType.EQUALITY, "<=": cooper.ConstraintType.INEQUALITY}
-            kind = types[constraint.kind.value]
-            multiplier = cooper.multipliers.DenseMultiplier(
-                num_constraints=rows, device=first.device, dtype=first.dtype
-            )
+            rows, kind = _count_rows(constraint, params), kinds[constraint.kind.value]
+            multiplier = cooper.multipliers.DenseMultiplier(rows, device=first.device, dtype=first.dtype)
             options = {} if penalty is None else {"penalty_coefficient": penalty(rows)}
-            registered = cooper.Constraint(
-                constraint_type=kind, formulation_type=formulation, multiplier=multiplier, **options
-            )
-            self._register_constraint(name, registered)
+            self._register_constraint(name, cooper.Constraint(kind, formulation, multiplier=multiplier, **options))
 
     def compute_cmp_state(
         self, indices: Tensor | Mapping[Any, Tensor] | None = None, weights: Mapping[Any, Tensor] | None = None

@@ -35,10 +35,9 @@ _SOLVER_TOLERANCE = 1e-8  # absolute tolerance of interior-point solvers
 _COMPRESSED = ("symmetric", "diag", "PSD", "NSD", "hermitian", "sparsity")
 # Difference quotients of terms that depend only on parameters
 _FIRST_STEP = 1e-2  # first step, relative to the parameters
-_MAX_HALVINGS = 40  # largest number of step halvings
-_ORDERS = 5  # powers of the step that the extrapolation eliminates
-_TOLERANCE = 1e-7  # relative difference of two extrapolations within which they have converged
-_EXACT = 1e-11  # relative difference at which the halving stops early
+_MAX_HALVINGS = 30  # largest number of step halvings
+_TOLERANCE = 1e-7  # relative difference of two quotients within which they have converged
+_EXACT = 1e-10  # relative difference at which the halving stops early
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,8 @@ class Sensitivity:
         problem_data: Any = canonicalised.get_problem_data(cp.OSQP)
         data, self._chain, self._inverse_data = problem_data
         canonical = data["param_prob"]
-        self.qp = QuadraticProgram(*(data[key] for key in ("P", "q", "A", "b", "F", "G")))
+        P, q, A, b, F, g = (data[key] for key in ("P", "q", "A", "b", "F", "G"))
+        self.qp = QuadraticProgram(P, q, sparse.vstack([A, F]), np.concatenate([b, g]), len(b))
         self.offset = float(self._inverse_data[-1]["offset"])
         self._columns = canonical.param_id_to_col
         self._tensors = canonical.P, canonical.q, canonical.A
@@ -92,7 +92,7 @@ class Sensitivity:
 
     def _check_value(self) -> None:
         """Check that the problem was solved for the current values of its parameters."""
-        canonical = self._invert(self.qp.x, self.qp.y, self.qp.z, self.qp.value + self.offset)
+        canonical = self._invert(self.qp.point, self.qp.value + self.offset)
         then, now = (float(np.ravel(value)[0]) for value in (self.problem.value, self.problem.objective.value))  # type: ignore[arg-type]
         best = float(canonical.opt_val)
         tolerance = _VALUE_TOLERANCE * max(abs(best), abs(then)) + 1e-6 * self.qp.magnitude
@@ -147,17 +147,17 @@ class Sensitivity:
         return self.along({weights: _removal_directions(value, renormalise)})
 
     @cached_property
-    def _slopes(self) -> tuple[Any, Any, Any, Array]:
-        """Derivatives of ∇L, b − Ax, g − Fx and the Lagrangian's value with respect to each parameter entry.
-
-        They are taken at fixed (x, y, z).
-        """
+    def _slopes(self) -> tuple[Any, Array]:
+        """Derivatives of ∇L and h − Rx, and of the Lagrangian's value, in each parameter entry, at fixed (x, y)."""
         entries: Any = [sparse.coo_matrix(tensor) for tensor in self._tensors]  # (vectorised matrix, parameters)
         P, q, AF = entries
-        x, y, z = self.qp.x, self.qp.y, self.qp.z
-        d, e, rows = len(x), len(y), len(y) + len(z)
-        K = self._tensors[1].shape[1] - 1  # the last column of the tensors is the constant part
-        multipliers = np.concatenate([y, -z])  # of the rows in CVXPY's form: Ax + b = 0, F'x + g' ≥ 0
+        d, rows, K = (
+            len(self.qp.q),
+            len(self.qp.h),
+            self._tensors[1].shape[1] - 1,
+        )  # the last column is the constant part
+        sign = np.where(self.qp.equal, 1.0, -1.0)  # of the rows in CVXPY's form: Ax + b = 0, F'x + g' ≥ 0
+        x, multipliers = self.qp.point[:d], sign * self.qp.point[d:]
         row, column = AF.row % rows, AF.row // rows  # column d holds the constants of the rows
         inside = column < d
         x1 = np.concatenate([x, [1.0]])
@@ -174,18 +174,18 @@ class Sensitivity:
         value = sum_entries(0.5 * P.data * x[P.row // d] * x[P.row % d], 0 * P.row, P.col, 1)
         value += sum_entries(q.data * x1[q.row], 0 * q.row, q.col, 1)
         total = np.asarray(value.todense()).reshape(-1) + left_sides.T @ multipliers
-        return gradient, -left_sides[:e], left_sides[e:], total
+        return sparse.vstack([gradient, -sparse.diags(sign) @ left_sides]), total
 
     def _derivative(self, D: Array) -> Derivative:
         """Return the derivative along the columns of D (parameter entries, P)."""
-        gradient, equal, unequal, value = self._slopes
+        slopes, value = self._slopes
         slices, M = self._readout
         if len(self.qp.weak) == 0 and M.shape[0] < D.shape[1]:  # linear in D: solve once per number asked for
-            forces = sparse.vstack([-gradient, equal, unequal])
-            targets = np.split(M.toarray().T, np.cumsum([len(self.qp.x), len(self.qp.y)]))
-            changes = (forces.T @ self.qp.solve_directions(-targets[0], *targets[1:])).T @ D  # the system is symmetric
+            d = len(self.qp.q)
+            turned = sparse.diags(np.where(np.arange(M.shape[1]) < d, -1.0, 1.0))  # makes the system symmetric
+            changes = ((turned @ slopes).T @ self.qp.solve_directions(turned @ M.T.toarray())).T @ D
         else:
-            changes = M @ self.qp.solve_directions(gradient @ D, equal @ D, unequal @ D)
+            changes = M @ self.qp.solve_directions(slopes @ D)
         sign = -1.0 if isinstance(self.problem.objective, cp.Maximize) else 1.0
         moved = {
             number: np.stack([column.reshape(shape, order="F") for column in changes[where].T])
@@ -197,11 +197,9 @@ class Sensitivity:
 
     @cached_property
     def _readout(self) -> tuple[dict[int, tuple[slice, tuple[int, ...]]], Any]:
-        """The matrix that maps (x, y, z) to the user's variables and duals, and the rows and shape of each by id."""
-        x, y, z = self.qp.x, self.qp.y, self.qp.z
-        ends = np.cumsum([len(x), len(y)])
-        zero = np.zeros(len(x) + len(y) + len(z))
-        before = self._user_values(*np.split(zero.copy(), ends))
+        """The matrix that maps (x, y) to the user's variables and duals, and the rows and shape of each by id."""
+        zero = np.zeros(len(self.qp.point))
+        before = self._user_values(zero)
         slices, start = {}, 0
         for number, value in before.items():
             slices[number] = slice(start, start + value.size), value.shape
@@ -210,28 +208,26 @@ class Sensitivity:
         for j in range(len(zero)):
             unit = zero.copy()
             unit[j] = 1.0
-            after = self._user_values(*np.split(unit, ends))
+            after = self._user_values(unit)
             change = np.concatenate([(after[number] - before[number]).reshape(-1, order="F") for number in before])
             columns.append(sparse.csc_matrix(change[:, None]))
         return slices, sparse.csr_matrix(sparse.hstack(columns))
 
-    def _user_values(self, x: Array, y: Array, z: Array) -> dict[int, Array]:
-        """Return the user's variables and duals by id, for a canonical solution (x, y, z)."""
-        user = self._invert(x, y, z, 0.0)
+    def _user_values(self, point: Array) -> dict[int, Array]:
+        """Return the user's variables and duals by id, for a canonical solution (x, y)."""
+        user = self._invert(point, 0.0)
         shapes = {item.id: item.shape for item in (*self.problem.variables(), *self.problem.constraints)}
         values = {**user.primal_vars, **user.dual_vars}
         return {number: np.reshape(np.asarray(values[number], dtype=float), shape) for number, shape in shapes.items()}
 
-    def _invert(self, x: Array, y: Array, z: Array, value: float) -> Any:
+    def _invert(self, point: Array, value: float) -> Any:
         """Map a solution of the canonical problem back through CVXPY's chain of reductions."""
         solver, names = self._chain.reductions[-1], self._inverse_data[-1]
-        duals: dict[int, Array] = {}
-        for values, constraints in ((y, names[solver.EQ_CONSTR]), (z, names[solver.NEQ_CONSTR])):
-            start = 0
-            for constraint in constraints:
-                duals[constraint.id] = values[start : start + constraint.size]
-                start += constraint.size
-        solution = CanonicalSolution(cp.OPTIMAL, value, {names[solver.VAR_ID]: x}, duals, {})
+        duals, start = {}, len(self.qp.q)
+        for constraint in (*names[solver.EQ_CONSTR], *names[solver.NEQ_CONSTR]):
+            duals[constraint.id] = point[start : start + constraint.size]
+            start += constraint.size
+        solution = CanonicalSolution(cp.OPTIMAL, value, {names[solver.VAR_ID]: point[: len(self.qp.q)]}, duals, {})
         for reduction, inverse in list(zip(self._chain.reductions, self._inverse_data, strict=True))[-2::-1]:
             if isinstance(reduction, CvxAttr2Constr) and inverse:
                 solution = _invert_attributes(solution, *inverse)
@@ -328,35 +324,30 @@ class _ParameterTerm:
         return slopes
 
     def _slope(self, at: Mapping[int, Array], move: Mapping[int, Array]) -> Array:
-        """Extrapolate difference quotients with halved steps (Romberg) until two extrapolations agree."""
+        """Differentiate along one direction by one-sided differences, halving the step until two of them agree."""
         length = max(float(np.abs(d).max(initial=0.0)) for d in move.values())
         if length == 0.0:
             return np.zeros(self.stand_in.shape)
         size = max(float(np.abs(at[i]).max(initial=0.0)) for i in move)
         here, step = self._value(at, move, 0.0), _FIRST_STEP * (size or 1.0) / length
-        rows: list[list[Array]] = []
-        difference, slope = np.inf, here
+        difference, best, last, largest = np.inf, here, np.full_like(here, np.inf), 0.0
         for _ in range(_MAX_HALVINGS):
-            row = [(self._value(at, move, step) - here) / step]
-            for order, coarse in enumerate(rows[-1][:_ORDERS] if rows else [], 1):
-                row.append(row[-1] + (row[-1] - coarse) / (2.0**order - 1.0))
-            if len(rows) > _ORDERS:
-                latest = float(np.abs(row[-1] - rows[-1][-1]).max(initial=0.0))
-                if latest < difference:
-                    difference, slope = latest, row[-1]
-            rows.append(row)
-            step /= 2.0
-            if difference <= _EXACT * float(np.abs(slope).max(initial=0.0)):
+            near, far = (self._value(at, move, k * step) for k in (1, 2))
+            slope = (4.0 * near - far - 3.0 * here) / (2.0 * step)
+            change = float(np.abs(slope - last).max(initial=0.0))
+            if change < difference:
+                difference, best = change, slope
+            last, step, largest = slope, step / 2.0, largest or float(np.abs(slope).max(initial=0.0))
+            if difference <= _EXACT * float(np.abs(best).max(initial=0.0)):
                 break
-        first = float(np.abs(rows[0][0]).max(initial=0.0))
-        if not difference <= _TOLERANCE * max(first, float(np.abs(slope).max(initial=0.0))):
+        if not difference <= _TOLERANCE * max(largest, float(np.abs(best).max(initial=0.0))):
             raise DegenerateError(
                 f"The difference quotients of the term {self.expression} differ by {difference:.2g} for small steps.",
                 f"They must converge to a relative difference of {_TOLERANCE:g}.",
                 "The term has no derivative along one of the directions.",
                 "Move its parameters into the interior of its domain, or use another direction.",
             )
-        return slope
+        return best
 
     def _value(self, at: Mapping[int, Array], move: Mapping[int, Array], step: float) -> Array:
         """Evaluate the expression at `at + step·move`."""

@@ -13,12 +13,12 @@ from torch import Tensor
 import dif
 import dif.fairness
 from dif import InvalidInputError
-from dif.runtime.inputs import check_order, refuse_text
+from dif.runtime.inputs import check_number, check_order, read_array, read_labels, refuse_text
 
 try:
     from fairlearn.reductions import BoundedGroupLoss, ExponentiatedGradient, GridSearch, UtilityParity
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
-    from sklearn.utils.validation import _check_sample_weight, check_is_fitted, validate_data  # noqa: F401 (since 1.6)
+    from sklearn.utils.validation import _check_sample_weight, check_is_fitted
 
     from dif.adapters import sklearn as linear
 except ImportError as error:
@@ -27,6 +27,8 @@ except ImportError as error:
     ) from error
 
 __all__ = ["FairClassifier", "FairRegressor", "solution_of"]
+
+_AMONG_LABELS = ("TruePositiveRateParity", "FalsePositiveRateParity", "EqualizedOdds")  # of people with one label
 
 
 def score(params: dict[str, Tensor], batch: Any) -> Tensor:
@@ -51,20 +53,36 @@ class _FairMixin(linear.InfluenceMixin):
     _link: Any
     _y: Any
 
-    def _keep(self, X: Any, y: Any, **columns: Any) -> None:
-        """Check and keep a copy of what the problem is built from, besides X and y."""
-        index = check_order(X=X, y=y, **columns)
-        self._moment, self._index = deepcopy(self.constraints), index if linear.read_index(X) is not None else None
-        if self._moment is not None and columns["sensitive_features"] is None:
+    def fit(
+        self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None, control_features: Any = None
+    ) -> Any:
+        """Solve the problem.
+
+        Args:
+            X: The features, (n, d). The index of a DataFrame labels the samples in results.
+            y: The labels, of two classes, or numbers for a regression.
+            sensitive_features: The group of each sample, (n,) or (n, k). Like y it is taken by position; a column
+                with the index of X in another order is refused.
+            sample_weight: Weights of the samples, in the objective and in the constraint.
+            control_features: The groups are compared within each value of these columns, as in fairlearn.
+        """
+        self._features = {"sensitive_features": sensitive_features, "control_features": control_features}
+        check_order(X=X, y=y, **self._features, sample_weight=sample_weight)
+        if self.constraints is not None and sensitive_features is None:
             raise InvalidInputError(
-                f"`sensitive_features` must be passed to fit for {type(self._moment).__name__}, not None."
+                f"`sensitive_features` must be passed to fit for {type(self.constraints).__name__}, not None."
             )
-        self._features = {name: deepcopy(columns[name]) for name in ("sensitive_features", "control_features")}
-        self._weights = None
-        if columns["sample_weight"] is not None:
-            refuse_text(columns["sample_weight"], "sample_weight")
-            weights = _check_sample_weight(columns["sample_weight"], X, dtype=np.float64, ensure_non_negative=True)
+        self._features, self._weights = deepcopy(self._features), None
+        if sample_weight is not None:
+            refuse_text(sample_weight, "sample_weight")
+            weights = _check_sample_weight(sample_weight, X, dtype=np.float64, ensure_non_negative=True)
             self._weights = np.array(weights)
+        self._X, self._y = self._read_training_samples(X, y)
+        return self._solve(X)
+
+    @property
+    def _moment(self) -> Any:
+        return self._options["constraints"]
 
     @property
     def constraint_names_(self) -> tuple[str, ...]:
@@ -73,7 +91,8 @@ class _FairMixin(linear.InfluenceMixin):
 
     def _build_samples(self, loss: Any) -> tuple[dif.Samples, dif.Term]:
         """Return the training samples, and the sum of their losses, weighted if fit was given weights."""
-        train = linear.build_samples(loss, self._X, self._y, self._index)
+        classes = getattr(self, "classes_", None)
+        train = linear.build_samples(loss, self._X, self._y, self._index, classes=classes)
         return train, train.sum() if self._weights is None else train.weighted(self._weights)
 
     def _build_rows(self, train: dif.Samples, loss: Any, **options: Any) -> list[dif.Constraint]:
@@ -82,6 +101,25 @@ class _FairMixin(linear.InfluenceMixin):
             return []
         options |= {"score": score, "loss": loss, "sample_weight": self._weights, **self._features}
         return dif.fairness.read_moment(self._moment, train, **options)
+
+    def _find_like(self, index: Any, targets: Tensor) -> Any:
+        """Return the index of a sample with the memberships of each relabelled one.
+
+        Under a constraint among the samples of one label, it is one of the same groups and weight that has the label.
+        """
+        if type(self._moment).__name__ not in _AMONG_LABELS:
+            return index
+        columns = [read_array(c) for c in (*self._features.values(), self._weights) if c is not None]
+        words = [str(row) for row in zip(*(c.reshape(len(self._y), -1).tolist() for c in columns), strict=True)]
+        known = {key: i for i, key in reversed([*enumerate(zip(words, self._y.tolist(), strict=True))])}
+        keys = [(words[i], float(t)) for i, t in zip(index, targets, strict=True)]
+        alone = [int(i) for i, key in zip(index, keys, strict=True) if key not in known]
+        if alone:
+            raise InvalidInputError(
+                f"No training sample with the groups and weight of sample {alone[0]} has its new label, so what it "
+                f"counts in {type(self._moment).__name__} is unknown; fit again with the new label."
+            )
+        return [i if self._y[i] == t else known[key] for i, t, key in zip(index, targets, keys, strict=True)]
 
     def _name_loss(self) -> str:
         """Return the name of the loss of a BoundedGroupLoss; "NoneType" for other moments."""
@@ -162,35 +200,15 @@ class FairClassifier(linear.LinearClassifierMixin, _FairMixin, ClassifierMixin, 
     def __init__(self, constraints: Any = None, *, C: float = 1.0, fit_intercept: bool = True) -> None:
         self.constraints, self.C, self.fit_intercept = constraints, C, fit_intercept
 
-    def fit(
-        self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None, control_features: Any = None
-    ) -> FairClassifier:
-        """Solve the problem.
-
-        Args:
-            X: The features, (n, d). The index of a DataFrame labels the samples in results.
-            y: The labels, of two classes.
-            sensitive_features: The group of each sample, (n,) or (n, k). Like y it is taken by position; a column
-                with the index of X in another order is refused.
-            sample_weight: Weights of the samples, in the objective and in the constraint.
-            control_features: The groups are compared within each value of these columns, as in fairlearn.
-        """
+    def _read_training_samples(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
         features, labels = linear.validate(self, X, y)
-        self._settings = linear.check_strength(self.C, "C")
-        self._keep(
-            X, y, sensitive_features=sensitive_features, sample_weight=sample_weight, control_features=control_features
-        )
-        self._y = self._encode_classes(labels, slice(None) if self._weights is None else self._weights > 0)
-        self._X = np.array(features)
-        self._solve()
-        return self
+        return np.array(features), self._encode_classes(labels, self._weights)
 
     def _build_problem(self) -> dif.Problem:
         train, risk = self._build_samples(linear.logistic_loss)
         loss = brier_score if self._name_loss() == "SquareLoss" else error_probability
-        return dif.Problem(
-            self._settings * risk + linear.build_ridge(1.0), self._build_rows(train, loss, labels=self._y)
-        )
+        objective = check_number(self._options["C"], "C") * risk + linear.build_ridge(1.0)
+        return dif.Problem(objective, self._build_rows(train, loss, labels=self._y))
 
 
 class FairRegressor(linear.LinearRegressorMixin, _FairMixin, RegressorMixin, BaseEstimator):
@@ -213,17 +231,6 @@ class FairRegressor(linear.LinearRegressorMixin, _FairMixin, RegressorMixin, Bas
     def __init__(self, constraints: Any = None, *, alpha: float = 1.0, fit_intercept: bool = True) -> None:
         self.constraints, self.alpha, self.fit_intercept = constraints, alpha, fit_intercept
 
-    def fit(
-        self, X: Any, y: Any, *, sensitive_features: Any = None, sample_weight: Any = None, control_features: Any = None
-    ) -> FairRegressor:
-        """Solve the problem; the arguments are those of `FairClassifier.fit`, with numbers as y."""
-        self._keep_training_samples(X, y)
-        self._settings = linear.check_strength(self.alpha, "alpha")
-        columns = {"sensitive_features": sensitive_features, "control_features": control_features}
-        self._keep(X, y, **columns, sample_weight=sample_weight)
-        self._solve()
-        return self
-
     def _build_problem(self) -> dif.Problem:
         train, risk = self._build_samples(linear.squared_loss)
         kind, loss = type(self._moment).__name__, self._name_loss()
@@ -234,7 +241,7 @@ class FairRegressor(linear.LinearRegressorMixin, _FairMixin, RegressorMixin, Bas
                 f"{kind}{f' with {loss}' if kind == 'BoundedGroupLoss' else ''}."
             )
         rows = self._build_rows(train, linear.squared_loss, link=None)
-        return dif.Problem(risk + linear.build_ridge(2 * self._settings) if self._settings else risk, rows)
+        return dif.Problem(linear.add_ridge(risk, self._options["alpha"]), rows)
 
 
 def solution_of(search: Any) -> dif.Solution:
@@ -283,14 +290,16 @@ def solution_of(search: Any) -> dif.Solution:
         means = [_Mean("loss", float(c), np.array(moment.tags["group_id"] == g)) for g, c in multipliers.items()]
     fitted = linear.solution_of(predictor, moment.X, targets, sample_weight=np.abs(weights))
     columns = {"target": _encode(predictor, targets), **factors}
-    loss = linear.logistic_loss if hasattr(predictor, "classes_") else linear.squared_loss
+    classifies = hasattr(predictor, "classes_")
+    loss = linear.logistic_loss if classifies else linear.squared_loss
     people = dif.Samples(
         lambda params, batch: loss(params, (batch["X"], batch["target"])),
         {
-            "X": linear.label_rows(moment.X, linear.read_index(moment.X)),
+            "X": linear.label_rows(moment.X, read_labels(moment.X)),
             **{name: torch.as_tensor(np.array(column, dtype=np.float64)) for name, column in columns.items()},
         },
         name="train",
+        check=lambda batch: linear.check_targets(batch["target"], predictor.classes_) if classifies else None,
     )
     objective = _add_penalty(_state_risk(people, means), fitted.problem.objective, people)
     return dif.fit(dif.Problem(objective, fitted.problem.constraints), fitted.params, show_progress=False)

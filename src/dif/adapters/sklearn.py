@@ -5,7 +5,7 @@ The estimators report the influence of their training samples. The adapter for f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any
@@ -17,7 +17,17 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
-from dif.runtime.inputs import check_order, describe, refuse_text
+from dif.runtime.inputs import (
+    as_index,
+    as_numbers,
+    check_labels,
+    check_number,
+    check_order,
+    read_labels,
+    read_numbers,
+    refuse_text,
+    write_label,
+)
 
 try:
     from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
@@ -59,14 +69,14 @@ def predict_linear(params: dict[str, Tensor], X: Tensor) -> Tensor:
     return product + params["intercept"] if "intercept" in params else product
 
 
+def add_ridge(risk: dif.Term, alpha: Any) -> dif.Term:
+    """Add alpha‖coef‖² to a sum of squares; the intercept is not penalised."""
+    return risk + build_ridge(2 * alpha) if check_number(alpha, "alpha", zero=True) else risk
+
+
 def build_ridge(strength: float) -> dif.Function:
     """Build ½ strength ‖coef‖²; the intercept is not penalised."""
     return dif.Function(lambda params: 0.5 * strength * (params["coef"] ** 2).sum(), name=f"½·{strength:g}‖coef‖²")
-
-
-def read_index(X: Any) -> Any:
-    """Return the index of a pandas DataFrame, which results then show; None for other data."""
-    return X.index if hasattr(X, "columns") and hasattr(X, "index") else None
 
 
 def label_rows(X: Any, index: Any) -> Any:
@@ -79,24 +89,56 @@ def label_rows(X: Any, index: Any) -> Any:
     return pandas.DataFrame(rows, index=index)
 
 
-def build_samples(loss: Any, X: Any, y: Any, index: Any = None, name: str = "train") -> dif.Samples:
-    """Build Samples from the rows of X, their targets and, unless it is None, the index of a DataFrame."""
-    return dif.Samples(loss, (label_rows(X, index), torch.as_tensor(np.array(y))), name=name)
+def build_samples(
+    loss: Any, X: Any, y: Any, index: Any = None, name: str = "train", classes: Any = None
+) -> dif.Samples:  # fmt: skip
+    """Build Samples from the rows of X, their targets and, unless it is None, the index of a DataFrame.
+
+    `classes` are what the targets of a classifier stand for; new samples with other targets are refused.
+    """
+    check = None if classes is None else lambda batch: check_targets(batch[1], classes)
+    return dif.Samples(loss, (label_rows(X, index), torch.as_tensor(np.array(y))), name=name, check=check)
+
+
+def check_targets(targets: Tensor, classes: Any) -> None:
+    """Refuse targets of new samples that stand for none of the classes."""
+    codes = [-1, 1] if len(classes) == 2 else list(range(len(classes)))
+    unknown = [target for target in targets.tolist() if target not in codes]
+    if unknown:
+        known = [f"{code} for {label!r}" for code, label in zip(codes, np.asarray(classes).tolist(), strict=True)]
+        raise InvalidInputError(
+            f"The target of a new sample must be {', '.join(known)}, not {unknown[0]:g}; `relabel` of an estimator "
+            "takes the labels that it was fitted with."
+        )
+
+
+def find_rows(rows: Any, index: Any) -> list[Any]:
+    """Return the positions of samples that were given by position, or by label in the index of a DataFrame.
+
+    Text and parts of an index are labels. Integers are positions; those that may be meant as labels are refused.
+    """
+    listed = [rows] if isinstance(rows, str) or not isinstance(rows, Iterable) else list(rows)
+    numbers, places = [as_index(row) for row in listed], {}
+    for place, label in enumerate(() if index is None else index):
+        places.setdefault(write_label(label), []).append(place)
+    found = [places.get(write_label(row), []) for row in listed]
+    if not hasattr(rows, "get_indexer") and None not in numbers:
+        if all(found) and found != [[number] for number in numbers]:
+            raise InvalidInputError(
+                f"`rows` must not be integers such as {numbers[0]}, which are positions of some samples and labels of "
+                "others; pass a part of the index, such as X.index[positions]."
+            )
+        return numbers
+    wrong = [row for row, known in zip(listed, found, strict=True) if len(known) != 1]
+    if wrong:
+        raise InvalidInputError(f"`rows` must be positions, or labels that the index of X has once, not {wrong[0]!r}.")
+    return [place for (place,) in found]
 
 
 def build_params(coef: Any, intercept: Any) -> dict[str, Tensor]:
     """Build the parameters coef, and intercept unless it is None, in double precision."""
     params = {"coef": coef} if intercept is None else {"coef": coef, "intercept": intercept}
     return {name: torch.tensor(np.array(value, dtype=np.float64)) for name, value in params.items()}
-
-
-def check_strength(value: Any, name: str) -> float:
-    """Return the option `name` as a float; it must be finite and ≥ 0, or > 0 if it is C."""
-    number = np.asarray(value if np.isscalar(value) or isinstance(value, np.ndarray) else None)
-    valid = number.ndim == 0 and number.dtype.kind in "if" and np.isfinite(number) and float(number) >= 0
-    if not valid or (name == "C" and float(number) == 0):
-        raise InvalidInputError(f"`{name}` must be one finite number {'>' if name == 'C' else '≥'} 0, not {value!r}.")
-    return float(number)
 
 
 @contextmanager
@@ -126,16 +168,20 @@ def require_both(X: Any, y: Any) -> None:
 class InfluenceMixin:
     """What the constrained estimators share: fitting, `solution_`, `certificate_`, `samples_` and `influence`.
 
-    An estimator builds its problem from what `fit` kept (`_build_problem`), and reads test samples as its loss takes
-    them (`_read_test_samples`).
+    An estimator builds its problem from what `fit` kept (`_build_problem`), its options among them, and reads samples
+    and targets as its loss takes them (`_read_training_samples`, `_read_test_samples`, `_read_targets`).
     """
 
     coef_: Any
     intercept_: float
     fit_intercept: bool
     _X: Any  # the features that fit was given, (n, d)
+    _index: Any  # the index of their DataFrame, or None
+    _options: dict[str, Any]  # the arguments of the constructor when the model was fitted
     _build_problem: Any
+    _read_training_samples: Any
     _read_test_samples: Any
+    _read_targets: Any
 
     @property
     def solution_(self) -> dif.Solution:
@@ -166,7 +212,25 @@ class InfluenceMixin:
         require_both(X, y)
         check_order(X=X, y=y)
         features, targets = self._read_test_samples(X, y)
-        return build_samples(self.samples_.loss, features, targets, read_index(X), name="test")
+        return build_samples(self.samples_.loss, features, targets, read_labels(X), name="test")
+
+    def relabel(self, rows: Any, y: Any) -> dif.Perturbation:
+        """Return one perturbation that gives training samples other targets, as if fit had been given these.
+
+        Args:
+            rows: The samples, by position, or by label in the index of the DataFrame that fit was given.
+            y: Their targets as fit takes them, one for each sample or one for all.
+        """
+        samples, given = self.samples_, find_rows(rows, self._index)
+        index, labels = np.array(samples.check_indices(given)), None if self._index is None else self._index[given]
+        check_labels(y, labels, "`y`", "`rows`")
+        targets = self._read_targets(np.full(len(index), y) if np.ndim(y) == 0 else y, len(index), "relabelled")
+        new = label_rows(self._X[index], labels), torch.as_tensor(targets)
+        return samples.remove(index) + samples.add(new, like=self._find_like(index, targets))
+
+    def _find_like(self, index: Any, targets: Any) -> Any:
+        """Return the index of a sample with the memberships of each relabelled one: without other rules, itself."""
+        return index
 
     def influence(self, X: Any = None, y: Any = None, *, indices: Any = None) -> dif.Influence:
         """Predict what would change without each training sample, without refitting.
@@ -203,8 +267,9 @@ class InfluenceMixin:
         names = [f"coef[{feature}]" for feature in features]
         return [*names, "intercept"] if self.fit_intercept else names
 
-    def _solve(self) -> None:
-        """Fit the problem and set the fitted attributes."""
+    def _solve(self, X: Any) -> Any:
+        """Fit the problem to the samples that were read from X, set the fitted attributes, and return the model."""
+        self._index, self._options = read_labels(X), deepcopy(self.get_params(deep=False))  # type: ignore[attr-defined]
         start = self._build_params(np.zeros(self._X.shape[1]), 0.0)
         self._solution = dif.fit(self._build_problem(), start, show_progress=False)
         params = self._solution.params
@@ -213,6 +278,7 @@ class InfluenceMixin:
         self.multipliers_ = self._solution.lam.numpy()
         self.kkt_residual_ = self._solution.kkt.residual
         self.n_iter_ = 1  # scikit-learn requires this attribute
+        return self
 
     def _build_params(self, coef: Any, intercept: float) -> dict[str, Tensor]:
         return build_params(coef, intercept if self.fit_intercept else None)
@@ -237,16 +303,16 @@ class LinearRegressorMixin:
         check_is_fitted(self, "coef_")
         return validate(self, X, reset=False) @ self.coef_ + self.intercept_
 
-    def _keep_training_samples(self, X: Any, y: Any) -> None:
-        """Check the training samples and keep a copy."""
+    def _read_training_samples(self, X: Any, y: Any, **options: Any) -> tuple[np.ndarray, np.ndarray]:
         refuse_text(y, "y")
-        validated = validate(self, X, y, y_numeric=True)
-        self._X, self._y = (np.array(part, dtype=np.float64) for part in validated)
+        X, y = validate(self, X, y, y_numeric=True, **options)
+        return np.array(X), np.array(y, dtype=np.float64)
 
-    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        refuse_text(y, "y")
-        X, y = validate(self, X, y, y_numeric=True, reset=False)
-        return torch.as_tensor(np.array(X)), torch.as_tensor(np.array(y, dtype=np.float64))
+    def _read_test_samples(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+        return self._read_training_samples(X, y, reset=False)
+
+    def _read_targets(self, y: Any, count: int, _: str) -> np.ndarray:
+        return read_numbers(y, "y", count).numpy()
 
 
 class LinearClassifierMixin:
@@ -280,10 +346,10 @@ class LinearClassifierMixin:
         """Return the features of samples that the model was not fitted on, (n, d)."""
         return validate(self, X, reset=False)
 
-    def _encode_classes(self, y: Any, present: Any = slice(None)) -> np.ndarray:
-        """Set `classes_` and return −1 and 1 for the training samples; `present` are those of weight above 0."""
+    def _encode_classes(self, y: Any, weights: Any = None) -> np.ndarray:
+        """Set `classes_` and return −1 and 1 for the training samples."""
         kind = type_of_target(y, input_name="y", raise_unknown=True)
-        self.classes_, found = np.unique(y), len(np.unique(y[present]))
+        self.classes_, found = np.unique(y), len(np.unique(y if weights is None else y[weights > 0]))
         if kind != "binary" or found < 2:
             raise ValueError(
                 f"Only binary classification is supported. The type of the target is {kind}, "
@@ -291,16 +357,21 @@ class LinearClassifierMixin:
             )
         return np.where(y == self.classes_[1], 1.0, -1.0)
 
-    def _read_test_samples(self, X: Any, y: Any) -> tuple[Tensor, Tensor]:
-        X, y, known = self._read_features(X), np.asarray(y), self.classes_.tolist()
+    def _read_test_samples(self, X: Any, y: Any) -> tuple[np.ndarray, np.ndarray]:
+        features = self._read_features(X)
+        return features, self._read_targets(y, len(features), "test")
+
+    def _read_targets(self, y: Any, count: int, kind: str) -> np.ndarray:
+        """Return −1 and 1 for the labels of samples of a kind, such as "test"."""
+        y, known = np.asarray(y), self.classes_.tolist()
         unknown = sorted({str(label) for label in y.tolist() if label not in known}) if y.ndim == 1 else []
-        if unknown or y.shape != (len(X),):
+        if unknown or y.shape != (count,):
             given = f"{len(y)} labels" if y.ndim == 1 else f"labels of shape {y.shape}"
             given += f", with {len(unknown)} unknown ones, the first {unknown[0]!r}" if unknown else ""
             raise InvalidInputError(
-                f"Each of the {len(X)} test samples must have one label, {known[0]!r} or {known[1]!r}, not {given}."
+                f"Each of the {count} {kind} samples must have one label, {known[0]!r} or {known[1]!r}, not {given}."
             )
-        return torch.as_tensor(np.array(X)), torch.as_tensor(np.where(y == self.classes_[1], 1.0, -1.0))
+        return np.where(y == self.classes_[1], 1.0, -1.0)
 
 
 class ConstrainedLinearRegression(LinearRegressorMixin, InfluenceMixin, RegressorMixin, BaseEstimator):
@@ -323,45 +394,35 @@ class ConstrainedLinearRegression(LinearRegressorMixin, InfluenceMixin, Regresso
         solution_: The fitted problem as a dif.Solution, one object per fit.
         samples_: The training samples as dif.Samples.
 
-    >>> X, y = np.arange(12.0).reshape(6, 2) % 5, np.arange(6.0)
-    >>> model = ConstrainedLinearRegression(A_eq=[[1.0, 1.0]], b_eq=1.0).fit(X, y)
-    >>> round(float(model.coef_.sum()), 6)
-    1.0
+    Examples:
+        >>> X, y = np.arange(12.0).reshape(6, 2) % 5, np.arange(6.0)
+        >>> model = ConstrainedLinearRegression(A_eq=[[1.0, 1.0]], b_eq=1.0).fit(X, y)
+        >>> round(float(model.coef_.sum()), 6)
+        1.0
     """
 
     def __init__(
-        self,
-        A_eq: Any = None,
-        b_eq: Any = 0.0,
-        A_ub: Any = None,
-        b_ub: Any = 0.0,
-        *,
-        alpha: float = 0.0,
-        fit_intercept: bool = True,
-    ) -> None:
+        self, A_eq: Any = None, b_eq: Any = 0.0, A_ub: Any = None, b_ub: Any = 0.0, *,
+        alpha: float = 0.0, fit_intercept: bool = True,
+    ) -> None:  # fmt: skip
         self.A_eq, self.b_eq, self.A_ub, self.b_ub = A_eq, b_eq, A_ub, b_ub
         self.alpha, self.fit_intercept = alpha, fit_intercept
 
     def fit(self, X: Any, y: Any) -> ConstrainedLinearRegression:
         """Solve the problem to a KKT residual of 1e-10."""
         check_order(X=X, y=y)
-        self._index = read_index(X)
-        self._keep_training_samples(X, y)
-        self._settings = deepcopy((self.A_eq, self.b_eq, self.A_ub, self.b_ub)), check_strength(self.alpha, "alpha")
-        self._solve()
-        return self
+        self._X, self._y = self._read_training_samples(X, y)
+        return self._solve(X)
 
     def _build_problem(self) -> dif.Problem:
-        risk = build_samples(squared_loss, self._X, self._y, self._index).sum()
-        rows = []
-        (A_eq, b_eq, A_ub, b_ub), alpha = self._settings
-        for A, b, equal in ((A_eq, b_eq, True), (A_ub, b_ub, False)):
+        risk, rows = build_samples(squared_loss, self._X, self._y, self._index).sum(), []
+        for name in ("eq", "ub"):
+            A, b = (self._options[f"{part}_{name}"] for part in "Ab")
             if A is not None:
-                name = "eq" if equal else "ub"
-                left = dif.linear(np.atleast_2d(_read_numbers(A, f"A_{name}")), of="coef")
-                right = torch.as_tensor(_read_numbers(b, f"b_{name}"))
-                rows.append((left == right if equal else left <= right).named(f"A_{name}"))
-        return dif.Problem(risk + build_ridge(2 * alpha) if alpha else risk, rows)
+                left = dif.linear(torch.atleast_2d(as_numbers(A, f"`A_{name}`")), of="coef")
+                right = as_numbers(b, f"`b_{name}`")
+                rows.append((left == right if name == "eq" else left <= right).named(f"A_{name}"))
+        return dif.Problem(add_ridge(risk, self._options["alpha"]), rows)
 
 
 class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMixin, BaseEstimator):
@@ -392,18 +453,12 @@ class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMi
         """Solve the problem to a KKT residual of 1e-10."""
         check_classification_targets(y)
         check_order(X=X, y=y)
-        self._index = read_index(X)
-        X, y = validate(self, X, y, text=self.group is not None)
-        group_column = self._find_group_column()
-        C, tau = check_strength(self.C, "C"), check_strength(self.tau, "tau")
-        if group_column is not None and not tau > 0:
-            raise InvalidInputError(f"`tau` must be above 0 if there is a group column, such as 0.001, not {self.tau}.")
-        self._group_column, self._settings = group_column, (C, tau)
+        given, y = validate(self, X, y, text=self.group is not None)
+        self._group_column = self._find_group_column()
         self._y = self._encode_classes(y)
-        self._X, members = self._split_group(X)
+        self._X, members = self._split_group(given)
         self.groups_, self._group_index = (None, None) if members is None else np.unique(members, return_inverse=True)
-        self._solve()
-        return self
+        return self._solve(X)
 
     def _find_group_column(self) -> int | None:
         """Return the number of the group column; None if there is none."""
@@ -440,21 +495,13 @@ class FairLogisticRegression(LinearClassifierMixin, InfluenceMixin, ClassifierMi
             return check_array(features, dtype="float64"), members.astype(str)
 
     def _build_problem(self) -> dif.Problem:
-        train = build_samples(logistic_loss, self._X, self._y, self._index)
-        risk, (C, tau) = train.mean(), self._settings
-        groups = enumerate(() if self.groups_ is None else self.groups_)
-        rows = [(train.mean(where=self._group_index == g) <= risk + tau).named(str(name)) for g, name in groups]
+        train = build_samples(logistic_loss, self._X, self._y, self._index, classes=self.classes_)
+        C, tau = check_number(self._options["C"], "C"), check_number(self._options["tau"], "tau", zero=True)
+        if self.groups_ is not None and not tau > 0:
+            raise InvalidInputError(f"`tau` must be above 0 if there is a group column, such as 0.001, not {tau:g}.")
+        groups, most = enumerate(() if self.groups_ is None else self.groups_), train.mean() + tau
+        rows = [(train.mean(where=self._group_index == g) <= most).named(str(name)) for g, name in groups]
         return dif.Problem(C * train.sum() + build_ridge(1.0), rows)
-
-
-def _read_numbers(value: Any, name: str) -> np.ndarray:
-    """Return the array of numbers that was passed as the argument `name`."""
-    try:
-        return np.array(value, dtype=float)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(
-            f"`{name}` must be a number, or an array of numbers with rows of equal length, not {describe(value)}."
-        ) from error
 
 
 def solution_of(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None, polish: bool = True) -> dif.Solution:
@@ -496,36 +543,34 @@ def solution_of(estimator: Any, X: Any, y: Any, *, sample_weight: Any = None, po
 
 def _read_training_samples(
     estimator: Any, X: Any, y: Any, sample_weight: Any, **options: Any
-) -> tuple[Any, np.ndarray, np.ndarray]:
-    """Return the index of X, and X and y as arrays."""
+) -> tuple[np.ndarray, np.ndarray, Any]:
+    """Return X, y and the weights as arrays; None for the latter where there are none."""
     check_is_fitted(estimator, "coef_")
     check_order(X=X, y=y, sample_weight=sample_weight)
-    if sample_weight is not None:
-        refuse_text(sample_weight, "sample_weight")
     with name_text(X):
         features, targets = check_X_y(X, y, dtype="float64", **options)
     if features.shape[1] != estimator.n_features_in_:
         raise InvalidInputError(
             f"`X` must have {estimator.n_features_in_} columns, as in fit, not {features.shape[1]}."
         )
-    return read_index(X), features, targets
+    weights = None if sample_weight is None else read_numbers(sample_weight, "sample_weight", len(features)).numpy()
+    return features, targets, weights
 
 
 def _read_regressor(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
     """Return the problem that a LinearRegression or Ridge solves, and its fitted parameters."""
     refuse_text(y, "y")
-    index, X, y = _read_training_samples(estimator, X, y, sample_weight, y_numeric=True)
-    train = build_samples(squared_loss, X, y, index)
-    risk = train.sum() if sample_weight is None else train.weighted(np.asarray(sample_weight, dtype=float))
-    alpha = check_strength(getattr(estimator, "alpha", 0.0), "alpha")
+    features, targets, weights = _read_training_samples(estimator, X, y, sample_weight, y_numeric=True)
+    train = build_samples(squared_loss, features, targets, read_labels(X))
+    risk = train.sum() if weights is None else train.weighted(weights)
     params = build_params(np.reshape(estimator.coef_, -1), estimator.intercept_ if estimator.fit_intercept else None)
-    bounds = [(dif.linear(np.eye(X.shape[1]), of="coef") >= 0.0).named("positive")] if estimator.positive else []
-    return dif.Problem(risk + build_ridge(2 * alpha) if alpha else risk, bounds), params
+    bounds = [(dif.linear(np.eye(features.shape[1]), of="coef") >= 0.0).named("positive")] if estimator.positive else []
+    return dif.Problem(add_ridge(risk, getattr(estimator, "alpha", 0.0)), bounds), params
 
 
 def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tuple[dif.Problem, dict[str, Tensor]]:
     """Return the problem that a LogisticRegression solves, and its fitted parameters."""
-    index, X, y = _read_training_samples(estimator, X, y, sample_weight)
+    features, targets, weights = _read_training_samples(estimator, X, y, sample_weight)
     if estimator.l1_ratio or getattr(estimator, "penalty", None) in ("l1", "elasticnet"):
         raise InvalidInputError(
             f"LogisticRegression must have l1_ratio=0, a smooth penalty, not l1_ratio={estimator.l1_ratio}; fit again, "
@@ -535,18 +580,14 @@ def _read_classifier(estimator: Any, X: Any, y: Any, sample_weight: Any) -> tupl
         raise InvalidInputError(
             "A LogisticRegression with an intercept must not be fitted with solver='liblinear', which penalises it."
         )
-    class_index = np.searchsorted(estimator.classes_, y)
-    weights = np.ones(len(y)) if sample_weight is None else np.asarray(sample_weight, dtype=float)
+    classes, binary = estimator.classes_, len(estimator.classes_) == 2
+    codes = np.searchsorted(classes, targets)
     if estimator.class_weight is not None:
-        class_weights = compute_class_weight(
-            estimator.class_weight, classes=estimator.classes_, y=y, sample_weight=sample_weight
-        )
-        weights = weights * class_weights[class_index]
-    binary = len(estimator.classes_) == 2
-    unweighted = sample_weight is None and estimator.class_weight is None
-    loss, labels = (logistic_loss, 2.0 * class_index - 1.0) if binary else (softmax_loss, class_index)
-    train = build_samples(loss, X, labels, index)
-    risk = train.sum() if unweighted else train.weighted(weights)
+        balance = compute_class_weight(estimator.class_weight, classes=classes, y=targets, sample_weight=weights)
+        weights = balance[codes] if weights is None else weights * balance[codes]
+    loss, labels = (logistic_loss, 2.0 * codes - 1.0) if binary else (softmax_loss, codes)
+    train = build_samples(loss, features, labels, read_labels(X), classes=classes)
+    risk = train.sum() if weights is None else train.weighted(weights)
     intercept, constraints = estimator.intercept_ if estimator.fit_intercept else None, []
     if binary:
         params = build_params(estimator.coef_[0], None if intercept is None else intercept[0])

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.program import Targets
-from dif.errors import DifError, InvalidInputError, few
+from dif.errors import DifError, InvalidInputError, few, format_table
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.term import Constraint
 from dif.runtime.inputs import as_numbers
-from dif.runtime.text import TextTable
 from dif.solving.continuation import Event, PathPoint
 
 
@@ -65,7 +64,7 @@ class BoundCurve:
     def __str__(self) -> str:
         columns = [self.bounds, self.objective, self.price, *self.values.T]
         rows = tuple(tuple(f"{float(x):.6g}" for x in row) for row in zip(*columns, strict=True))
-        table = TextTable(("bound", "objective", "price", *self.targets), rows, left=0)
+        table = format_table(("bound", "objective", "price", *self.targets), rows, left=0)
         return "\n".join([f"Curve of the bound of {self.constraint}", str(table), *map(str, self.kinks), *self.lost])
 
 
@@ -92,10 +91,10 @@ def bound_curve(
         The curve. Where a bound cannot be met the values are NaN from there on, and `lost` says why.
     """
     at = expect_solution(solution)
-    rows = at.program.rows_of(constraint)
-    if rows.stop - rows.start != 1:
+    rows = torch.nonzero(at.program.terms[1:] == 1 + at.problem.position(constraint)).reshape(-1).tolist()
+    if len(rows) != 1:
         raise InvalidInputError(
-            f"`constraint` must have one row, not {rows.stop - rows.start}; state the row as a constraint of its own."
+            f"`constraint` must have one row, not {len(rows)}; state the row as a constraint of its own."
         )
     asked = as_numbers(bounds, "bounds of a curve").double().reshape(-1)
     if not len(asked) or not bool(torch.isfinite(asked).all()):
@@ -133,10 +132,10 @@ def bound_curve(
             values.append(targets.values(theta))
     lam = torch.stack(multipliers).double().cpu()
     return BoundCurve(
-        at.program.names[rows.start],
+        at.program.names[rows[0]],
         asked,
         torch.tensor(objective, dtype=torch.float64) + float(at.problem.objective.constant),
-        lam[:, rows.start],
+        lam[:, rows[0]],
         torch.stack(values).double().cpu() if targets is not None else asked.new_zeros((len(asked), 0)),
         () if targets is None else targets.names,
         lam,

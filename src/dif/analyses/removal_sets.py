@@ -14,7 +14,7 @@ from dif.errors import DifError, InvalidInputError, NotConvergedError, count_wor
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.path import PathInfluence
 from dif.optimality.solution import Solution, expect_solution
-from dif.problem.samples import Samples, expect_samples
+from dif.problem.samples import Samples
 from dif.problem.weights import find_indispensable
 from dif.runtime.inputs import check_count, check_number
 from dif.runtime.work import Reporter, progress
@@ -58,8 +58,8 @@ def choose(
     Greedy: the sample with the strongest score is removed, the solution is followed to the problem without it, all
     scores are computed again there, and so on. A round that makes the target worse is undone, and the next strongest
     samples are tried. The choice ends early where no removal helps any more. With `greedy=False` the first-order
-    ranking at the given solution is used as it is. The problem without the set is then solved by `fit` from the old
-    parameters: `Choice.verified`. (If it is not convex, other starts may lead to other solutions.)
+    ranking at the given solution is used as it is. The problem without the set is then solved by `fit` from where the
+    choice arrived: `Choice.verified`. (If it is not convex, other starts may lead to other solutions.)
 
     Args:
         solution: A certified solution.
@@ -158,7 +158,7 @@ class _RemovalSet:
             raise InvalidInputError(
                 f"`target` must be one number, not {len(targets.names)}; a weighted sum of Terms is a Term."
             )
-        needed = find_indispensable(solution.problem, expect_samples(samples))
+        needed = find_indispensable(solution.problem, samples)
         indices = range(len(samples)) if among is None else samples.check_indices(among)
         candidates = [i for i in indices if i not in needed]
         if not candidates:
@@ -229,11 +229,11 @@ class _RemovalSet:
                 self.chosen, self.at = fewer, solution
 
     def verify(self, goal: float | None) -> Choice:
-        """Solve the problem without the set, from the solution at the start."""
+        """Solve the problem without the set, from where the choice arrived."""
         solution = self.start_solution
         if self.chosen:
             problem = self.start_solution.problem.after(self.samples.remove(self.chosen))
-            solution = fit(problem, self.start_solution.params, show_progress=False)
+            solution = fit(problem, self.at.params, multipliers=self.at.lam, show_progress=False)
             solution.check()
         before, after = self._value_at(self.start_solution.theta), self._value_at(solution.theta)
         predicted = before + sum(self.first_scores[i] for i in self.chosen)

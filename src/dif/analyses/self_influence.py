@@ -12,7 +12,7 @@ from dif.estimators.first_order import FirstOrderEstimator
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.protocol import Estimator
 from dif.optimality.solution import Solution
-from dif.problem.samples import Samples, expect_samples
+from dif.problem.samples import Samples
 from dif.problem.weights import find_indispensable
 from dif.results.influence import Influence
 from dif.runtime.work import progress
@@ -35,9 +35,8 @@ def self_influence(
             f"`estimator` must be an estimator of a dif.Solution, not {type(estimator).__name__}; pass "
             "dif.DirectionalInfluence(solution), for example."
         )
-    expect_samples(samples)
-    index = list(range(len(samples))) if indices is None else samples.check_indices(indices)
     needed = find_indispensable(solution.problem, samples)
+    index = list(range(len(samples))) if indices is None else samples.check_indices(indices)
     removable = [i for i in index if i not in needed]
     options: dict[str, Any] = {"show_progress": False}
     if isinstance(estimator, FirstOrderEstimator | NewtonInfluence):

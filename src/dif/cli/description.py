@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
-from importlib.resources import files
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from dif.errors import DifError, InvalidInputError
 from dif.optimality.solution import Solution
 from dif.problem.samples import Samples
 from dif.problem.term import Expression
+from dif.problem.weights import find_indispensable
 from dif.report.subjects import Subjects
 
-TEMPLATE = (files("dif") / "examples" / "model.py").read_text("utf-8")  # written by `dif init`
+EXAMPLES = Path(dif.__file__).parent / "examples"  # model files that come with dif
+TEMPLATE = (EXAMPLES / "model.py").read_text("utf-8")  # written by `dif init`
 _EXAMPLE_TARGETS = '{"risk": train.mean()}'  # suggested in error messages
 
 
@@ -72,6 +74,11 @@ class Description:
         subjects = Subjects.of(removals, solution, index=removals.index, where=f" in {path}", **shown)
         return cls(path, solution, targets, train, subjects, train_is_known)
 
+    @cached_property
+    def needed(self) -> dict[int, str]:
+        """The samples that cannot be removed, and for each the term that would be undefined without it."""
+        return find_indispensable(self.solution.problem, self.train)
+
     def target(self, name: str | None) -> tuple[str, Any]:
         """Return the name and the term of a target; of the first one if `name` is None."""
         if name is None:
@@ -107,20 +114,11 @@ def _run(path: Path, fit: Callable[..., Solution]) -> dict[str, Any]:
     except (DifError, KeyboardInterrupt):
         raise
     except (Exception, SystemExit) as error:
-        raise InvalidInputError(
-            f"Running {path} failed: {type(error).__name__}: {str(error).rstrip('.')}{_find_line(error, path)}. "
-            f"Correct it until `python {path}` succeeds."
-        ) from error
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        text = f"{type(error).__name__}: {str(error).rstrip('.')}{f' (line {lines[-1]})' if lines else ''}"
+        raise InvalidInputError(f"Running {path} failed: {text}. Correct it until `python {path}` succeeds.") from error
     finally:
         dif.fit = usual
-
-
-def _find_line(error: BaseException, path: Path) -> str:
-    """Return where in the file the error was raised, as text."""
-    if isinstance(error, SyntaxError):
-        return ""  # its message names the line
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-    return f" (line {lines[-1]})" if lines else ""
 
 
 def _wrong_variable_error(path: Path, name: str, value: Any, wanted: str, example: str) -> InvalidInputError:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dif.derivatives.losses import (
     NO_FORWARD,
@@ -18,12 +17,15 @@ from dif.derivatives.losses import (
     NO_VMAP,
     BatchLosses,
     Differentiable,
+    OperationCounter,
+    cost,
     sample_losses,
     sample_slopes,
     stacked_losses,
+    sweep_batches,
 )
-from dif.derivatives.rows import CompiledFunction, Rows, check_type, evaluate_function
-from dif.errors import DifError, InvalidInputError, few
+from dif.derivatives.rows import CompiledFunction, Rows, evaluate_function, wrong_type_error
+from dif.errors import DifError, InvalidInputError, few, warn
 from dif.problem.parameters import Parameters
 from dif.problem.samples import PLAIN_ATTENTION, Samples
 from dif.problem.term import Function
@@ -48,9 +50,19 @@ def difference(at: Callable[[float], Tensor], here: Tensor, step: float) -> tupl
 
 
 def check_slopes(samples: Samples, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
-    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one."""
+    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one.
+
+    Warns where the losses of a third of the samples, or more, have no slope at all, although they are not 0.
+    """
     eps = torch.finfo(theta.dtype).eps
     here, slopes = sample_slopes(samples, parameters, theta, v[:, None])
+    constant = int(((slopes[:, 0] == 0) & (here != 0)).sum())
+    if len(samples) <= 3 * constant < 3 * len(samples):
+        warn(
+            f"The loss of {constant} of {len(samples)} samples of {samples.name!r} is not 0, but does not depend on "
+            "the parameters. Labels 0 and 1 do this in a loss that takes −1 and 1: pass 2·y − 1.",
+            UserWarning,
+        )
     slope, last, index, change = slopes[:, 0], slopes[:, 0], torch.arange(len(samples)), 0
     for step in (eps ** (1 / 3), 16 * eps ** (1 / 3)):  # a rounding error would change with the step
         chosen = None if len(index) == len(samples) else index
@@ -78,17 +90,21 @@ def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -
 
     Notes fallbacks, or refuses the loss.
     """
-    index = torch.linspace(0, len(samples) - 1, min(_COMPARED_SAMPLES, len(samples))).round().long().unique()
-    place, batch = next(samples.batches(index, device=theta.device))
-    losses = BatchLosses(samples.fallbacks, samples, parameters, batch, place.stop - place.start)
+    index, what = _spread(samples, _COMPARED_SAMPLES).unique(), f"loss of Samples {samples.name!r}"
+    _, losses = next(sweep_batches(samples, parameters, theta, index, shared=False))
     try:
-        _Check(losses, theta).check_all(f"loss of Samples {samples.name!r}", parameters)
+        _Check(losses, theta).check_all(what, parameters)
     except DifError as error:
         if "scaled_dot_product" not in str(error) or PLAIN_ATTENTION in samples.fallbacks:
             raise
         samples.fallbacks.clear()
         samples.fallbacks.add(PLAIN_ATTENTION)
-        _Check(losses, theta).check_all(f"loss of Samples {samples.name!r}", parameters)
+        _Check(losses, theta).check_all(what, parameters)
+
+
+def _spread(samples: Samples, most: int) -> Tensor:
+    """Return the indices of at most this many samples, spread over the data."""
+    return torch.linspace(0, len(samples) - 1, min(most, len(samples))).round().long()
 
 
 class _Check:
@@ -96,6 +112,9 @@ class _Check:
 
     def __init__(self, losses: Differentiable, theta: Tensor) -> None:
         self.losses, self.theta = losses, theta
+        self.ways = [losses]
+        if isinstance(losses, BatchLosses) and cost(losses.samples, losses.parameters, theta).maps is not None:
+            self.ways.append(replace(losses, by_maps=True))
         eps = torch.finfo(theta.dtype).eps
         self.allowed = eps**0.25  # 1e-4 in float64
         ratio = 32 if theta.dtype == torch.float64 else 4  # in float32, rounding hides the curvature in shorter steps
@@ -111,22 +130,20 @@ class _Check:
         self.units = torch.nan_to_num(units.clamp(1e-4, 1.0), nan=1.0) * (1 + theta.abs())
         self.directions = self.units * draw(_TRIES, theta.numel())
         self.negligible = eps**0.5 * float(self.weights[0].abs() @ self.here.abs())  # change of the weighted losses
-        self.differences, self.gradient_near = cache(self._differences), cache(self._gradient_near)
 
     def check_all(self, what: str, parameters: Parameters) -> None:
         """Check all methods: refuse a wrong gradient, replace other methods that are wrong, or refuse the loss."""
-        everything, groups = {"": torch.ones_like(self.theta)}, self._groups(parameters)
-        for names, mask in {**everything, **groups}.items():
+        for names, mask in self._groups(parameters):
             if not self._agrees(partial(self.gradient_gap, mask)):
                 raise _wrong_derivative_error(f"gradient of the {what}{names and f' in {names}'}", self.smallest_gap)
         if isinstance(self.losses, BatchLosses):
             self._replace_if_wrong(NO_MAP, self.sample_gap)
-        vmapped = self._replace_if_wrong(NO_VMAP, self.vmap_gap)
+        replaced = [self.vmap_gap] if self._replace_if_wrong(NO_VMAP, self.vmap_gap) else []
         self._replace_if_wrong(NO_FORWARD, self.slope_gap)
-        curved = self._replace_if_wrong(NO_SECOND_BACKWARD, self.curvature_gap)
-        if curved and self._replace_if_wrong(NO_VMAP, self.curvature_gap):
-            vmapped = True
-        for gap in (self.vmap_gap,) * vmapped + (self.curvature_gap,) * curved:
+        if self._replace_if_wrong(NO_SECOND_BACKWARD, self.curvature_gap):
+            replaced += [self.vmap_gap] if self._replace_if_wrong(NO_VMAP, self.curvature_gap) else []
+            replaced += [self.curvature_gap]
+        for gap in replaced:
             try:
                 agrees = self._agrees(gap)
             except Exception as error:
@@ -136,29 +153,28 @@ class _Check:
             if not agrees:
                 raise _wrong_derivative_error(f"second derivative of the {what}", self.smallest_gap)
 
-    def _groups(self, parameters: Parameters) -> dict[str, Tensor]:
-        """Group tensors by the size of their gradients: names of the group → mask of its coordinates (0 or 1), (d,)."""
-        steepness = [float(g.abs().max()) for g in torch.split(self.plain[0], list(parameters.sizes))]
-        order = sorted(range(len(steepness)), key=lambda k: steepness[k])
+    def _groups(self, parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
+        """Yield masks of 0 and 1, (d,): all coordinates, then names and mask of tensors with gradients of like size."""
+        yield "", torch.ones_like(self.theta)
+        sizes = list(parameters.sizes)
+        steepness = [float(g.abs().max()) for g in torch.split(self.plain[0], sizes)]
+        order = sorted(range(len(sizes)), key=lambda k: steepness[k])
         length = -(-len(order) // _GROUPS)
-        groups: dict[str, Tensor] = {}
         for start in range(0, len(order), length) if len(order) > 1 else ():
             group = order[start : start + length]
-            masks = [torch.full((size,), float(k in group)) for k, size in enumerate(parameters.sizes)]
-            groups[few([parameters.names[k] for k in group])] = torch.cat(masks).to(self.theta)
-        return groups
+            masks = [torch.full((size,), float(k in group)) for k, size in enumerate(sizes)]
+            yield few([parameters.names[k] for k in group]), torch.cat(masks).to(self.theta)
 
     def _replace_if_wrong(self, fallback: str, gap: Callable[[int], float]) -> bool:
         """Add the fallback if a method is wrong or unsupported by torch; return whether it was added."""
         try:
-            wrong = not self._agrees(gap)
+            if self._agrees(gap):
+                return False
         except Exception as error:
             if not is_unsupported(error):
                 raise
-            wrong = True
-        if wrong:
-            self.losses.fallbacks.add(fallback)
-        return wrong
+        self.losses.fallbacks.add(fallback)
+        return True
 
     def _agrees(self, gap: Callable[[int], float]) -> bool:
         """Return whether the gap is small along at least one of the directions."""
@@ -172,25 +188,25 @@ class _Check:
 
     def gradient_gap(self, mask: Tensor, number: int) -> float:
         """Compare the plain gradient with differences of the losses along the masked coordinates of a direction."""
-        W = self.weights
-        differences, uncertainty = self.differences(number) if bool(mask.all()) else self._differences(number, mask)
+        W, (differences, uncertainty) = self.weights, self._differences(number, mask)
         excess = (W @ differences - self.plain @ (mask * self.directions[number])).abs() - W.abs() @ uncertainty
         return _largest_ratio(excess, W.abs() @ differences.abs())
 
     def vmap_gap(self, number: int) -> float:
-        """Compare gradients by vmap, over several weights and over several θ, with plain ones."""
-        pulled = self.losses.pull(self.theta, self.weights)[1]
+        """Compare gradients by vmap and by linear maps, for several weights and at several θ, with plain ones."""
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
-        expected = torch.stack([self.plain[0], self.gradient_near(number, 1)])
+        expected = torch.stack([self.plain[0], self._gradient_near(number, self.steps[number])])
         W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
-        stacked = self.losses.stacked_gradients(thetas, W, ones)[1]
-        return max(_relative_gap(pulled, self.plain), _relative_gap(stacked, expected))
+        gaps = []
+        for losses in self.ways:
+            gaps.append(_relative_gap(losses.pull(self.theta, self.weights)[1], self.plain))
+            gaps.append(_relative_gap(losses.stacked_gradients(thetas, W, ones)[1], expected))
+        return max(gaps)
 
     def slope_gap(self, number: int) -> float:
         """Compare slopes by forward mode, for one column and for two, with differences of the losses."""
-        differences, uncertainty = self.differences(number)
-        slopes = [self.losses.push(self.theta, V)[1] for V in self._columns(number)]
-        return max(_relative_gap(slope[:, 0], differences, uncertainty) for slope in slopes)
+        expected = self._differences(number)
+        return max(_relative_gap(self.losses.push(self.theta, V)[1][:, 0], *expected) for V in self._columns(number))
 
     def _columns(self, number: int) -> tuple[Tensor, Tensor]:
         """Return a direction as one column, (d, 1), and the same with the next one beside it, (d, 2)."""
@@ -210,12 +226,13 @@ class _Check:
         crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # equal for a symmetric matrix
         size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
         asymmetry = max(float((crossed[0] - crossed[1]).abs()) - self.negligible, 0.0) / size if size > 0 else 0.0
-        differences, near = self._gradient_differences(number, 1)
-        uncertainty = self.negligible / self.units + near
+        at, step = partial(self._gradient_near, number), self.steps[number]
+        differences, rounding, bend = difference(at, self.plain[0], step)
+        uncertainty = self.negligible / self.units + rounding.max() + bend
         gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
         if gap > self.allowed:  # on a kink, or where the curvature vanishes, differences depend on the step
-            closer, near = self._gradient_differences(number, 32)
-            uncertainty = uncertainty + near + 2 * (differences - closer).abs()
+            closer, rounding, bend = difference(at, self.plain[0], step / 32)
+            uncertainty = uncertainty + rounding.max() + bend + 2 * (differences - closer).abs()
             gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
         return max(gap, asymmetry)
 
@@ -234,20 +251,9 @@ class _Check:
             jumps &= step / 32 * (closer.abs() + 0.5 * bent) > 0.5 * change
         return slope, torch.where(jumps, rounding, rounding + bend)
 
-    def _gradient_differences(self, number: int, shorter: float) -> tuple[Tensor, Tensor]:
-        """Return the derivative of the gradient along a direction by differences, (d,), and its uncertainty, (d,).
-
-        The step is divided by `shorter`.
-        """
-        step = self.steps[number]
-        at = lambda t: self.gradient_near(number, t / step)  # noqa: E731
-        slope, rounding, bend = difference(at, self.plain[0], step / shorter)
-        return slope, rounding.max() + bend
-
-    def _gradient_near(self, number: int, share: float) -> Tensor:
-        """Return the plain gradient at a share of a step along a direction, (d,)."""
-        near = self.theta + share * self.steps[number] * self.directions[number]
-        return self._gradients(near, self.weights[:1])[1][0]
+    def _gradient_near(self, number: int, step: float) -> Tensor:
+        """Return the plain gradient after a step along a direction, (d,)."""
+        return self._gradients(self.theta + step * self.directions[number], self.weights[:1])[1][0]
 
     def _gradients(self, theta: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         """Return ℓ(θ), and Σᵢ wᵢ∇ℓᵢ(θ) for each row w of weights, by plain backward passes."""
@@ -326,9 +332,8 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
         )
     for at in (theta, _shift(theta, 1e-3, 1.0)):
         _check_same(f"function {f.name!r}", *(evaluate_function(f, parameters, at) for _ in range(2)))
-    _Check(CompiledFunction(f.fallbacks, f, parameters, value.numel(), None), theta).check_all(
-        f"function {f.name!r}", parameters
-    )
+    compiled = CompiledFunction.of(f, parameters, theta, value.numel())
+    _Check(compiled, theta).check_all(f"function {f.name!r}", parameters)
 
 
 def _check_same(what: str, first: Tensor, second: Tensor) -> None:
@@ -346,15 +351,17 @@ def check_used(
     every_samples: Sequence[Samples], functions: Sequence[Function], parameters: Parameters, theta: Tensor
 ) -> None:
     """Refuse parameters that no loss and no function other than a ridge depends on."""
-    evaluations: list[Callable[[Any], Tensor]] = [f.fn for f in functions if f.ridge is None]
+    evaluations: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [
+        (f.fn, ()) for f in functions if f.ridge is None
+    ]
     for samples in every_samples:
         _, batch = next(samples.batches(torch.arange(min(_PROBE_SAMPLES, len(samples))), device=theta.device))
-        evaluations.append(partial(lambda loss, z, params: loss(params, z), samples.loss, batch))
+        evaluations.append((samples.loss, (batch,)))
     unused = set(parameters.names)
-    for evaluate in evaluations:
+    for evaluate, data in evaluations:
         with torch.enable_grad():
             leaves = {n: t.detach().clone().requires_grad_() for n, t in parameters.tensors(theta).items()}
-            out = evaluate(parameters.bind(leaves)).sum()
+            out = evaluate(parameters.bind(leaves), *data).sum()
             if out.requires_grad:
                 gradients = torch.autograd.grad(out, list(leaves.values()), allow_unused=True)
                 unused -= {name for name, g in zip(leaves, gradients, strict=True) if g is not None}
@@ -379,16 +386,16 @@ def check_tensors(samples: Samples, parameters: Parameters) -> None:
 
 def _check_losses(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     """Refuse losses that are not finite, random, of another type than the parameters, or depend on other samples."""
-    name, spread = samples.name, torch.linspace(0, len(samples) - 1, min(_PROBE_SAMPLES, len(samples))).round().long()
+    name, spread, eps = samples.name, _spread(samples, _PROBE_SAMPLES), torch.finfo(parameters.dtype).eps
     for at in (theta, _shift(theta, 1e-3, 1.0)):  # randomness may hide at θ = 0
         together, again = (sample_losses(samples, parameters, at, spread) for _ in range(2))
-        check_type(together, parameters.dtype, f"The loss of Samples {name!r}")
+        if together.dtype != parameters.dtype:
+            raise wrong_type_error(f"The loss of Samples {name!r}", together, parameters.dtype)
         _check_same(f"loss of Samples {name!r}", together, again)
         apart = together.clone()
         for subset in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(1, 2)):
             if len(spread[subset]):
                 apart[subset] = sample_losses(samples, parameters, at, spread[subset])
-        eps = torch.finfo(together.dtype).eps
         shifted = sample_losses(samples, parameters, _shift(at, 16 * eps), spread)  # effect of rounding
         gap = ((together - apart).abs() - 4 * (shifted - together).abs()) / (1.0 + apart.abs())
         allowed = eps**0.5
@@ -419,14 +426,12 @@ _CANDIDATES = 4  # sharpest bends per line that are examined closely
 _JUMP = 0.02  # change over a tiny interval that makes a kink or jump, relative to the range along the line
 
 # Operators whose derivative or value jumps somewhere.
-_PIECEWISE = frozenset(
-    (
-        *("abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge"),
-        *("gt", "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "le", "leaky_relu", "lt", "max"),
-        *("maximum", "max_pool2d_with_indices", "median", "min", "minimum", "ne", "relu", "rrelu_with_noise", "round"),
-        *("sign", "softshrink", "sort", "threshold", "topk", "trunc", "where", "_prelu_kernel"),
-    )
-)
+_PIECEWISE = {
+    "abs", "amax", "amin", "argmax", "argmin", "ceil", "clamp", "clamp_max", "clamp_min", "eq", "floor", "ge", "gt",
+    "hardshrink", "hardsigmoid", "hardswish", "hardtanh", "heaviside", "le", "leaky_relu", "lt", "max", "maximum",
+    "max_pool2d_with_indices", "median", "min", "minimum", "ne", "relu", "rrelu_with_noise", "round", "sign",
+    "softshrink", "sort", "threshold", "topk", "trunc", "where", "_prelu_kernel",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -462,49 +467,31 @@ def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
     theta, kinks = theta.double(), []
     try:
         double = rows.to(torch.float64)
-        tables = zip(rows.tables, double.tables, strict=True)
-        searches: list[tuple[Any, Callable[[], Kink | None]]] = [
-            (old.samples, partial(_search_samples, new.samples, double.parameters, theta)) for old, new in tables
-        ]
-        searches += [(f.function, partial(_search_function, f, theta)) for f in double.functions if f.is_nonlinear]
-        for owner, search in searches:
+        searched = [(old.samples, new.samples) for old, new in zip(rows.tables, double.tables, strict=True)]
+        for owner, losses in searched + [(f.function, f) for f in double.functions if f.is_nonlinear]:
             where = (getattr(owner, "storage", None), rows.parameters.module)
-            known = owner.kinks.get(len(theta))
-            if (
-                known is None
-                or any(a is not b for a, b in zip(where, known[0], strict=True))
-                or not known[1].equal(theta)
-            ):
-                known = owner.kinks[len(theta)] = where, theta, search()
+            known = owner.kinks.get(len(theta), ((), theta, None))
+            if list(map(id, known[0])) != list(map(id, where)) or not known[1].equal(theta):
+                known = owner.kinks[len(theta)] = where, theta, _search(losses, double.parameters, theta)
             kinks.append(known[2])
     except (RuntimeError, InvalidInputError):  # a loss that cannot run in double precision
         return ()
     return tuple(kink for kink in kinks if kink is not None)
 
 
-def _search_samples(samples: Samples, parameters: Parameters, theta: Tensor) -> Kink | None:
-    """Search the losses of samples spread over the data."""
-    spread = torch.linspace(0, len(samples) - 1, min(_SAMPLES, len(samples))).round().long()
+def _search(searched: Samples | CompiledFunction, parameters: Parameters, theta: Tensor) -> Kink | None:
+    """Return a kink or jump near θ of the losses of some samples, or of the outputs of a function; None without one."""
+    if isinstance(searched, Samples):
+        what, spread = f"the loss of {searched.name}", _spread(searched, _SAMPLES)
+    else:
+        what, spread = f"the function {searched.function.name}", torch.arange(searched.size)
 
-    def losses(thetas: Tensor, which: Tensor) -> Tensor:
-        return stacked_losses(samples.take(spread[which]), parameters, thetas)
+    def evaluate(thetas: Tensor, which: Tensor) -> Tensor:
+        """Return the values of given numbers (k,) at several θ (P, d), (P, k)."""
+        if isinstance(searched, Samples):
+            return stacked_losses(searched.take(spread[which]), parameters, thetas)
+        return searched.stacked_values(thetas)[:, which.to(thetas.device)]
 
-    return _search(losses, len(spread), theta, lambda i: f"the loss of {samples.name}[{int(spread[i])}]")
-
-
-def _search_function(f: CompiledFunction, theta: Tensor) -> Kink | None:
-    """Search the outputs of a function of the parameters."""
-    values = lambda thetas, which: f.stacked_values(thetas)[:, which.to(thetas.device)]  # noqa: E731
-    return _search(values, f.size, theta, lambda _: f"the function {f.function.name}")
-
-
-def _search(
-    evaluate: Callable[[Tensor, Tensor], Tensor], count: int, theta: Tensor, describe: Callable[[int], str]
-) -> Kink | None:
-    """Return a kink or jump near θ of one of `count` values; None if there is none.
-
-    `evaluate` returns the values of given numbers (k,) at several θ (P, d), (P, k); `describe` names a value.
-    """
     generator, d = torch.Generator().manual_seed(0), theta.numel()
     size = 0.5 * max(0.1, float(theta.square().mean().sqrt()))
     V = torch.stack([size * torch.randn(d, generator=generator, dtype=torch.float64) for _ in range(_LINES)]).to(theta)
@@ -518,23 +505,26 @@ def _search(
         )
 
     grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
-    lines = along(grid.repeat(_LINES), torch.arange(_LINES).repeat_interleave(_POINTS), torch.arange(count))
-    lines = lines.reshape(_LINES, _POINTS, -1)
+    numbers = torch.arange(_LINES).repeat_interleave(_POINTS)
+    lines = along(grid.repeat(_LINES), numbers, torch.arange(len(spread))).reshape(_LINES, _POINTS, -1)
     bends = [(number, k, i) for number, line in enumerate(lines) for k, i in _sharpest_bends(line)]
     if not bends:
         return None
     number, k, i = torch.tensor(bends).T
 
-    def losses(t: Tensor) -> Tensor:
+    def values(t: Tensor) -> Tensor:
         """Return the value of each bend at its own points, (points, bends)."""
         found = along(t.reshape(-1), number.repeat(len(t)), i).reshape(*t.shape, len(i))
         return found.diagonal(dim1=1, dim2=2)
 
-    kinds = _classify_bends(losses, grid[k], grid[k + 2], lines[number, :, i])
-    for which, kind in zip(i.tolist(), kinds, strict=True):
+    kinks = _classify_bends(values, grid[k], grid[k + 2], lines[number, :, i])
+    for which, kind in zip(i.tolist(), kinks, strict=True):
         if kind is not None:
-            operators = _piecewise_operators(lambda which=which: evaluate(theta[None], torch.tensor([which])))
-            return Kink(describe(which), kind == "jump", operators)
+            with torch.no_grad(), OperationCounter() as counter:
+                evaluate(theta[None], torch.tensor([which]))
+            operators = tuple(name for name in counter.names if name in _PIECEWISE)
+            where = f"{what}[{int(spread[which])}]" if isinstance(searched, Samples) else what
+            return Kink(where, kind == "jump", operators)
     return None
 
 
@@ -555,15 +545,14 @@ def _classify_bends(losses: Callable[[Tensor], Tensor], low: Tensor, high: Tenso
     eps = torch.finfo(torch.float64).eps
     h = eps**0.44  # 1e-7
 
-    def look(t: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the points, and the values just before, at and after them."""
-        before, here, after = losses(torch.stack([t - h, t, t + h]))
-        return t, before, here, after
+    def look(t: Tensor) -> Tensor:
+        """Return the points, and the values just before, at and after them, (4, B)."""
+        return torch.cat([t[None], losses(torch.stack([t - h, t, t + h]))])
 
-    def slope(at: tuple[Tensor, ...]) -> Tensor:
+    def slope(at: Tensor) -> Tensor:
         return (at[3] - at[1]) / (2 * h)
 
-    def bend(a: tuple[Tensor, ...], b: tuple[Tensor, ...]) -> Tensor:
+    def bend(a: Tensor, b: Tensor) -> Tensor:
         """Measure how far the slopes at two points differ, from each other and from the chord."""
         chord = (b[2] - a[2]) / (b[0] - a[0])
         return (slope(b) - slope(a)).abs() + (chord - 0.5 * (slope(a) + slope(b))).abs()
@@ -572,31 +561,12 @@ def _classify_bends(losses: Callable[[Tensor], Tensor], low: Tensor, high: Tenso
     while float((right[0] - left[0]).max()) > 16 * h:
         middle = look(0.5 * (left[0] + right[0]))
         first = bend(left, middle) >= bend(middle, right)
-        left = tuple(torch.where(first, a, b) for a, b in zip(left, middle, strict=True))
-        right = tuple(torch.where(first, a, b) for a, b in zip(middle, right, strict=True))
+        left, right = torch.where(first, left, middle), torch.where(first, middle, right)
     slopes = lines.diff(dim=1) * (lines.shape[1] - 1) / 2
-    value_range, slope_range = (x.amax(1) - x.amin(1) for x in (lines, slopes))
+    every_slope = torch.cat([slopes, slope(left)[:, None], slope(right)[:, None]], 1)  # an exponential is steep at once
+    value_range, slope_range = (x.amax(1) - x.amin(1) for x in (lines, every_slope))
     noise = eps * lines.abs().amax(1)  # rounding error of one value
     smooth_change = 2 * slopes.abs().amax(1) * (right[0] - left[0] + 2 * h)  # without a jump
     jumps = (right[3] - left[1]).abs() > torch.stack([_JUMP * value_range, 1e3 * noise, smooth_change]).amax(0)
     kinks = (slope(right) - slope(left)).abs() > torch.maximum(_JUMP * slope_range, 10 * noise / h)
     return ["jump" if jump else "kink" if kink else None for jump, kink in zip(jumps, kinks, strict=True)]
-
-
-class _OperatorRecorder(TorchDispatchMode):
-    """Records the names of the operators that are called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: dict[str, None] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names[func.overloadpacket.__name__.removesuffix("_")] = None
-        return func(*args, **(kwargs or {}))
-
-
-def _piecewise_operators(evaluate: Callable[[], Any]) -> tuple[str, ...]:
-    """Return the operators called by `evaluate` that may cause a kink."""
-    with torch.no_grad(), _OperatorRecorder() as recorder:
-        evaluate()
-    return tuple(name for name in recorder.names if name in _PIECEWISE)

@@ -85,11 +85,11 @@ def encode_samples(samples: Samples) -> Iterator[bytes]:
 
 def hash_targets(targets: Targets) -> Iterator[bytes]:
     """Yield hashes of the losses, data and constants of the targets."""
-    if targets.rows is not None:
+    if targets.samples is not None:
+        yield from encode_samples(targets.samples)
+    else:
         yield from encode_rows(targets.rows)
         yield encode_tensor(targets.constant)
-    elif targets.samples is not None:
-        yield from encode_samples(targets.samples)
 
 
 def hash_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
@@ -98,10 +98,10 @@ def hash_direction(direction: Direction, p: int | None = None) -> Iterator[bytes
     if p is not None:
         yield encode_tensor(direction.rescaling(p))
     for block in direction.blocks:
-        mine = slice(None) if p is None or block.owner is None else block.owner == p
+        mine = slice(None) if p is None else block.entries_of(p)
         if p is None:
             yield encode_tensor(block.alpha)
-            yield b"" if block.owner is None else encode_tensor(block.owner)
+            yield encode_tensor(block.owner)
         yield from map(encode_tensor, (block.touch, block.index[mine], block.s[mine]))
         for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), READ):
             yield from map(encode_tensor, leaves(batch))

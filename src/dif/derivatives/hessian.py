@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dif.derivatives.losses import cost, jacobians_at_once, sample_slopes, weighted_gradients
-from dif.derivatives.rows import Rows
-from dif.linalg.operator import Matrix, coordinate_curvature, positive
+from dif.derivatives.rows import STRUCTURED, Rows
+from dif.linalg.solvers import Matrix, coordinate_curvature, positive
 from dif.runtime.guard import UserCodeError
 
 DENSE_LIMIT = 5000  # largest number of parameters for which the Hessian is assembled
@@ -48,45 +49,45 @@ class Curvature:
     assumed: Tensor | None = None  # (d,) curvature of each coordinate, known from a point nearby
     parts: Tensor | None = None  # (K, d, d) Hessians of the parts of the rows at θ, where they are known
 
-    @property
-    def d(self) -> int:
-        """Number of parameters."""
-        return self.theta.numel()
+    d: int = field(init=False)  # number of parameters
+    share: float = field(init=False)  # how much of the matrix this device assembles in seconds
+    cheap: bool = field(init=False)  # whether the matrix takes seconds, so that it can be assembled at every step
+    assembled: bool = field(init=False)  # whether the matrix is known, or may be assembled if it is needed only once
+    _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)  # matrices and sketches made so far
+
+    def __post_init__(self) -> None:
+        d, device = self.theta.numel(), self.theta.device.type
+        multiplications = 0.0
+        for table in self.rows.tables:
+            c = cost(table.samples, self.rows.parameters, self.theta)
+            each = _PER_PRODUCT * d * (c.flops + _PER_ELEMENT * c.elements)  # memory traffic as multiplications
+            if c.maps is not None and d >= STRUCTURED and not self.gauss_newton:
+                each = (c.maps[0] * c.maps[1]) ** 2 + _PER_PRODUCT * c.maps[1] * _PER_ELEMENT * c.elements
+            multiplications += len(table.samples) * each
+        share = _AFFORDABLE.get(device, 2.5e11) / max(multiplications, 1)
+        affordable = d <= _ANYWAY or _ONCE.get(device, 1) * share >= 1
+        known = self.parts is not None and not self.gauss_newton
+        decided = {
+            "d": d,
+            "share": share,
+            "cheap": d <= DENSE_LIMIT and share >= 1,
+            "parts": None if self.gauss_newton else self.parts,
+            "assembled": known or (d <= DENSE_LIMIT and affordable),
+        }
+        for name, value in decided.items():
+            object.__setattr__(self, name, value)
 
     @property
     def like(self) -> Tensor:
         """A tensor with the dtype and device of the operator."""
         return self.theta
 
-    @property
-    def _known(self) -> bool:
-        """Whether the matrix is a sum of known matrices."""
-        return self.parts is not None and not self.gauss_newton
-
-    @property
-    def share(self) -> float:
-        """How much of the matrix this device assembles in seconds; memory traffic is converted to multiplications."""
-        costs = [(len(t.samples), cost(t.samples, self.rows.parameters, self.theta)) for t in self.rows.tables]
-        multiplications = _PER_PRODUCT * self.d * sum(n * (c.flops + _PER_ELEMENT * c.elements) for n, c in costs)
-        return _AFFORDABLE.get(self.theta.device.type, 2.5e11) / max(multiplications, 1)
-
-    @property
-    def cheap(self) -> bool:
-        """Whether the matrix takes seconds, so that it can be assembled at every step."""
-        return self.d <= DENSE_LIMIT and self.share >= 1
-
-    @property
-    def assembled(self) -> bool:
-        """Whether the matrix is known, or may be assembled if it is needed only once."""
-        once = _ONCE.get(self.theta.device.type, 1)
-        return self._known or (self.d <= DENSE_LIMIT and (self.d <= _ANYWAY or once * self.share >= 1))
-
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
 
         `evaluations` is the number of evaluations of all losses that the matrix may cost; None: what takes seconds.
         """
-        if self._known:
+        if self.parts is not None:
             return self
         sizes = [len(t.samples) for t in self.rows.tables]
         counts = [int(min(self.share, 1.0) * n) for n in sizes]
@@ -98,18 +99,13 @@ class Curvature:
             return None
         if counts == sizes:
             return self
-        base = self.plain or self
-        sketch = base._sketches.get(tuple(counts))
-        if sketch is None:
+        base, key = self.plain or self, str(counts)
+        if key not in base._kept:
             generator = torch.Generator().manual_seed(0)
             indices = [torch.randperm(n, generator=generator)[:k] for k, n in zip(counts, sizes, strict=True)]
-            sketch = base._sketches[tuple(counts)] = replace(base, rows=self.rows.over(indices))
+            base._kept[key] = replace(base, rows=self.rows.over(indices))
+        sketch = base._kept[key]
         return sketch if self.plain is None else replace(self, rows=sketch.rows, plain=sketch)
-
-    @cached_property
-    def _sketches(self) -> dict[tuple[int, ...], Curvature]:
-        """Cache of sketches, by the number of samples from each table."""
-        return {}
 
     @property
     def has_gauss_newton(self) -> bool:
@@ -139,7 +135,7 @@ class Curvature:
         """Return H_ρ·v for every column v of V (d, c)."""
         if V.shape[1] == 0:
             return V
-        if self._known:
+        if self.parts is not None:
             return self.dense() @ V
         HV = self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V, self.gauss_newton)
         if self.G is not None and self.R is not None and len(self.G):
@@ -148,16 +144,16 @@ class Curvature:
 
     def dense(self) -> Tensor:
         """Return the matrix, (d, d); it is assembled on the first call."""
-        return self._dense
-
-    @cached_property
-    def _dense(self) -> Tensor:
-        if self.plain is not None:
-            return self._add_rows(self.plain.dense())
-        weights = self.weights @ self.rows.C
-        if self.parts is not None and self._known:
-            return torch.tensordot(weights, self.parts, 1)
-        return self.rows.part_hessian(self.theta, weights, self.gauss_newton)
+        if "dense" not in self._kept:
+            weights = self.weights @ self.rows.C
+            if self.plain is not None:
+                H = self._add_rows(self.plain.dense())
+            elif self.parts is not None:
+                H = torch.tensordot(weights, self.parts, 1)
+            else:
+                H = self.rows.part_hessian(self.theta, weights, self.gauss_newton)
+            self._kept["dense"] = H
+        return self._kept["dense"]
 
     def _add_rows(self, H: Tensor) -> Tensor:
         """Add this operator's GᵀRG and δI to an assembled matrix."""
@@ -165,21 +161,20 @@ class Curvature:
 
     def rough(self) -> Tensor:
         """Return the matrix, (d, d), from cheaper products in single precision, if the losses allow it."""
-        H = (self.plain or self)._rough
-        return H if self.plain is None else self._add_rows(H)
-
-    @cached_property
-    def _rough(self) -> Tensor:
-        if self._known:
+        if self.plain is not None:
+            return self._add_rows(self.plain.rough())
+        if self.parts is not None:
             return self.dense()
-        cudnn, theta, weights = torch.backends.cudnn, self.theta.float(), self.weights.float()
-        try:
-            with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
-                single = replace(self, rows=self.rows.to(torch.float32), theta=theta, weights=weights, parts=None)
-                H = single.product(torch.eye(self.d).to(theta)).to(self.theta)
-        except UserCodeError:  # a loss that works in double precision only
-            return self.dense()
-        return 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
+        if "rough" not in self._kept:
+            cudnn, theta, weights = torch.backends.cudnn, self.theta.float(), self.weights.float()
+            try:
+                with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
+                    single = replace(self, rows=self.rows.to(torch.float32), theta=theta, weights=weights)
+                    H = single.product(torch.eye(self.d).to(theta)).to(self.theta)
+            except UserCodeError:  # a loss that works in double precision only
+                return self.dense()
+            self._kept["rough"] = 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
+        return self._kept["rough"]
 
     def scale(self) -> Tensor:
         """Return the positive curvature of each coordinate, (d,): the absolute diagonal, or for large d an estimate."""
@@ -188,8 +183,8 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
-        if self.cheap or self._known:
-            return coordinate_curvature(self._dense)
+        if self.cheap or self.parts is not None:
+            return coordinate_curvature(self.dense())
         if self.plain is None or self.G is None or self.R is None:
             return self._estimate_scale() if self.assumed is None else self.assumed
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
@@ -201,33 +196,31 @@ class Curvature:
         the overall size. For the functions, a few products suffice. The sample part is noisy, so coordinates within a
         factor of four of the median of their tensor get that median.
         """
-        weights = self.weights @ self.rows.C
-        squares = torch.zeros_like(self.theta)
-        for number, table in enumerate(self.rows.tables):
-            mu = (weights[self.rows.columns(number)] @ table.U).abs().sqrt()
+        weights, squares = self.weights @ self.rows.C, torch.zeros_like(self.theta)
+        for table, part in self.rows.split(weights)[0]:
+            mu = (part @ table.U).abs().sqrt()
             signs = _signs(mu, _PROBES).T * mu  # (probes, n)
             gradients = weighted_gradients(table.samples, self.rows.parameters, self.theta, signs)[1]
             squares += (gradients**2).mean(0)
         squares = torch.cat([_replace_by_median(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
-        function_weights = weights.clone()
-        function_weights[: sum(len(table.U) for table in self.rows.tables)] = 0
-        functions = (signs * self.rows.hessian_products(self.theta, function_weights, signs)).mean(1).abs()
-        total, rest = float(squares.mean()), max(mean - float(functions.mean()), 1e-3 * mean)
+        of_functions = weights.clone()
+        of_functions[: sum(self.rows.sizes[: len(self.rows.tables)])] = 0
+        curved = (signs * self.rows.hessian_products(self.theta, of_functions, signs)).mean(1).abs()
+        total, rest = float(squares.mean()), max(mean - float(curved.mean()), 1e-3 * mean)
         if not (0 < total < float("inf") and 0 < mean < float("inf")):
             return torch.full_like(self.theta, mean if 0 < mean < float("inf") else 1.0)
-        return (squares * (rest / total) + functions).clamp(min=1e-12 * mean)
+        return (squares * (rest / total) + curved).clamp(min=1e-12 * mean)
 
     @cached_property
     def noise(self) -> float:
         """How far random weights on the samples move √D·θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
         directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
-        weights, centred, uncentred = self.weights @ self.rows.C, 0.0, 0.0
-        for number, table in enumerate(self.rows.tables):
-            mu = weights[self.rows.columns(number)] @ table.U
+        centred = uncentred = 0.0
+        for table, part in self.rows.split(self.weights @ self.rows.C)[0]:
             _, slopes = sample_slopes(table.samples, self.rows.parameters, self.theta, directions)
-            size = mu.abs()[:, None]
+            size = (part @ table.U).abs()[:, None]
             mean = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
             centred += float(((size * (slopes - mean)) ** 2).sum()) / directions.shape[1]
             uncentred += float(((size * slopes) ** 2).sum()) / directions.shape[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ _METADATA = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse",
     "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_contiguous", "stride",
 )  # fmt: skip
+_BLOCK = 256  # rows of a Hessian that are multiplied at once, up to the diagonal
 _MAX_SHARING = 4  # entries of all maps per parameter beyond which the structure does not pay
 
 
@@ -185,21 +187,22 @@ def _record(given: Tensor) -> Tensor:
     return given.tape.record(given) if isinstance(given, _Traced) else given
 
 
-def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> tuple[Tensor, _Tape]:
-    """Evaluate the loss of a batch on traced parameters; return the losses and the tape."""
+def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> Tensor:
+    """Evaluate the losses of a batch on traced parameters, which use the tape."""
     index = parameters.tensors(torch.arange(len(theta), device=theta.device))
     traced = {name: _Traced.of(t, tape, index[name]) for name, t in parameters.tensors(theta).items()}
     out: Any = samples.loss(parameters.bind(traced), batch)  # type: ignore[arg-type]
-    return map_tensors(out, _record), tape
+    return map_tensors(out, _record)
 
 
 def measure_maps(
     samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, count: int
 ) -> tuple[int, int] | None:
     """Return the inputs and outputs of all linear maps together (Σ p, Σ C); None if θ enters the loss otherwise."""
+    tape = _Tape()
     try:
         with torch.enable_grad():
-            _, tape = _run(samples, parameters, theta, batch, _Tape())
+            _run(samples, parameters, theta, batch, tape)
     except Exception:  # an error of the loss itself is raised again where the loss is evaluated
         return None
     entries = sum(m.index.numel() for m in tape.maps)
@@ -208,50 +211,81 @@ def measure_maps(
     return sum(m.X.shape[1] for m in tape.maps), sum(m.outputs for m in tape.maps)
 
 
+def evaluate_maps(
+    samples: Samples, parameters: Parameters, thetas: Tensor, batch: Any, W: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return ℓ of a batch, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d), for a loss of linear maps at several θ (P, d).
+
+    All θ go through X in one matrix product, and all weights W (P, k, n) in another one; no weights: k = 0.
+    """
+    P = len(thetas)
+    traced = thetas[0] if P == 1 else torch.zeros_like(thetas[0])  # at 0, the maps have the values of their constants
+    tape, run = _Tape(), partial(_run, samples, parameters, traced, batch)
+    with torch.enable_grad():  # requires_grad marks what depends on θ
+        run(tape)
+    Z = [value.detach()[None] for value in tape.values]
+    if P > 1:
+        for k, (m, value) in enumerate(zip(tape.maps, tape.values, strict=True)):
+            products = thetas[:, m.index.T].flatten(0, 1) @ m.X.T  # (P·C, n)
+            Z[k] = Z[k] + products.reshape(P, m.outputs, -1).mT.reshape(P, *value.shape)
+
+    def phi(*given: Tensor) -> Tensor:
+        return run(_Tape(given, tape.dependences))
+
+    def at(*given: Tensor) -> tuple[Tensor, ...]:
+        if W is None:
+            return (phi(*given).detach(),)
+        losses, pull = vjp(phi, *given)[:2]
+        return losses.detach(), *pull(torch.ones_like(losses))  # the losses of samples do not interact
+
+    chunk_size = max(1, numbers_at_once(thetas) // sum(8 * z[0].numel() for z in Z))
+    losses, *slopes = vmap(at, chunk_size=chunk_size, randomness="same")(*Z) if P > 1 else at(*(z[0] for z in Z))
+    gradients = thetas.new_zeros((P, 0 if W is None else W.shape[1], thetas.shape[1]))
+    for m, slope in zip(tape.maps, slopes, strict=False):
+        assert W is not None
+        weighted = (W[:, :, None] * slope.detach().reshape(P, 1, -1, m.outputs).mT).flatten(0, 2)  # (P·k·C, n)
+        gradients.index_add_(2, m.index.T.reshape(-1), (weighted @ m.X).reshape(*W.shape[:2], -1))
+    return losses.reshape(P, -1), gradients
+
+
 def assemble_hessian(
-    samples: Samples,
-    parameters: Parameters,
-    theta: Tensor,
-    batches: Iterator[tuple[slice, Any]],
-    w: Tensor,
+    samples: Samples, parameters: Parameters, theta: Tensor, batches: Iterator[tuple[slice, Any]], w: Tensor,
     elements: int,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return Σᵢ wᵢ∇²ℓᵢ(θ), (d, d), over these batches, for a loss of linear maps.
 
     `elements` is how many intermediate numbers the loss of one sample has, see `Cost`.
     """
-    total, index = None, torch.zeros(0, dtype=torch.long)
+    total, index, run = None, torch.zeros(0, dtype=torch.long), partial(_run, samples, parameters, theta)
     for place, batch in batches:
+        tape = _Tape()
         with torch.enable_grad():  # requires_grad marks what depends on θ
-            _, tape = _run(samples, parameters, theta, batch, _Tape())
-        S = _second_derivative(samples, parameters, theta, batch, tape, w[place], elements)
-        K = _assemble_upper(tape.maps, S)
+            run(batch, tape)
+        K = _assemble_upper(tape.maps, _second_derivative(partial(run, batch), tape, w[place], elements))
         total = K if total is None else total + K
         index = torch.cat([m.index.T.reshape(-1) for m in tape.maps])
     if total is None:
         return theta.new_zeros((len(theta), len(theta)))
     K = torch.triu(total) + torch.triu(total, 1).T
+    if torch.equal(index, torch.arange(len(theta)).to(index)):
+        return K
     half = theta.new_zeros((len(theta), len(K))).index_add_(0, index, K)
     return theta.new_zeros((len(theta), len(theta))).index_add_(0, index, half.T.contiguous())
 
 
-def _second_derivative(
-    samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape, w: Tensor, elements: int
-) -> Tensor:
+def _second_derivative(run: Callable[[_Tape], Tensor], tape: _Tape, w: Tensor, elements: int) -> Tensor:
     """Return S = wᵢ∇²φ of each sample in its z, (C, C, n); one product serves all samples, as they do not interact."""
-    shapes = [value.shape for value in tape.values]
-    sizes = [m.outputs for m in tape.maps]
     Z = torch.cat([value.detach().reshape(len(w), -1) for value in tape.values], 1)
 
     def phi(Z: Tensor) -> Tensor:
-        given = tuple(part.reshape(shape) for part, shape in zip(torch.split(Z, sizes, 1), shapes, strict=True))
-        return _run(samples, parameters, theta, batch, _Tape(given, tape.dependences))[0] @ w
+        parts = torch.split(Z, [m.outputs for m in tape.maps], 1)
+        given = tuple(part.reshape(value.shape) for part, value in zip(parts, tape.values, strict=True))
+        return run(_Tape(given, tape.dependences)) @ w
 
     directions = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
-    pull = vjp(grad(phi), Z)[1]
-    chunk_size = max(1, numbers_at_once(theta) // max(1, len(Z) * (elements + Z.shape[1])))
-    product = vmap(lambda e: pull(e)[0], chunk_size=chunk_size, randomness="same")
-    return product(directions).detach().transpose(1, 2).contiguous()
+    at_once = max(1, numbers_at_once(Z) // max(1, len(Z) * (elements + Z.shape[1])))
+    product = vmap(vjp(grad(phi), Z)[1], chunk_size=at_once, randomness="same")
+    return product(directions)[0].detach().transpose(1, 2).contiguous()
 
 
 def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
@@ -270,7 +304,14 @@ def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
                 first = a if right is left else 0  # first output of `right` in the upper triangle
                 last = column + right.outputs - first
                 weighted = (S[row + a, column:last, None, :] * X).reshape(-1, S.shape[2])
-                K[top : top + p, start + first * len(X) : start + right.index.numel()] = inputs[k] @ weighted.T
+                stop = start + right.index.numel()
+                for begin in range(0, p, _BLOCK):
+                    rows, skipped = (
+                        inputs[k][begin : begin + _BLOCK],
+                        begin if right is left else 0,
+                    )  # below the diagonal
+                    at = top + begin, start + first * len(X) + skipped
+                    K[at[0] : at[0] + len(rows), at[1] : stop] = rows @ weighted[skipped:].T
                 column = last
         row += left.outputs
     return K

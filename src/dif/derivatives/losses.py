@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, measure_maps
+from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, evaluate_maps, measure_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
@@ -52,13 +53,8 @@ _FEWEST = 128  # smallest number of samples per batch when many columns go throu
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
 _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
+_LARGE = 2**16  # numbers in the data of a batch from which tracing its linear maps pays
 _PROBE_SAMPLES = 8  # number of samples on which the cost per sample is measured
-
-
-def linearise(fn: Callable[[Tensor], Tensor], theta: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return fn(θ) and the map w → Jᵀw, which may be called repeatedly."""
-    value, pull = vjp(fn, theta)[:2]
-    return value, lambda w: pull(w)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,14 +62,12 @@ class Differentiable(ABC):
     """n numbers as a function of θ, such as the losses of a batch or the values of a function of the parameters."""
 
     fallbacks: set[str]  # what torch could not do with them, and what is done instead; shared by all batches of a loss
+    inputs: int  # how many numbers their data have
+    kept: int  # how many numbers one evaluation keeps
 
     @abstractmethod
     def __call__(self, theta: Tensor) -> Tensor:
         """Return the numbers, (n,), for torch to differentiate."""
-
-    @abstractmethod
-    def memory(self, theta: Tensor) -> tuple[int, int]:
-        """Return how many numbers are inputs, and how many are kept by one evaluation."""
 
     def values(self, theta: Tensor) -> Tensor:
         """Return the numbers, (n,), without a graph."""
@@ -82,10 +76,10 @@ class Differentiable(ABC):
 
     def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
-        value, pull = linearise(self, theta)
+        value, pull = vjp(self, theta)[:2]
         if len(W) == 0:
             return value.detach(), theta.new_zeros((0, theta.numel()))
-        return value.detach(), self._map_columns(pull, theta, W.T).T
+        return value.detach(), self._map_columns(pull, theta, W.T)[0]
 
     def push(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers, (n,), and J·v for every column v of V (d, c), as (n, c).
@@ -94,14 +88,9 @@ class Differentiable(ABC):
         """
         if NO_FORWARD not in self.fallbacks:
             try:
-                if V.shape[1] == 1 or NO_VMAP in self.fallbacks:  # for a single column, vmap costs more than the pass
-                    with _ConstantFactors():
-                        pushed = [jvp(self, (theta,), (v,))[:2] for v in V.T]
-                    return pushed[0][0].detach(), torch.stack([slope.detach() for _, slope in pushed], 1)
-                size = self._columns_at_once(theta)
-                each = vmap(lambda v: jvp(self, (theta,), (v,))[:2], 1, chunk_size=size, randomness="same")
-                value, slope = each(V)
-                return value[0].detach(), slope.T.detach()
+                with _ConstantFactors() if V.shape[1] == 1 else nullcontext():
+                    value, slope = self._map_columns(lambda v: jvp(self, (theta,), (v,))[:2], theta, V)
+                return value[0], slope.T
             except Exception as error:
                 if not is_unsupported(error):
                     raise
@@ -109,32 +98,35 @@ class Differentiable(ABC):
         value, gradients = self.pull(theta, torch.eye(len(self.values(theta))).to(theta))
         return value, gradients @ V
 
-    def products(self, theta: Tensor, w: Tensor, V: Tensor, more: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """Return ∇²(wᵀf + more)·v for every column v of V (d, c), f these numbers and `more` a scalar function of θ.
+    def products(self, theta: Tensor, w: Tensor, V: Tensor) -> Tensor:
+        """Return ∇²(wᵀf)·v for every column v of V (d, c), f these numbers.
 
         Two backward passes are faster than forward over reverse mode on small batches, and as fast on others. Forward
         over reverse mode replaces them if an operator has no second backward pass.
         """
-
-        def scalar(t: Tensor) -> Tensor:
-            return self(t) @ w if more is None else self(t) @ w + more(t)
-
-        forward = lambda v: jvp(grad(scalar), (theta,), (v,))[1]  # noqa: E731
+        gradient = grad(lambda t: self(t) @ w)
+        forward = lambda v: jvp(gradient, (theta,), (v,))[1:]  # noqa: E731
         if NO_SECOND_BACKWARD in self.fallbacks:
-            return self._map_columns(forward, theta, V)
+            return self._map_columns(forward, theta, V)[0].T
         try:
-            return self._map_columns(linearise(grad(scalar), theta)[1], theta, V)
+            return self._map_columns(vjp(gradient, theta)[1], theta, V)[0].T
         except Exception as error:
             if not is_unsupported(error):
                 raise
             try:
-                products = self._map_columns(forward, theta, V)
+                products = self._map_columns(forward, theta, V)[0].T
             except Exception as other:
                 if not is_unsupported(other):
                     raise
                 if isinstance(error, UserCodeError):
                     raise error from None
-                raise _no_curvature_error(error) from error
+                first_line = str(error).splitlines()[0].rstrip(".")
+                cure = find_cure(
+                    error, "Write that step with elementary operations, such as a sum of squares instead of cdist."
+                )
+                raise InvalidInputError(
+                    f"Torch cannot differentiate a loss or function twice: {first_line}. {cure}"
+                ) from error
             self.fallbacks.add(NO_SECOND_BACKWARD)
             return products
 
@@ -143,86 +135,68 @@ class Differentiable(ABC):
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return the numbers at several θ, (P, n)."""
         with torch.no_grad():
-            return self._map_thetas(self, 1, thetas)
+            return self._map_thetas(lambda theta: (self(theta),), 1, thetas)[0]
 
     def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Return Wf, (P, k), and its Jacobian, (P, k, d), for f at several θ and weights W (P, k, n)."""
-        one_by_one = self._thetas_at_once(thetas[0], W.shape[1]) == 1
 
         def at(theta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-            values, pull = linearise(self, theta)
-            return w @ values, torch.stack([pull(row) for row in w]) if one_by_one else vmap(pull, randomness="same")(w)
+            values, pull = vjp(self, theta)[:2]
+            return w @ values, self._map_columns(pull, theta, w.T)[0]
 
         values, jacobians = self._map_thetas(at, W.shape[1], thetas, W)
-        return values.detach(), jacobians.detach()
+        return values, jacobians
 
     def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
         """Return Wf, (P, k), and the gradient of μᵀWf, (P, d), for f at several θ with W (P, k, n) and μ (P, k)."""
 
         def at(theta: Tensor, w: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-            values, pull = linearise(self, theta)
-            return w @ values, pull(mu @ w)
+            values, pull = vjp(self, theta)[:2]
+            return w @ values, pull(mu @ w)[0]
 
         values, gradients = self._map_thetas(at, 1, thetas, W, mu)
-        return values.detach(), gradients.detach()
+        return values, gradients
 
     def stacked_products(
         self, thetas: Tensor, w: Tensor, V: Tensor, mu: Tensor, more: Callable[..., Tensor] | None = None
     ) -> Tensor:
         """Return ∇²(wᵀf + more(θ, μ))·v at several θ, each with its own w (P, n), μ and columns V (P, d, c)."""
-        one_by_one = self._thetas_at_once(thetas[0], V.shape[2]) == 1
 
-        def at(theta: Tensor, w: Tensor, V: Tensor, mu: Tensor) -> Tensor:
+        def at(theta: Tensor, w: Tensor, V: Tensor, mu: Tensor) -> tuple[Tensor]:
             scalar = lambda t: self(t) @ w if more is None else self(t) @ w + more(t, mu)  # noqa: E731
-            product = linearise(grad(scalar), theta)[1]
-            if one_by_one:
-                return torch.stack([product(v) for v in V.T], 1)
-            return vmap(product, 1, randomness="same")(V).T
+            return (self._map_columns(vjp(grad(scalar), theta)[1], theta, V)[0].T,)
 
-        return self._map_thetas(at, V.shape[2], thetas, w, V, mu).detach()
+        return self._map_thetas(at, V.shape[2], thetas, w, V, mu)[0]
 
     # How torch is asked
 
-    def _columns_at_once(self, theta: Tensor) -> int:
-        """Return how many columns fit into memory at once."""
-        return max(1, numbers_at_once(theta) // (self.memory(theta)[1] + 4 * len(theta)))
+    def _map_columns(self, fn: Callable[[Tensor], tuple[Tensor, ...]], theta: Tensor, V: Tensor) -> tuple[Tensor, ...]:
+        """Apply fn (vector → vectors) to every column of V (m, c), as many at once as fit; return (c, …) for each.
 
-    def _thetas_at_once(self, theta: Tensor, columns: int) -> int:
-        """Return how many θ, with this many columns each, fit into memory at once; each may copy the inputs."""
-        inputs, kept = self.memory(theta)
-        fits = numbers_at_once(theta) // (inputs + (kept + 4 * len(theta)) * max(1, columns))
-        return 1 if NO_VMAP in self.fallbacks else max(1, fits)
-
-    def _map_columns(self, fn: Callable[[Tensor], Tensor], theta: Tensor, V: Tensor) -> Tensor:
-        """Apply fn (vector → vector) to every column of V (m, c), as many at once as fit; return columns.
-
-        vmap puts columns first and they are transposed afterwards: with out_dims=1 torch fails on a result that does
-        not depend on its column.
+        Columns come first: with out_dims=1 torch fails on a result that does not depend on its column.
         """
         if V.shape[1] == 1 or NO_VMAP in self.fallbacks:  # for a single column, vmap costs more than the pass
-            return torch.stack([fn(v).detach() for v in V.T], 1)
-        return vmap(fn, in_dims=1, chunk_size=self._columns_at_once(theta), randomness="same")(V).T.detach()
+            mapped = [torch.stack(parts) for parts in zip(*map(fn, V.T), strict=True)]
+        else:
+            at_once = max(1, numbers_at_once(theta) // (self.kept + 4 * len(theta)))
+            mapped = vmap(fn, in_dims=1, chunk_size=at_once, randomness="same")(V)
+        return tuple(part.detach() for part in mapped)
 
-    def _map_thetas(self, fn: Callable[..., Any], columns: int, *arguments: Tensor) -> Any:
-        """Map fn over the first dimension of its arguments, θ the first of them, as many at once as fit."""
-        size = self._thetas_at_once(arguments[0][0], columns)
-        if size > 1 and len(arguments[0]) > 1:
+    def _map_thetas(self, fn: Callable[..., tuple[Tensor, ...]], columns: int, *arguments: Tensor) -> list[Tensor]:
+        """Map fn over the first dimension of its arguments, θ the first of them, as many at once as fit.
+
+        Each θ has this many columns, and may copy the inputs.
+        """
+        theta = arguments[0][0]
+        at_once = numbers_at_once(theta) // (self.inputs + (self.kept + 4 * len(theta)) * max(1, columns))
+        if at_once > 1 and len(arguments[0]) > 1 and NO_VMAP not in self.fallbacks:
             try:
-                return vmap(fn, chunk_size=size, randomness="same")(*arguments)
+                return [part.detach() for part in vmap(fn, chunk_size=at_once, randomness="same")(*arguments)]
             except Exception as error:
                 if not is_unsupported(error):
                     raise
         results = [fn(*items) for items in zip(*arguments, strict=True)]
-        if isinstance(results[0], Tensor):
-            return torch.stack(results)
-        return tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-
-
-def _no_curvature_error(error: Exception) -> InvalidInputError:
-    cure = find_cure(error, "Write that step with elementary operations, such as a sum of squares instead of cdist.")
-    return InvalidInputError(
-        f"Torch cannot differentiate a loss or function twice: {str(error).splitlines()[0].rstrip('.')}. {cure}"
-    )
+        return [torch.stack(parts).detach() for parts in zip(*results, strict=True)]
 
 
 class _ConstantFactors(TorchFunctionMode):
@@ -253,22 +227,50 @@ class BatchLosses(Differentiable):
     parameters: Parameters
     batch: Any
     count: int
+    by_maps: bool  # whether θ enters by linear maps of the batch only, and the batch is large
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return the losses, (count,), with their shape checked."""
         return self.samples.losses(self.parameters.bind(self.parameters.tensors(theta)), self.batch, self.count)
 
-    def memory(self, theta: Tensor) -> tuple[int, int]:
-        """Return how many numbers are inputs, and how many are kept by one evaluation."""
-        each = cost(self.samples, self.parameters, theta)
-        return self.count * each.inputs, self.count * each.elements
+    # By linear maps, in one matrix product, where vmap would multiply by one vector after the other
+
+    def _evaluate_maps(self, thetas: Tensor, W: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
+        """Return the losses at several θ, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d); None where that does not pay or fails."""
+        if not self.by_maps or NO_VMAP in self.fallbacks:
+            return None
+        try:
+            return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
+        except Exception as error:
+            if not is_unsupported(error):
+                raise
+            return None
+
+    def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
+        found = self._evaluate_maps(theta[None], W[None]) if len(W) > 1 else None
+        return super().pull(theta, W) if found is None else (found[0][0], found[1][0])
+
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """Return the losses at several θ, (P, n)."""
+        found = self._evaluate_maps(thetas)
+        return super().stacked_values(thetas) if found is None else found[0]
+
+    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wℓ, (P, k), and its Jacobian, (P, k, d), at several θ with weights W (P, k, n)."""
+        found = self._evaluate_maps(thetas, W)
+        return super().stacked_pull(thetas, W) if found is None else ((W @ found[0][:, :, None])[:, :, 0], found[1])
+
+    def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wℓ, (P, k), and the gradient of μᵀWℓ, (P, d), at several θ with W (P, k, n) and μ (P, k)."""
+        found = self._evaluate_maps(thetas, mu[:, None] @ W)
+        if found is None:
+            return super().stacked_gradients(thetas, W, mu)
+        return (W @ found[0][:, :, None])[:, :, 0], found[1][:, 0]
 
     def sample_gradients(self, theta: Tensor) -> Tensor:
         """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""
-
-        def loss_of_one(t: Tensor, z: Any) -> Tensor:
-            return replace(self, batch=_as_batch(z), count=1)(t)[0]
-
+        loss_of_one = lambda t, z: replace(self, batch=_as_batch(z), count=1)(t)[0]  # noqa: E731
         if NO_MAP not in self.fallbacks:
             try:
                 return vmap(grad(loss_of_one), in_dims=(None, 0), randomness="same")(theta, self.batch)
@@ -277,14 +279,6 @@ class BatchLosses(Differentiable):
                     raise
                 self.fallbacks.add(NO_MAP)
         return self.pull(theta, torch.eye(self.count).to(theta))[1]
-
-    def slopes(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses, (count,), and ∇ℓᵢ·v for every column v of V (d, c), (count, c), by the cheaper method."""
-        if V.shape[1] == 0:
-            return self.values(theta), V.new_zeros((self.count, 0))
-        if gradients_at_once(self.samples, self.parameters, theta, V.shape[1]):
-            return self.values(theta), self.sample_gradients(theta) @ V
-        return self.push(theta, V)
 
     # Gauss–Newton curvature: J of the model's outputs, ∇² of the loss in them
 
@@ -295,13 +289,13 @@ class BatchLosses(Differentiable):
         def model(t: Tensor) -> Tensor:
             return outputs(self.parameters.bind(self.parameters.tensors(t)), self.batch)
 
-        values, pull = linearise(model, theta)
+        values, pull = vjp(model, theta)[:2]
         slope = grad(lambda out: criterion(out, self.batch) @ w)
 
-        def product(v: Tensor) -> Tensor:
+        def product(v: Tensor) -> tuple[Tensor]:
             return pull(jvp(slope, (values,), (jvp(model, (theta,), (v,))[1],))[1])
 
-        return self._map_columns(product, theta, V)
+        return self._map_columns(product, theta, V)[0].T
 
     def gauss_newton_matrix(self, theta: Tensor, w: Tensor) -> Tensor:
         """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ, (d, d), from the Jacobian of each sample."""
@@ -353,13 +347,11 @@ def cost(samples: Samples, parameters: Parameters, theta: Tensor) -> Cost:
     cached = samples.costs.get(len(theta))
     if cached is None:
         many = min(_PROBE_SAMPLES, len(samples), samples.batch_size or _PROBE_SAMPLES)
-        few = many // 2
-        more, less = _measure_batch(samples, parameters, theta, many), _measure_batch(samples, parameters, theta, few)
-        each = [max(0, (x - y) // (many - few)) for x, y in zip(more, less, strict=True)]  # without fixed overhead
+        measured = [_measure_batch(samples, parameters, theta, count) for count in (many, many // 2)]
+        each = [max(0, (x - y) // (many - many // 2)) for x, y in zip(*measured, strict=True)]  # without fixed overhead
         _, batch = next(samples.batches(torch.arange(many), device=theta.device))
         maps = measure_maps(samples, parameters, theta, batch, many)
-        cached = Cost(max(1, each[0]), each[1], max(1, more[2] // many), maps)
-        samples.costs[len(theta)] = cached
+        cached = samples.costs[len(theta)] = Cost(max(1, each[0]), each[1], max(1, measured[0][2] // many), maps)
     return cached
 
 
@@ -368,23 +360,27 @@ def _measure_batch(samples: Samples, parameters: Parameters, theta: Tensor, coun
     if count == 0:
         return 0, 0, 0
     _, batch = next(samples.batches(torch.arange(count), device=theta.device))
-    with torch.no_grad(), _OperationCounter() as counter:
+    with torch.no_grad(), OperationCounter() as counter:
         tensors = {name: t.clone() for name, t in parameters.tensors(theta).items()}
         samples.losses(parameters.bind(tensors), batch, count)
     return counter.elements, sum(t.numel() for t in leaves(batch)), counter.flops
 
 
-class _OperationCounter(TorchDispatchMode):
-    """Counts the numbers that operators create and the multiplications they perform."""
+class OperationCounter(TorchDispatchMode):
+    """Counts the numbers that operators create and the multiplications they perform, and lists their names."""
 
-    elements = flops = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = self.flops = 0
+        self.names: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = [t for t in args if isinstance(t, Tensor)]
+        name = func.overloadpacket.__name__.removesuffix("_")
+        self.names[name] = None
         if isinstance(out, Tensor) and all(out.untyped_storage() is not t.untyped_storage() for t in given):
-            name, factors = func.__name__.split(".")[0], [t for t in given if t.dim() > 0]
-            flops_per_entry = 1
+            factors, flops_per_entry = [t for t in given if t.dim() > 0], 1
             if name in ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv") and len(factors) >= 2:
                 flops_per_entry = 2 * factors[-2].shape[-1]
             elif "convolution" in name and len(factors) >= 2:
@@ -394,27 +390,13 @@ class _OperationCounter(TorchDispatchMode):
         return out
 
 
-def samples_at_once(samples: Samples, parameters: Parameters, theta: Tensor, columns: int = 0) -> int:
-    """Return how many samples make a batch that leaves room for the `columns` that go through it."""
-    each = cost(samples, parameters, theta)
+def samples_at_once(each: Cost, theta: Tensor, columns: int = 0) -> int:
+    """Return how many samples of this cost make a batch that leaves room for the `columns` that go through it."""
     room = numbers_at_once(theta, max(_PASS, _PER_PARAMETER * len(theta)))
     most = max(1, room // (each.elements + each.inputs))  # vectorised maps may copy inputs
     if columns:
         most = min(most, max(_FEWEST, numbers_at_once(theta) // (each.elements * min(columns, _SHARED))))
     return most
-
-
-def gradients_at_once(samples: Samples, parameters: Parameters, theta: Tensor, columns: int) -> int | None:
-    """Return how many per-sample gradients fit into memory; None if slopes along so many columns need none of them.
-
-    Forward mode costs about two evaluations per column. Per-sample gradients cost about three evaluations and a fixed
-    amount per parameter, for any number of columns.
-    """
-    d, flops = len(theta), cost(samples, parameters, theta).flops
-    entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
-    if columns <= 1 or 3 * flops + entry * d >= 2 * flops * columns:
-        return None
-    return max(1, numbers_at_once(theta, _GRADIENTS) // d)
 
 
 def jacobians_at_once(samples: Samples, parameters: Parameters, theta: Tensor) -> int | None:
@@ -423,20 +405,18 @@ def jacobians_at_once(samples: Samples, parameters: Parameters, theta: Tensor) -
     It is tried on one sample.
     """
     outputs, _ = _split_model(samples)
-    _, batch = next(samples.batches(None, 1, theta.device))
+    _, loss = next(sweep_batches(samples, parameters, theta, at_most=1, shared=False))
     if NO_MAP not in samples.fallbacks:
         try:
-            BatchLosses(samples.fallbacks, samples, parameters, batch, 1).gauss_newton_matrix(
-                theta, torch.ones_like(theta[:1])
-            )
+            loss.gauss_newton_matrix(theta, torch.ones_like(theta[:1]))
         except Exception as error:
             if not is_unsupported(error):
                 raise
             samples.fallbacks.add(NO_MAP)
     if NO_MAP in samples.fallbacks:
         return None
-    count = max(1, outputs(parameters.bind(parameters.tensors(theta)), batch).numel())
-    return max(1, numbers_at_once(theta) // (count * (len(theta) + cost(samples, parameters, theta).elements)))
+    count = max(1, outputs(parameters.bind(parameters.tensors(theta)), loss.batch).numel())
+    return max(1, numbers_at_once(theta) // (count * (len(theta) + loss.kept)))
 
 
 def sweep_batches(
@@ -448,16 +428,21 @@ def sweep_batches(
     Batches are as large as memory allows, up to `at_most` samples, and leave room for the `columns` that go through
     them. Where samples are distributed over processes, only this process's part is swept, unless `shared` is False.
     """
-    most = samples_at_once(samples, parameters, theta, columns)
+    each = cost(samples, parameters, theta)
+    most = samples_at_once(each, theta, columns)
     within = span(len(samples) if indices is None else len(indices)) if shared else None
     for place, batch in samples.batches(indices, min(most, at_most or most), theta.device, within):
-        yield place, BatchLosses(samples.fallbacks, samples, parameters, batch, place.stop - place.start)
+        n = place.stop - place.start
+        by_maps = each.maps is not None and n * each.inputs >= _LARGE
+        memory = n * each.inputs, n * each.elements
+        yield place, BatchLosses(samples.fallbacks, *memory, samples, parameters, batch, n, by_maps)
 
 
 @retry_with_smaller_batches
 def sample_losses(samples: Samples, parameters: Parameters, theta: Tensor, indices: Tensor | None = None) -> Tensor:
     """Return ℓᵢ(θ) of all samples or of those listed, (n,)."""
-    batches = [loss.values(theta) for _, loss in sweep_batches(samples, parameters, theta, indices)]
+    with torch.no_grad():
+        batches = [loss(theta) for _, loss in sweep_batches(samples, parameters, theta, indices)]
     losses = torch.cat(batches) if batches else theta.new_zeros(0)  # of this process
     return gather_rows(losses, len(samples) if indices is None else len(indices))
 
@@ -474,11 +459,21 @@ def sample_gradients(samples: Samples, parameters: Parameters, theta: Tensor, in
 def sample_slopes(
     samples: Samples, parameters: Parameters, theta: Tensor, V: Tensor, indices: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep."""
-    most = gradients_at_once(samples, parameters, theta, V.shape[1])
-    losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, V.shape[1]))]
-    for _, loss in sweep_batches(samples, parameters, theta, indices, most):
-        value, slope = loss.slopes(theta, V)
+    """Return ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep.
+
+    Forward mode costs about two evaluations per column. Per-sample gradients cost about three evaluations and a fixed
+    amount per parameter, for any number of columns. The cheaper of them is used.
+    """
+    (d, columns), flops = V.shape, cost(samples, parameters, theta).flops
+    entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
+    by_gradients = columns > 1 and 3 * flops + entry * d < 2 * flops * columns
+    at_most = max(1, numbers_at_once(theta, _GRADIENTS) // d) if by_gradients else None
+    losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
+    for _, loss in sweep_batches(samples, parameters, theta, indices, at_most):
+        if by_gradients:
+            value, slope = loss.values(theta), loss.sample_gradients(theta) @ V
+        else:
+            value, slope = loss.push(theta, V) if columns else (loss.values(theta), V.new_zeros((loss.count, 0)))
         losses.append(value)
         slopes.append(slope)
     total = len(samples) if indices is None else len(indices)
@@ -487,13 +482,18 @@ def sample_slopes(
 
 @retry_with_smaller_batches
 def weighted_gradients(
-    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), over all samples, for each row w of weights (k, n)."""
-    value, gradient = theta.new_zeros(len(weights)), theta.new_zeros((len(weights), theta.numel()))
-    for place, loss in sweep_batches(samples, parameters, theta):
+    samples: Samples, parameters: Parameters, theta: Tensor, weights: Tensor, indices: Tensor | None = None,
+    of_losses: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return Σᵢ wᵢℓᵢ(θ), (k,), and Σᵢ wᵢ∇ℓᵢ(θ), (k, d), of all samples or those listed, for each row w of weights.
+
+    The sums of losses may have weights of their own, `of_losses`.
+    """
+    U = weights if of_losses is None else of_losses
+    value, gradient = theta.new_zeros(len(U)), theta.new_zeros((len(weights), theta.numel()))
+    for place, loss in sweep_batches(samples, parameters, theta, indices):
         losses, part = loss.pull(theta, weights[:, place])
-        value, gradient = value + weights[:, place] @ losses, gradient + part
+        value, gradient = value + U[:, place] @ losses, gradient + part
     return sum_over_processes(value), sum_over_processes(gradient)
 
 

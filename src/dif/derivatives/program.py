@@ -31,6 +31,8 @@ class Program:
     kinds: Kinds  # of the m rows
     names: tuple[str, ...]  # of the m rows
     shapes: tuple[torch.Size, ...]  # of the constraints
+    terms: Tensor  # (1 + m,) number of the term that each row belongs to: 0 is the objective, 1 the first constraint
+    m: int  # constraint rows
 
     @classmethod
     def of(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
@@ -53,27 +55,18 @@ class Program:
                 "inside the function, or make them constraints."
             )
         tau = [c.tau.expand(shape).reshape(-1) for c, shape in zip(problem.constraints, shapes, strict=True)]
-        kinds = ((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True))
+        sizes = torch.tensor([1, *(shape.numel() for shape in shapes)], device=theta.device)
         return cls(
             problem,
             parameters,
             rows,
             torch.cat([torch.zeros(0, dtype=torch.float64), *tau]).to(theta),
-            Kinds.of(kinds, theta.device),
+            Kinds.of(((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True)), theta.device),
             name_rows(problem.names, shapes),
             tuple(shapes),
+            torch.repeat_interleave(sizes),
+            int(sizes.sum()) - 1,
         )
-
-    @property
-    def m(self) -> int:
-        """Number of constraint rows."""
-        return len(self.tau)
-
-    def rows_of(self, constraint: Constraint) -> slice:
-        """Return the positions of a constraint's rows among the m constraint rows."""
-        number = self.problem.position(constraint)
-        start = sum(shape.numel() for shape in self.shapes[:number])
-        return slice(start, start + self.shapes[number].numel())
 
     def weights(self, lam: Tensor) -> Tensor:
         """Return (1, λ), the weights of the rows in the Lagrangian, (..., 1 + m)."""
@@ -85,7 +78,7 @@ class Program:
             multipliers = multipliers.flat
         if isinstance(multipliers, Mapping):
             by_name = dict(zip(self.problem.constraints, self.problem.names, strict=True))
-            multipliers = {by_name.get(k, k) if isinstance(k, Constraint) else k: v for k, v in multipliers.items()}
+            multipliers = {by_name.get(key, key): value for key, value in multipliers.items()}
             unknown = [name for name in multipliers if name not in self.problem.names]
             missing = [name for name in self.problem.names if name not in multipliers]
             if unknown or missing:
@@ -116,41 +109,31 @@ class PerConstraint:
 
     flat: Tensor  # (m,)
     problem: Problem
-    shapes: tuple[torch.Size, ...]
-
-    @classmethod
-    def of(cls, program: Program, flat: Tensor) -> PerConstraint:
-        """Wrap values of the m constraint rows."""
-        return cls(flat, program.problem, program.shapes)
-
-    def _split(self) -> list[Tensor]:
-        """Return the values of each constraint in its own shape."""
-        values = torch.split(self.flat, [s.numel() for s in self.shapes]) if self.shapes else ()
-        return [value.reshape(shape) for value, shape in zip(values, self.shapes, strict=True)]
+    shapes: tuple[torch.Size, ...]  # of the constraints
 
     def __getitem__(self, key: int | str | Constraint) -> Tensor:
         names, number = self.problem.names, as_index(key)
         if isinstance(key, Constraint):
-            positions = [j for j, c in enumerate(self.problem.constraints) if c is key]
-            if not positions:
+            number = next((j for j, c in enumerate(self.problem.constraints) if c is key), None)
+            if number is None:
                 raise KeyError(f"{key!r} is not a constraint of this problem. Constraints are told apart by identity.")
-            number = positions[0]
         elif isinstance(key, str) and key in names:
             number = names.index(key)
         if number is None or not -len(self) <= number < len(self):
             error = KeyError if number is None else IndexError
             raise error(f"There is no constraint {key!r}. The constraints are {', '.join(names) or 'none'}.")
-        return self._split()[number]
+        return list(self)[number]
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._split())
+        values = torch.split(self.flat, [s.numel() for s in self.shapes]) if self.shapes else ()
+        return (value.reshape(shape) for value, shape in zip(values, self.shapes, strict=True))
 
     def items(self) -> list[tuple[str, Tensor]]:
         """Return (name, values) of each constraint."""
-        return list(zip(self.problem.names, self._split(), strict=True))
+        return list(zip(self.problem.names, self, strict=True))
 
     def __repr__(self) -> str:
         return "{" + ", ".join(f"{name}: {value.tolist()}" for name, value in self.items()) + "}"
@@ -170,34 +153,39 @@ class Targets:
     """
 
     def __init__(self, target: Any, point: Point) -> None:
-        self._parameters: Parameters = point.program.parameters
-        self._parameters.check_mode()
-        theta = point.theta
-        known = {id(table.samples) for table in point.program.rows.tables}
-        self.alike = isinstance(target, Samples)  # whether all targets are in the same unit
-        if isinstance(target, Samples):
-            self.samples, self.rows, self.constant = target, None, theta.new_zeros(())
-            self.terms: tuple[Term, ...] = ()
-            self.names = tuple(f"{target.name}[{i}]" for i in range(len(target)))
-            if id(target) not in known:
-                probe([target], [], self._parameters, theta)
-            return
-        terms = _list_terms(target)
-        constant = [repr(t) for t in terms if not t.sums and not t.functions]
+        parameters, theta = point.program.parameters, point.theta
+        parameters.check_mode()
+        self.samples = target if isinstance(target, Samples) else None
+        self.alike = self.samples is not None  # whether all targets are in the same unit
+        listed = [target] if isinstance(target, Expression) else target
+        if isinstance(target, Mapping):  # its keys name the terms
+            listed = [t.named(str(name)) if isinstance(t, Expression) else t for name, t in target.items()]
+        terms = list(listed) if isinstance(listed, Sequence) else []
+        wrong = [t for t in terms if not isinstance(t, Expression)]
+        if wrong or (not terms and self.samples is None):
+            entry = "" if isinstance(target, str) or not wrong else f" with an entry of type {type(wrong[0]).__name__}"
+            raise InvalidInputError(
+                "The target must be a Term, a list of Terms, a dict of Terms by name, or Samples, not of type "
+                f"{type(target).__name__}{entry}; for the loss on test data pass dif.Samples(loss, test_data)."
+            )
+        self.terms: tuple[Term, ...] = tuple(t.as_term() for t in terms)
+        constant = [repr(t) for t in self.terms if not t.sums and not t.functions]
         if constant:
             raise InvalidInputError(
                 f"The target {few(constant)} is a constant, which does not change with the parameters; build it from "
                 "Samples.mean() or a Function."
             )
-        new = {id(s.samples): s.samples for t in terms for _, s in t.sums if id(s.samples) not in known}
-        functions = {id(f): f for t in terms for _, f in t.functions}
-        probe(list(new.values()), list(functions.values()), self._parameters, theta)
-        self.samples, self.terms = None, terms
-        self.rows, shapes = Rows.compile(terms, self._parameters, theta)
-        self.constant = torch.cat(
-            [term.constant.to(theta).expand(shape).reshape(-1) for term, shape in zip(terms, shapes, strict=True)]
-        )
-        self.names = name_rows((term.label for term in terms), shapes)
+        used = [s.samples for t in self.terms for _, s in t.sums] if self.samples is None else [self.samples]
+        known = {id(table.samples) for table in point.program.rows.tables}
+        new = {id(s): s for s in used if id(s) not in known}
+        functions = {id(f): f for t in self.terms for _, f in t.functions}
+        probe(list(new.values()), list(functions.values()), parameters, theta)
+        self.rows, shapes = Rows.compile(self.terms, parameters, theta)  # none for Samples
+        constants = [t.constant.to(theta).expand(s).reshape(-1) for t, s in zip(self.terms, shapes, strict=True)]
+        self.constant = torch.cat([theta.new_zeros(0), *constants])
+        self.names = name_rows((t.label for t in self.terms), shapes)
+        if self.samples is not None:
+            self.names = tuple(f"{self.samples.name}[{i}]" for i in range(len(self.samples)))
 
     def check_single(self, method: str) -> None:
         """Refuse several targets for a method whose result has a column for each term."""
@@ -209,29 +197,26 @@ class Targets:
 
     def kinks(self, theta: Tensor) -> tuple[Kink, ...]:
         """Find kinks of the targets near θ by probing."""
-        return () if self.rows is None else find_kinks(self.rows, theta)
+        return find_kinks(self.rows, theta)
 
     def values(self, theta: Tensor) -> Tensor:
         """Return the targets at θ, (T,)."""
-        if self.rows is not None:
-            return self.rows.values(theta) + self.constant
-        assert self.samples is not None
-        return sample_losses(self.samples, self._parameters, theta)
+        if self.samples is not None:
+            return sample_losses(self.samples, self.rows.parameters, theta)
+        return self.rows.values(theta) + self.constant
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return the targets at several θ (P, d), as (P, T)."""
-        if self.rows is not None:
-            return self.rows.stacked_values(thetas) + self.constant
-        assert self.samples is not None
-        return stacked_losses(self.samples, self._parameters, thetas)
+        if self.samples is not None:
+            return stacked_losses(self.samples, self.rows.parameters, thetas)
+        return self.rows.stacked_values(thetas) + self.constant
 
     def gradients(self, theta: Tensor) -> Tensor:
         """Return the gradients of the targets at θ as columns, (d, T)."""
-        if self.rows is not None:
-            Q = self.rows.gradients(theta)[1]
+        if self.samples is not None:
+            Q = sample_gradients(self.samples, self.rows.parameters, theta)
         else:
-            assert self.samples is not None
-            Q = sample_gradients(self.samples, self._parameters, theta).detach()
+            Q = self.rows.gradients(theta)[1]
         bad = torch.nonzero(~torch.isfinite(Q).all(1)).reshape(-1).tolist()
         if bad:
             raise InvalidInputError(
@@ -239,19 +224,3 @@ class Targets:
                 "at the solution; leave it out, or use Newton or Retraining, which evaluate the target instead."
             )
         return Q.T
-
-
-def _list_terms(target: Any) -> tuple[Term, ...]:
-    """Return the Terms of a target that is not Samples; those of a dict are named by its keys."""
-    if isinstance(target, Mapping):
-        listed = [t.named(str(name)) if isinstance(t, Expression) else t for name, t in target.items()]
-    else:
-        listed = [target] if isinstance(target, Expression) else list(target) if isinstance(target, Sequence) else []
-    wrong = [t for t in listed if not isinstance(t, Expression)]
-    if wrong or not listed:
-        inside = f" with an entry of type {type(wrong[0]).__name__}" if wrong and not isinstance(target, str) else ""
-        raise InvalidInputError(
-            "The target must be a Term, a list of Terms, a dict of Terms by name, or Samples, not of type "
-            f"{type(target).__name__}{inside}; for the loss on test data pass dif.Samples(loss, test_data)."
-        )
-    return tuple(t.as_term() for t in listed)

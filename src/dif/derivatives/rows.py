@@ -8,11 +8,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.func import vjp
 
 from dif.derivatives.losses import (
     Differentiable,
+    cost,
     gauss_newton_hessian,
-    linearise,
     sample_losses,
     samples_at_once,
     stacked_losses,
@@ -27,7 +28,6 @@ from dif.problem.term import Function, SampleSum, Term
 from dif.runtime.guard import (
     convert_errors,
     holds_in_all_processes,
-    is_single_process,
     retry_with_smaller_batches,
     span,
     sum_over_processes,
@@ -53,26 +53,18 @@ class CompiledFunction(Differentiable):
     @classmethod
     def of(cls, f: Function, parameters: Parameters, theta: Tensor, size: int) -> CompiledFunction:
         """Compile a function with this many rows for a parameter layout."""
-        if f.matrix is None:
-            return cls(f.fallbacks, f, parameters, size, None)
-        matrix = torch.atleast_2d(f.matrix).to(theta)
-        if f.of is not None:
-            padded = theta.new_zeros((len(matrix), theta.numel()))
-            number = parameters.names.index(f.of)
-            start = sum(parameters.sizes[:number])
-            padded[:, start : start + parameters.sizes[number]] = matrix
-            matrix = padded
-        return cls(f.fallbacks, f, parameters, size, matrix)
+        matrix = None if f.matrix is None else torch.atleast_2d(f.matrix).to(theta)
+        if matrix is not None and f.of is not None:
+            parts = [theta.new_zeros((len(matrix), size)) for size in parameters.sizes]
+            parts[parameters.names.index(f.of)] = matrix
+            matrix = torch.cat(parts, 1)
+        return cls(f.fallbacks, 0, _KEPT, f, parameters, size, matrix)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return φ(θ), (rows,)."""
         if self.matrix is not None:
             return self.matrix @ theta
         return evaluate_function(self.function, self.parameters, theta).reshape(-1)
-
-    def memory(self, theta: Tensor) -> tuple[int, int]:
-        """Return how many numbers are inputs, and how many one evaluation is supposed to keep."""
-        return 0, _KEPT
 
     def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
@@ -96,20 +88,20 @@ def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Ten
     if not isinstance(out, Tensor) or out.dim() > 1:
         kind = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a value of type {type(out).__name__}"
         raise InvalidInputError(f"The function {f.name!r} must return a tensor of shape () or (rows,), not {kind}.")
-    check_type(out, theta.dtype, f"The function {f.name!r}")
+    if out.dtype != theta.dtype:
+        raise wrong_type_error(f"The function {f.name!r}", out, theta.dtype)
     return out
 
 
-def check_type(out: Tensor, dtype: torch.dtype, source: str) -> None:
-    """Refuse an output of another type than the parameters."""
-    if out.dtype != dtype:
-        raise InvalidInputError(
-            f"{source} must return {dtype}, the type of the parameters, not {out.dtype}; counts and booleans have no "
-            "derivative, and other types lose digits."
-        )
+def wrong_type_error(source: str, out: Tensor, dtype: torch.dtype) -> InvalidInputError:
+    """Build the error for an output of another type than the parameters."""
+    return InvalidInputError(
+        f"{source} must return {dtype}, the type of the parameters, not {out.dtype}; counts and booleans have no "
+        "derivative, and other types lose digits."
+    )
 
 
-_STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
+STRUCTURED = 16  # number of parameters from which the linear structure of a loss is used
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +111,12 @@ class Table:
     samples: Samples
     sums: tuple[SampleSum, ...]
     U: Tensor  # (k, n)
+
+    def weigh(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the nonzero weights of the samples in a combination of the sums, and their indices (None: all)."""
+        w = weights @ self.U
+        indices = torch.nonzero(w).reshape(-1)
+        return w[indices], indices if len(indices) < len(w) else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,27 +140,33 @@ class Rows:
         tables, position = [], {}
         for samples in every_samples:
             own_sums = tuple(s for s in sums if s.samples is samples)
-            for s in own_sums:
-                position[id(s)] = len(position)
+            position |= {id(s): len(position) + k for k, s in enumerate(own_sums)}
             tables.append(Table(samples, own_sums, torch.stack([s.weights for s in own_sums]).to(theta)))
         outputs = {id(f): evaluate_function(f, parameters, theta).detach() for f in functions}
         compiled = tuple(CompiledFunction.of(f, parameters, theta, outputs[id(f)].numel()) for f in functions)
-        total = len(position) + sum(f.size for f in compiled)
-        columns = {id(f.function): place for f, place in output_slices(compiled, total)}
+        total = len(position)
+        for f in compiled:
+            position[id(f.function)] = slice(total, total + f.size)
+            total += f.size
 
-        blocks, shapes = [], []
+        blocks, shapes = [theta.new_zeros((0, total))], []
         for term in terms:
-            shape = _common_shape(term, [outputs[id(f)] for _, f in term.functions])
-            block = theta.new_zeros((shape.numel(), total))
+            different = {outputs[id(f)].shape for _, f in term.functions if outputs[id(f)].dim()}
+            different |= {term.constant.shape} if term.constant.dim() else set()
+            if len(different) > 1:
+                raise InvalidInputError(
+                    f"The functions and bounds of {term!r} must have the same number of rows, or one row, not "
+                    f"{' and '.join(str(s[0]) for s in different)}; check the rows of A against the length of b."
+                )
+            shapes.append(different.pop() if different else torch.Size([]))
+            block = theta.new_zeros((shapes[-1].numel(), total))
             for c, s in term.sums:
                 block[:, position[id(s)]] += c
             for c, f in term.functions:
                 rows = outputs[id(f)].numel()
-                block[:, columns[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
+                block[:, position[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
             blocks.append(block)
-            shapes.append(shape)
-        C = torch.cat(blocks) if blocks else theta.new_zeros((0, total))
-        return cls(parameters, tuple(tables), compiled, C), shapes
+        return cls(parameters, tuple(tables), compiled, torch.cat(blocks)), shapes
 
     def to(self, dtype: torch.dtype) -> Rows:
         """Convert to another precision."""
@@ -198,19 +202,29 @@ class Rows:
         losses = [table.samples.fallbacks for table in self.tables]
         return set().union(*losses, *(f.fallbacks for f in self.functions))
 
+    @cached_property
+    def sizes(self) -> list[int]:
+        """How many numbers of p belong to each table and each function."""
+        return [*(len(table.U) for table in self.tables), *(f.size for f in self.functions)]
+
     def columns(self, table: int) -> slice:
         """Return the positions in p of the sums of a table."""
-        start = sum(len(t.U) for t in self.tables[:table])
-        return slice(start, start + len(self.tables[table].U))
+        start = sum(self.sizes[:table])
+        return slice(start, start + self.sizes[table])
+
+    def split(self, weights: Tensor) -> tuple[list[tuple[Table, Tensor]], list[tuple[CompiledFunction, Tensor]]]:
+        """Split weights of p (K,) among the tables and the functions."""
+        parts, count = torch.split(weights, self.sizes), len(self.tables)
+        return list(zip(self.tables, parts)), list(zip(self.functions, parts[count:], strict=True))  # noqa: B905
 
     def weight_ratio(self, mu: Tensor, than: Tensor) -> float:
         """Return the largest ratio of a sample's or nonlinear function's weights in Σⱼ muⱼfⱼ and Σⱼ thanⱼfⱼ."""
-        first, second = mu @ self.C, than @ self.C
-        tables = [(self.columns(number), table.U) for number, table in enumerate(self.tables)]
-        pairs = [(first[:0], second[:0]), *((first[columns] @ U, second[columns] @ U) for columns, U in tables)]
-        outputs = output_slices(self.functions, self.C.shape[1])
-        pairs += [(first[columns], second[columns]) for f, columns in outputs if f.matrix is None]
-        a, b = (torch.cat(parts).abs() for parts in zip(*pairs, strict=True))
+        largest = []
+        for weights in (mu @ self.C, than @ self.C):
+            tables, functions = self.split(weights)
+            parts = [w @ table.U for table, w in tables] + [w for f, w in functions if f.matrix is None]
+            largest.append(torch.cat([weights[:0], *parts]).abs())
+        a, b = largest
         return float((a[a > 0] / b[a > 0]).max()) if bool((a > 0).any()) else 0.0
 
     def over(self, indices: Sequence[Tensor]) -> Rows:
@@ -238,8 +252,8 @@ class Rows:
         """Return p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
         parts = [(theta.new_zeros(0), theta.new_zeros((0, theta.numel())))]
         parts += [weighted_gradients(t.samples, self.parameters, theta, t.U) for t in self.tables]
-        parts += [f.gradient(theta) for f in self.functions]
-        return torch.cat([value for value, _ in parts]), torch.cat([gradient for _, gradient in parts])
+        p, Dp = zip(*parts, *(f.gradient(theta) for f in self.functions), strict=True)
+        return torch.cat(p), torch.cat(Dp)
 
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ), (R,), and its Jacobian, (R, d)."""
@@ -257,15 +271,15 @@ class Rows:
         pulls, values = [], []
         for table in self.tables:
             place, loss = next(sweep_batches(table.samples, self.parameters, theta))
-            losses, pull = linearise(loss, theta)
-            pulls.append(lambda w, pull=pull, U=table.U[:, place]: sum_over_processes(pull(w @ U)))
+            losses, pull = vjp(loss, theta)[:2]
+            pulls.append(lambda w, pull=pull, U=table.U[:, place]: sum_over_processes(pull(w @ U)[0]))
             values.append(sum_over_processes(table.U[:, place] @ losses.detach()))
         for f in self.functions:
-            value, pull = linearise(f, theta)
-            pulls.append(pull)
+            value, pull = vjp(f, theta)[:2]
+            pulls.append(lambda w, pull=pull: pull(w)[0])
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
-        weights = torch.split(weigh(f_values) @ self.C, [len(value) for value in values])
+        weights = torch.split(weigh(f_values) @ self.C, self.sizes)
         gradient = torch.zeros_like(theta)
         for pull, w in zip(pulls, weights, strict=True):
             gradient = gradient + pull(w).detach()
@@ -273,24 +287,23 @@ class Rows:
 
     def _is_one_batch(self, samples: Samples, theta: Tensor) -> bool:
         """Return whether this process's part of the samples is a single batch."""
-        local, most = span(len(samples)), samples_at_once(samples, self.parameters, theta)
+        local, most = span(len(samples)), samples_at_once(cost(samples, self.parameters, theta), theta)
         return 0 < local.stop - local.start <= min(most, samples.batch_size or most)
 
-    @retry_with_smaller_batches
     def weighted_gradient(self, theta: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ), in one sweep: as `pullback`, with weights that do not depend on f."""
-        weights, values, gradient = mu @ self.C, [], torch.zeros_like(theta)
-        for number, table in enumerate(self.tables):
-            w, value = weights[self.columns(number)] @ table.U, theta.new_zeros(len(table.U))
-            for place, loss in sweep_batches(table.samples, self.parameters, theta):
-                losses, part = loss.pull(theta, w[None, place])
-                value, gradient = value + table.U[:, place] @ losses, gradient + part[0]
-            values.append(sum_over_processes(value))
-        gradient = sum_over_processes(gradient)
-        for f, columns in output_slices(self.functions, self.C.shape[1]):
-            value, pull = linearise(f, theta)
-            values.append(value.detach())
-            gradient = gradient + pull(weights[columns]).detach()
+        values, gradient = [], torch.zeros_like(theta)
+        tables, functions = self.split(mu @ self.C)
+        for table, w in tables:
+            sums, part = weighted_gradients(
+                table.samples, self.parameters, theta, (w @ table.U)[None], of_losses=table.U
+            )
+            values.append(sums)
+            gradient = gradient + part[0]
+        for f, w in functions:
+            value, part = f.pull(theta, w[None])
+            values.append(value)
+            gradient = gradient + part[0]
         return self.C @ torch.cat(values), gradient
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
@@ -304,19 +317,26 @@ class Rows:
         With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
         d, assemble = theta.numel(), gauss_newton_hessian if gauss_newton else structured_hessian
-        H, rest = theta.new_zeros((d, d)), weights.clone()
-        for number, table in enumerate(self.tables):
-            w, indices = self._sample_weights(number, weights)
-            if len(w) and (gauss_newton or d >= _STRUCTURED):
-                part = assemble(table.samples, self.parameters, theta, w, indices)
-                if part is not None:
-                    H += part
-                    rest[self.columns(number)] = 0
+        H, weights, ridge = theta.new_zeros((d, d)), weights.clone(), weights.new_zeros(())
+        for f, w in self.split(weights)[1]:
+            if not f.is_nonlinear:
+                ridge = ridge + w.sum() * (f.function.ridge or 0.0)
+                w.zero_()
+        rest = weights.clone()
+        for (table, part), unassembled in zip(self.split(weights)[0], rest.split(self.sizes), strict=False):
+            w, indices = table.weigh(part)
+            if len(w) and (gauss_newton or d >= STRUCTURED):
+                assembled = assemble(table.samples, self.parameters, theta, w, indices)
+                if assembled is not None:
+                    H += assembled
+                    unassembled.zero_()
         if not gauss_newton and not torch.equal(rest, weights) and not self._agrees(H, theta, weights - rest):
             H, rest = torch.zeros_like(H), weights
         if bool((rest != 0).any()):
             H = H + self.hessian_products(theta, rest, torch.eye(d).to(theta), gauss_newton)
-        return 0.5 * (H + H.T)
+        H = 0.5 * (H + H.T)
+        H.diagonal().add_(ridge)
+        return H
 
     def _agrees(self, H: Tensor, theta: Tensor, weights: Tensor) -> bool:
         """Return whether H·v agrees with autograd for a random v, with each coordinate scaled by its curvature."""
@@ -328,48 +348,26 @@ class Rows:
         eps = torch.finfo(H.dtype).eps
         return bool((gap <= eps**0.625 * size + eps * size.max()).all())  # 2e-10 in float64
 
-    def _sample_weights(self, table: int, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the nonzero weights of a table's samples, and the indices of these samples (None: all)."""
-        w = weights[self.columns(table)] @ self.tables[table].U
-        indices = torch.nonzero(w).reshape(-1)
-        return w[indices], indices if len(indices) < len(w) else None
-
     @retry_with_smaller_batches
     def hessian_products(self, theta: Tensor, weights: Tensor, V: Tensor, gauss_newton: bool = False) -> Tensor:
         """Return Σₖ weightsₖ ∇²pₖ(θ)·v for every column v of V (d, c), as (d, c), in one sweep over the data.
 
         With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
-        total, ridge = torch.zeros_like(V), weights.new_zeros(())
-        joining: list[tuple[Tensor, CompiledFunction]] = []  # they go through the first batch, where they cost least
-        alone: list[tuple[Tensor, CompiledFunction]] = []  # they need a method of their own
-        for f, columns in output_slices(self.functions, self.C.shape[1]):
-            w = weights[columns]
+        total, (tables, functions) = torch.zeros_like(V), self.split(weights)
+        for table, part in tables:
+            w, indices = table.weigh(part)  # samples without weight are skipped
+            if len(w):
+                sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
+                for place, loss in sweep:
+                    products = loss.gauss_newton_products if gauss_newton else loss.products
+                    total += products(theta, w[place], V)
+        total = sum_over_processes(total)
+        for f, w in functions:
             if f.function.ridge is not None:
-                ridge = ridge + w[0] * f.function.ridge
+                total = total + w[0] * f.function.ridge * V
             elif f.matrix is None and bool((w != 0).any()):
-                (joining if is_single_process() and not f.fallbacks else alone).append((w, f))
-
-        def function_sum(t: Tensor) -> Tensor:
-            # the cast: in float32, zero-dimensional tensors become float64 under nested transforms
-            return torch.stack([(w * f(t)).sum().to(w.dtype) for w, f in joining]).sum()
-
-        for number, table in enumerate(self.tables):
-            w, indices = self._sample_weights(number, weights)  # samples without weight are skipped
-            if len(w) == 0:
-                continue
-            sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
-            for place, loss in sweep:
-                if gauss_newton:
-                    total += loss.gauss_newton_products(theta, w[place], V)
-                elif joining and not loss.fallbacks:
-                    total += loss.products(theta, w[place], V, function_sum)
-                    joining.clear()
-                else:
-                    total += loss.products(theta, w[place], V)
-        total = sum_over_processes(total) + ridge * V
-        for w, f in alone + joining:
-            total += f.products(theta, w, V)
+                total = total + f.products(theta, w, V)
         return total
 
 
@@ -379,14 +377,3 @@ def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, 
     for name, shape in zip(names, shapes, strict=True):
         rows += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
     return tuple(rows)
-
-
-def _common_shape(term: Term, outputs: list[Tensor]) -> torch.Size:
-    """Return the shape of a term, () or (rows,), from its function outputs and its constant."""
-    shapes = {out.shape for out in outputs if out.dim()} | ({term.constant.shape} if term.constant.dim() else set())
-    if len(shapes) > 1:
-        raise InvalidInputError(
-            f"The functions and bounds of {term!r} must have the same number of rows, or one row, not "
-            f"{' and '.join(str(shape[0]) for shape in shapes)}; check the rows of A against the length of b."
-        )
-    return shapes.pop() if shapes else torch.Size([])

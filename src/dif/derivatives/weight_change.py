@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,9 +16,11 @@ from dif.errors import InvalidInputError
 from dif.problem.parameters import Parameters
 from dif.problem.perturbation import Perturbation
 from dif.problem.samples import Samples
-from dif.problem.weights import Changes, SumChange, check_shift
+from dif.problem.weights import Changes, check_shift
 from dif.runtime.guard import retry_with_smaller_batches
 from dif.runtime.inputs import check_instance
+
+_CURE = "make it with train.remove([i]), say"
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +31,21 @@ class Block:
     columns: slice  # positions of the sums in p(θ)
     alpha: Tensor  # (P, k), or (1, k) if the same for all perturbations
     samples: Samples  # of the table, or the added samples
-    owner: Tensor | None  # (E,) perturbation of each entry; None: each entry belongs to all perturbations
+    count: int  # P, or 1 if each entry belongs to all perturbations
+    owner: Tensor  # (E,) perturbation of each entry
     index: Tensor  # (E,) sample of each entry
     s: Tensor  # (E, k) weight changes
+
+    def entries_of(self, p: int) -> Tensor:
+        """Return which entries belong to perturbation p, (E,) bool."""
+        return self.owner == (p if self.count > 1 else 0)
+
+    def distinct(self) -> tuple[Tensor | None, Tensor | slice]:
+        """Return the distinct samples (None: all in order), and the place of each entry's sample among them."""
+        index, n = self.index, len(self.samples)
+        if len(index) == n and bool((index == torch.arange(n, device=index.device)).all()):
+            return None, slice(None)
+        return torch.unique(index, return_inverse=True)
 
 
 class Direction:
@@ -45,54 +59,55 @@ class Direction:
 
     def __init__(self, program: Program, perturbation: Perturbation, changes: Changes | None = None) -> None:
         if changes is None:
-            check_perturbation(perturbation, "perturbations")
+            check_instance(perturbation, Perturbation, "perturbations", cure=_CURE)
             program.parameters.check_mode()
             changes = Changes.of(program.problem, perturbation)
             for addition in {id(m.added): m.added for c in changes.sums for m in c.moves if m.added}.values():
                 check_tensors(addition.new, program.parameters)
         self.program, self.perturbation, self.changes = program, perturbation, changes
-        self.P = len(perturbation)
-        self.blocks = [block for change in changes.sums for block in self._build_blocks(change)]
-        none = program.tau.new_zeros((1, program.m)).expand(self.P, -1)
+        self.P, like = len(perturbation), program.tau
+        self.blocks: list[Block] = []
+        for change in changes.sums:
+            (number,) = (t for t, table in enumerate(program.rows.tables) if table.samples is change.samples)
+            columns = program.rows.columns(number)
+            touched = torch.isin(program.terms, torch.tensor(change.terms, device=like.device))
+            touch = program.rows.C[:, columns] * touched[:, None]
+            alpha = (change.factor * change.alpha).to(like)
+            for move in change.moves:
+                samples = move.added.new.under(change.samples) if move.added else change.samples
+                owner, index = move.entries.owner, move.entries.index
+                a = change.alpha if len(change.alpha) == 1 else change.alpha[owner]
+                s = (change.factor * ((1.0 + a) * move.dw)).to(like)
+                entries = move.entries.P, owner.to(like.device), index.to(like.device), s
+                self.blocks.append(Block(touch, columns, alpha, samples, *entries))
+                alpha = torch.zeros_like(alpha[:1])  # it belongs to the first move
+        none = like.new_zeros((1, program.m)).expand(self.P, -1)
         self.dtau = none.clone() if changes.bounds else none
-        for constraint, dtau in changes.bounds:
-            rows = program.rows_of(constraint)
-            check_shift(constraint, dtau.shape[1], rows.stop - rows.start)
-            self.dtau[:, rows] += dtau.to(self.dtau)
+        for number, dtau in changes.bounds:
+            mine = program.terms[1:] == number
+            check_shift(program.problem.constraints[number - 1], dtau.shape[1], int(mine.sum()))
+            self.dtau[:, mine] += dtau.to(like)
 
     def __getitem__(self, rows: slice) -> Direction:
         begin, end, _ = rows.indices(self.P)
-        return self if (begin, end) == (0, self.P) else self.pick(range(begin, end))
+        if (begin, end) == (0, self.P):
+            return self
+        return Direction(self.program, self.perturbation[rows], self.changes.pick(torch.arange(begin, end)))
 
     @classmethod
     def resolve_single(cls, program: Program, perturbation: Perturbation) -> Direction:
         """Resolve a single perturbation; refuse several."""
-        check_perturbation(perturbation)
-        direction = cls(program, perturbation)
-        if direction.P != 1:
+        check_instance(perturbation, Perturbation, "perturbation", cure=_CURE)
+        if len(perturbation) != 1:
             raise InvalidInputError(
-                f"{direction.P} perturbations were given where there must be one; select it with perturbations[i], or "
-                "use scores(...), which takes many."
+                f"{len(perturbation)} perturbations were given where there must be one; select it with "
+                "perturbations[i], or use scores(...), which takes many."
             )
-        return direction
+        return cls(program, perturbation)
 
     def pick(self, rows: Sequence[int]) -> Direction:
         """Return the directions of some of the perturbations, which are not resolved again."""
         return Direction(self.program, self.perturbation.pick(rows), self.changes.pick(torch.as_tensor(rows)))
-
-    def _build_blocks(self, change: SumChange) -> Iterator[Block]:
-        """Yield one block for each move; α belongs to the first."""
-        rows, like = self.program.rows, self.program.tau
-        (number,) = (t for t, table in enumerate(rows.tables) if table.samples is change.samples)
-        columns = rows.columns(number)
-        touch = rows.C[:, columns] * mark_rows(self.program, change.terms)[:, None]
-        alpha = (change.factor * change.alpha).to(like)
-        for move in change.moves:
-            samples = move.added.new.under(change.samples) if move.added else change.samples
-            owner = None if len(move.entries) < self.P else move.entries.owner.to(like.device)
-            s = (change.factor * change.renormalised(move)).to(like)
-            yield Block(touch, columns, alpha, samples, owner, move.entries.index.to(like.device), s)
-            alpha = torch.zeros_like(alpha[:1])
 
     # First-order effects
 
@@ -101,31 +116,33 @@ class Direction:
     ) -> tuple[Tensor, Tensor]:
         """Return how each perturbation changes the rows and their weighted gradient at θ, to first order.
 
+        Takes one sweep over the changed samples, and stores no per-sample gradients.
+
         Args:
             theta: The point θ, (d,).
-            weights: Weights of the rows, (1 + m,); (1, λ̄) for the Lagrangian.
+            weights: Weights of the rows, (1 + m,), such as (1, λ̄) for the Lagrangian; or several of them, (1 + m, g).
             p: Sums and function values p(θ), (K,).
             Dp: Their gradients, (K, d).
             V: Columns along which the gradient change is wanted, (d, c).
 
         Returns:
-            bᵀV, (P, c), where b = Σⱼ weightsⱼ δ∇fⱼ; and δf, (P, 1 + m), without the bounds.
+            bᵀV, (P, c) or (P, g, c), where b = Σⱼ weightsⱼ δ∇fⱼ; and δf, (P, 1 + m), without the bounds.
         """
-        bV = theta.new_zeros((self.P, V.shape[1]))
+        bV = theta.new_zeros((self.P, *weights.shape[1:], V.shape[1]))
         df = theta.new_zeros((self.P, 1 + self.program.m))
         for block in self.blocks:
-            if bool((block.alpha != 0).any()):
-                df += block.alpha @ (block.touch * p[block.columns]).T
-                bV += (block.alpha * (weights @ block.touch)) @ (Dp[block.columns] @ V)
-            distinct, place = _distinct(block.index, len(block.samples))
+            df += block.alpha @ (block.touch * p[block.columns]).T
+            bV += torch.einsum("pk,k...,kc->p...c", block.alpha, block.touch.T @ weights, Dp[block.columns] @ V)
+            distinct, place = block.distinct()
             losses, slopes = sample_slopes(block.samples, self.program.parameters, theta, V, distinct)
             losses, slopes = losses[place], slopes[place]
             bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
             if bool(bad.any()):
                 raise _not_finite_error(block.samples.name, f"{int(bad.sum())} of {len(bad)}")
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
-            _accumulate(df, block.owner, losses[:, None] * row_weights)
-            _accumulate(bV, block.owner, (row_weights @ weights)[:, None] * slopes)
+            effects = torch.einsum("e...,ec->e...c", row_weights @ weights, slopes)
+            df += df.new_zeros((block.count, *df.shape[1:])).index_add_(0, block.owner, losses[:, None] * row_weights)
+            bV += bV.new_zeros((block.count, *bV.shape[1:])).index_add_(0, block.owner, effects)
         return bV, df
 
     def combine(self, mix: Tensor, theta: Tensor, weights: Tensor, p: Tensor, Dp: Tensor) -> tuple[Tensor, Tensor]:
@@ -140,27 +157,16 @@ class Direction:
             alpha = mix @ block.alpha.expand(self.P, -1)  # (Z, k)
             df += alpha @ (block.touch * p[block.columns]).T
             b += (alpha * (weights @ block.touch)) @ Dp[block.columns]
-            distinct, place = _distinct(block.index, len(block.samples))
-            samples = block.samples.take(distinct)
-            shared = mix.sum(1, keepdim=True).expand(-1, len(block.index))  # of entries that all perturbations have
-            entries = shared if block.owner is None else mix[:, block.owner]  # (Z, E)
+            distinct, place = block.distinct()
+            entries = (mix if block.count == self.P else mix.sum(1, keepdim=True))[:, block.owner]  # (Z, E)
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
-            df += entries @ (sample_losses(samples, self.program.parameters, theta)[place][:, None] * row_weights)
+            losses = sample_losses(block.samples, self.program.parameters, theta, distinct)
+            df += entries @ (losses[place][:, None] * row_weights)
             w = entries * (row_weights @ weights)
             if isinstance(place, Tensor):
-                w = w.new_zeros((len(mix), len(samples))).index_add(1, place, w)
-            b += weighted_gradients(samples, self.program.parameters, theta, w)[1]
+                w = w.new_zeros((len(mix), len(losses))).index_add(1, place, w)
+            b += weighted_gradients(block.samples, self.program.parameters, theta, w, distinct)[1]
         return b, df
-
-    def first_order_effects_by_row(self, theta: Tensor, weights: Tensor, Dp: Tensor, v: Tensor) -> Tensor:
-        """Return weightsⱼ δ∇fⱼ·v of each perturbation and each row j, (P, 1 + m)."""
-        total = theta.new_zeros((self.P, 1 + self.program.m))
-        for block in self.blocks:
-            total += (block.alpha @ (block.touch * (Dp[block.columns] @ v)).T) * weights
-            distinct, place = _distinct(block.index, len(block.samples))
-            _, slopes = sample_slopes(block.samples, self.program.parameters, theta, v[:, None], distinct)
-            _accumulate(total, block.owner, (block.s @ block.touch.T) * weights * slopes[place])
-        return total
 
     # Effects of a single perturbation
 
@@ -181,17 +187,10 @@ class Direction:
 
     def changed_samples(self, p: int) -> Rows:
         """Return the part of δf that is not a rescaling, as rows over the changed samples only."""
-        tables, coefficients = [], []
-        for block in self.blocks:
-            mine = slice(None) if block.owner is None else block.owner == p
-            distinct, place = _distinct(block.index[mine], len(block.samples))
-            samples = block.samples.take(distinct)
-            U = block.s.new_zeros((block.s.shape[1], len(samples)))
-            U[:, place] = block.s[mine].T
-            tables.append(Table(samples, (), U))
-            coefficients.append(block.touch)
-        C = torch.cat([self.program.rows.C[:, :0], *coefficients], 1)
-        return Rows(self.program.parameters, tuple(tables), (), C)
+        pairs = [(block, block.entries_of(p)) for block in self.blocks]
+        tables = tuple(Table(block.samples.take(block.index[mine]), (), block.s[mine].T) for block, mine in pairs)
+        C = torch.cat([self.program.rows.C[:, :0], *(block.touch for block in self.blocks)], 1)
+        return Rows(self.program.parameters, tables, (), C)
 
     def _perturb_tables(self, p: int) -> dict[Samples, tuple[Tensor, Tensor]]:
         """Return the sums after perturbation p by samples: their weights, and their coefficients in the rows."""
@@ -199,7 +198,7 @@ class Direction:
         C += rows.C[:, : C.shape[1]]
         tables = {table.samples: (table.U, C[:, rows.columns(number)]) for number, table in enumerate(rows.tables)}
         for block in self.blocks:
-            mine = slice(None) if block.owner is None else block.owner == p
+            mine = block.entries_of(p)
             U = block.s.new_zeros((block.s.shape[1], len(block.samples)))
             U.index_add_(1, block.index[mine], block.s[mine].T)
             old, touch = tables.get(block.samples, (U[:0], block.touch[:, :0]))
@@ -231,49 +230,11 @@ class Direction:
         return BatchedProgram(rows.parameters, used, tables, rows.functions, rows.C[:, sums:], rows.linear, tau)
 
 
-def mark_rows(program: Program, terms: Iterable[int]) -> Tensor:
-    """Return 1 for the rows of these terms (0: the objective, j: constraint j − 1) and 0 for others, (1 + m,)."""
-    starts = [0, 1, *(1 + program.rows_of(constraint).stop for constraint in program.problem.constraints)]
-    marked = program.tau.new_zeros(1 + program.m)
-    for number in terms:
-        marked[starts[number] : starts[number + 1]] = 1
-    return marked
-
-
-def _distinct(index: Tensor, n: int) -> tuple[Tensor | None, Tensor | slice]:
-    """Return the distinct samples (None: all n in order), and the position of each entry's sample among them."""
-    if len(index) == n and bool((index == torch.arange(n, device=index.device)).all()):
-        return None, slice(None)
-    return torch.unique(index, return_inverse=True)
-
-
-def _accumulate(total: Tensor, owner: Tensor | None, entries: Tensor) -> None:
-    """Add entries, (E, …), to the rows of their owners in `total`; to all rows if owner is None."""
-    if owner is None:
-        total += entries.sum(0)
-    else:
-        total.index_add_(0, owner, entries)
-
-
 def _not_finite_error(name: str, count: str) -> InvalidInputError:
     return InvalidInputError(
         f"The losses or gradients of {count} perturbed samples of {name!r} are not finite, so their influence is not "
         "defined; check these samples, and the loss where its derivative is infinite (sqrt or log at 0)."
     )
-
-
-def check_perturbation(perturbation: object, name: str = "perturbation") -> None:
-    """Refuse an object that is not a Perturbation."""
-    check_instance(perturbation, Perturbation, name, cure="make it with train.remove([i]), say")
-
-
-def split_perturbation(perturbation: Perturbation, size: int = 2**14, begin: int = 0) -> Sequence[Perturbation]:
-    """Split the perturbations from number `begin` on into chunks of at most `size`."""
-    check_perturbation(perturbation)
-    P = len(perturbation)
-    if begin == 0 and size >= P:
-        return [perturbation]
-    return [perturbation[start : min(start + size, P)] for start in range(begin, P, size)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -344,13 +305,17 @@ class BatchedProgram:
     @retry_with_smaller_batches
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
-        function_sum = self._nonlinear_functions()
-        mu = weights @ self.C
+        mu, terms = weights @ self.C, output_slices(self.functions, self.C.shape[1])
+        nonlinear = [(columns, f) for f, columns in terms if f.is_nonlinear]
+
+        def function_sum(theta: Tensor, mu: Tensor) -> Tensor:
+            return torch.stack([(mu[columns] * phi(theta)).sum().to(mu.dtype) for columns, phi in nonlinear]).sum()
+
         ridges = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
         total = (mu @ torch.tensor(ridges, dtype=torch.float64).to(mu))[:, None, None] * V
         for number, (samples, W) in enumerate(self.tables):
             w = torch.einsum("pj,pjn->pn", weights[:, self.used], W)
-            more = function_sum if number == 0 else None  # the functions join the first batch
+            more = function_sum if nonlinear and number == 0 else None  # the functions join the first batch
             for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
                 total += loss.stacked_products(thetas, w[:, place], V, mu, more)
                 more = None
@@ -359,14 +324,3 @@ class BatchedProgram:
     def _curved_functions(self) -> list[tuple[CompiledFunction, slice]]:
         """Return the functions that are not linear, with the places of their outputs."""
         return [(f, columns) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.matrix is None]
-
-    def _nonlinear_functions(self) -> Callable[[Tensor, Tensor], Tensor] | None:
-        """Return the map (θ, μ) → Σₖ μₖφₖ(θ) over functions neither linear nor a ridge; None if there are none."""
-        terms = [(columns, f) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.is_nonlinear]
-        if not terms:
-            return None
-
-        def value(theta: Tensor, mu: Tensor) -> Tensor:
-            return torch.stack([(mu[columns] * phi(theta)).sum().to(mu.dtype) for columns, phi in terms]).sum()
-
-        return value

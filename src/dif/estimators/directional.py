@@ -186,7 +186,9 @@ class DirectionalInfluence(FirstOrderEstimator):
                     "Drop one of them, or ask for the sum: scores().",
                 )
             y = x - V @ pull  # H⁻¹q along the rows that hold
-            values[mine] = -direction.first_order_effects_by_row(at.theta, self.weights, at.part_gradients, y)[mine]
+            each = torch.diag(self.weights)  # every row by itself
+            effects, _ = direction.first_order_effects(at.theta, each, at.parts, at.part_gradients, y[:, None])
+            values[mine] = -effects[mine, :, 0]
             values[:, 1 + system.rows] += mine[:, None] * (system.lam * (system.G @ y))
             moved = (system.c + response.r[:, system.rows])[:, pattern]
             values[:, 1 + system.rows[pattern]] -= mine[:, None] * (moved * pull)

@@ -119,7 +119,7 @@ class FirstOrderEstimator:
         """Return Δθ, (P, d), NaN where there is no answer; and the response."""
         at, P = self.at, direction.P
         b = r = torch.full((), float("nan"))  # not known yet
-        if P > 1 and sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
+        if P == 1 or sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
             b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
             r = df[:, 1:]
         if not bool(torch.isfinite(b).all() and torch.isfinite(r).all()):  # one by one, which names the sample

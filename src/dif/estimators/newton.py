@@ -13,9 +13,7 @@ from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores, resolve
-from dif.linalg.conjugate_gradients import SolverSeries
-from dif.linalg.operator import Matrix, Operator
-from dif.linalg.solvers import Solver
+from dif.linalg.solvers import Matrix, Operator, Solver, SolverSeries
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation

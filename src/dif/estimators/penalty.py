@@ -8,8 +8,7 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.errors import DegenerateError, NotConvergedError
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.linalg.operator import Matrix
-from dif.linalg.solvers import DenseCholesky, Solver, prepare
+from dif.linalg.solvers import DenseCholesky, Matrix, Solver, prepare
 from dif.optimality.judgement import Scales
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
@@ -86,7 +85,7 @@ class PenaltyInfluence(FirstOrderEstimator):
         def residual(theta: Tensor) -> Tensor:
             gradient, H, J = hessian(theta)
             scales = Scales.of(theta, J, Matrix(H).scale(), self.solution.curvature.noise)
-            return torch.tensor([scales.gradient(gradient)], dtype=torch.float64)
+            return (gradient / scales.root).norm().double().cpu()[None] / scales.size
 
         def step(_: Tensor) -> tuple[Tensor, Tensor]:
             gradient, H, _ = hessian(theta[0])

@@ -21,7 +21,6 @@ from dif.runtime.inputs import as_index, check_instance
 from dif.runtime.work import check_jobs
 from dif.training.adjoint import rerun, sweep_back
 from dif.training.run import Run
-from dif.training.step import Weights
 from dif.training.weights import RunPerturbation
 
 _UNRELATED = 0.5  # cosine of predicted and actual changes at or below which they have nothing to do with each other
@@ -57,9 +56,7 @@ class UnrolledInfluence:
         change, tangent = self._resolve(perturbation), map_tensors(loop.initial, torch.zeros_like)
         for t in range(self.since, loop.length):
             batch = change.batch(t)
-            moved = change.move(t, batch, 0, 1)
-            dweights = Weights(tuple(x[0] for x in moved.a), tuple(x[0] for x in moved.b), moved.dtau[0])
-            tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, dweights)
+            tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, change.moves(t, batch))
         dtheta, dlam = loop.step.read_point(tangent)
         return Change.of(loop.program, _check_finite(dtheta, self.strict), dlam, {"since": self.since})
 
@@ -80,7 +77,7 @@ class UnrolledInfluence:
 
         def score(begin: int) -> Iterator[Scored]:
             sweep = sweep_back(self.run, self._resolve(perturbations), targets, show_progress)
-            values = _check_finite(sweep.record.by_row().sum(2).double().cpu(), self.strict)
+            values = _check_finite(sweep.effects.sum(2).double().cpu(), self.strict)
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
                 about["probe"] = self._probe(count, targets, perturbations, values)
@@ -96,10 +93,10 @@ class UnrolledInfluence:
         _ = self.run.problem  # refuses a step of the user's own, which has no terms
         targets = Targets(target, self.run.point)
         targets.check_single("by_term")
-        record = sweep_back(self.run, self._resolve(perturbations), targets, show_progress).record
+        effects = sweep_back(self.run, self._resolve(perturbations), targets, show_progress).effects
         names = ("objective", *self.run.point.program.names)
         title = f"{self.name}, by term, on {targets.names[0]}"
-        values = _check_finite(record.by_row()[:, 0].double().cpu(), self.strict)
+        values = _check_finite(effects[:, 0].double().cpu(), self.strict)
         return Influence(values, perturbations, names, title, {"since": self.since})
 
     def _resolve(self, perturbations: Perturbation) -> RunPerturbation:

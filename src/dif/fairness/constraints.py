@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dif
 from dif import InvalidInputError
-from dif.runtime.inputs import check_order, describe, read_array, read_column
+from dif.runtime.inputs import check_number, check_order, describe, read_array, read_column
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +27,9 @@ class Groups:
     def of(cls, features: Any, count: int, name: str = "sensitive_features") -> Groups:
         """Read one or several features of `count` samples; several features are combined.
 
-        >>> Groups.of(["b", "a", "b"], 3)
-        Groups(names=('a', 'b'), members=tensor([1, 0, 1]))
+        Examples:
+            >>> Groups.of(["b", "a", "b"], 3)
+            Groups(names=('a', 'b'), members=tensor([1, 0, 1]))
         """
         values = read_array(features)
         if values.ndim not in (1, 2) or len(values) != count or values.size == 0:
@@ -70,8 +71,9 @@ class Groups:
 def read_labels(labels: Any, count: int) -> Tensor:
     """Return which samples have the positive label, (n,) bool; labels are 0 and 1, −1 and 1, or booleans.
 
-    >>> read_labels([0, 1, 1], 3)
-    tensor([False,  True,  True])
+    Examples:
+        >>> read_labels([0, 1, 1], 3)
+        tensor([False,  True,  True])
     """
     values = read_column(labels, "labels", count)
     found = set(values.tolist())
@@ -119,19 +121,20 @@ def demographic_parity(
         score: The score of the model, `score(params, batch)` → (n,); positive for the label 1.
         sensitive_features: The group of each sample, (n,), or several features, (n, k), which are combined.
         bound: The largest difference.
-        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0. It needs a link, because scores
-            may be negative.
+        ratio: The smallest ratio, such as 0.8 for the four-fifths rule with bound=0. It needs a link with values ≥ 0,
+            because scores may be negative.
         link: The smooth stand-in for the decision score > 0. The default is the probability of logistic regression;
             None takes the score itself.
         sample_weight: Weights of the samples in the means, ≥ 0; None weighs all alike.
         control_features: A column of the data, or several: groups are compared within each of its values. None compares
             them among all samples.
 
-    >>> train = dif.Samples(lambda params, x: (x @ params["w"]) ** 2, torch.eye(6), name="train")
-    >>> score = lambda params, x: x @ params["w"]
-    >>> most, least = demographic_parity(train, score, sensitive_features=list("aabbbb"), bound=0.1)
-    >>> most.name, least.name
-    ('demographic parity, a, at most', 'demographic parity, a, at least')
+    Examples:
+        >>> train = dif.Samples(lambda params, x: (x @ params["w"]) ** 2, torch.eye(6), name="train")
+        >>> score = lambda params, x: x @ params["w"]
+        >>> most, least = demographic_parity(train, score, sensitive_features=list("aabbbb"), bound=0.1)
+        >>> most.name, least.name
+        ('demographic parity, a, at most', 'demographic parity, a, at least')
     """
     view, columns = _view(train, score, link, ratio), (sensitive_features, control_features, sample_weight)
     return _compare_groups(_Rule("demographic parity", bound, ratio), view, {"": None}, *columns)
@@ -177,7 +180,7 @@ def error_rate_parity(
 ) -> list[dif.Constraint]:  # fmt: skip
     """Constrain the mean error of each group to be near that of all samples.
 
-    `error(params, batch)` is a smooth error of each sample, such as the probability of the wrong label. The other
+    `error(params, batch)` is a smooth error ≥ 0 of each sample, such as the probability of the wrong label. The other
     arguments are those of `demographic_parity`, without `link`.
     """
     view = _view(train, check_function(error, "error"), None, 1)
@@ -198,7 +201,7 @@ def bounded_group_loss(
     `loss(params, batch)` is the loss of each sample; None is the loss of `train`. The other arguments are those of
     `demographic_parity`. For a bound within each value of a control feature pass both columns as sensitive features.
     """
-    groups, limit = _read_groups(train, sensitive_features), _read_number(bound, "bound")
+    groups, limit = _read_groups(train, sensitive_features), check_number(bound, "bound", zero=True)
     check_order(train=train.remove_each(), sensitive_features=sensitive_features, sample_weight=sample_weight)
     view = train if loss is None else train.view(check_function(loss, "loss"), name=f"group loss of {train.name}")
     means = {name: view.mean(where=inside, weights=sample_weight) for name, inside in groups.split().items()}
@@ -214,8 +217,8 @@ class _Rule:
     ratio: float
 
     def __post_init__(self) -> None:
-        _read_number(self.bound, "bound")
-        if not 0 < _read_number(self.ratio, "ratio") <= 1:
+        check_number(self.bound, "bound", zero=True)
+        if not 0 < check_number(self.ratio, "ratio", zero=True) <= 1:
             raise InvalidInputError(
                 f"`ratio` must be above 0 and at most 1, such as 0.8 for the four-fifths rule, not {self.ratio!r}."
             )
@@ -285,15 +288,16 @@ def _view(train: dif.Samples, score: PerSample, link: Link, ratio: float) -> dif
     """Return the view of the samples whose loss is link(score)."""
     _check_samples(train)
     check_function(score, "score")
-    if link is None and ratio != 1:
+    stand_in = None if link is None else check_function(link, "link")
+    if ratio != 1 and (stand_in is None or bool((stand_in(torch.linspace(-10, 10, 21)) < 0).any())):
+        found = "link=None, because mean scores" if stand_in is None else "this `link`, because its means"
         raise InvalidInputError(
-            "`ratio` cannot be used with link=None, because mean scores may be negative; pass `bound` instead, or a "
-            "link whose values are positive, such as torch.sigmoid."
+            f"`ratio` cannot be used with {found} may be negative; pass `bound` instead, or a link whose values are "
+            "positive, such as torch.sigmoid."
         )
-    if link is None:
+    if stand_in is None:
         return train.view(score, name=f"score of {train.name}")
-    stand_in, name = check_function(link, "link"), f"probability of {train.name}"
-    return train.view(lambda params, batch: stand_in(score(params, batch)), name=name)
+    return train.view(lambda params, batch: stand_in(score(params, batch)), name=f"probability of {train.name}")
 
 
 def _read_groups(train: dif.Samples, sensitive_features: Any) -> Groups:
@@ -305,14 +309,6 @@ def _check_samples(train: object) -> dif.Samples:
     if not isinstance(train, dif.Samples):
         raise InvalidInputError(f"`train` must be the dif.Samples of the objective, not {describe(train)}.")
     return train
-
-
-def _read_number(value: Any, name: str) -> float:
-    """Return a finite number ≥ 0 as a float."""
-    number = read_array(value)
-    if number.ndim or number.dtype.kind not in "iuf" or not np.isfinite(number) or float(number) < 0:
-        raise InvalidInputError(f"`{name}` must be one finite number ≥ 0, not {value!r}.")
-    return float(number)
 
 
 # Constraints of fairlearn

@@ -288,8 +288,13 @@ def _read_data(data: Any) -> Any:
         return tuple(_read_data(part) for part in data)
     if hasattr(data, "columns"):
         return torch.stack([read_numbers(data[name], str(name)) for name in data.columns], 1)
-    if isinstance(data, Tensor) or (not isinstance(data, list) and not hasattr(data, "__array__")):
+    if isinstance(data, Tensor):
         return data
+    if not isinstance(data, list) and not hasattr(data, "__array__"):
+        raise InvalidInputError(
+            "`data` must be a tensor, an array or a data frame, or a tuple or dict of these, as `score` takes it, not "
+            f"{describe(data)}."
+        )
     values = read_array(data)
     return torch.as_tensor(np.array(values)) if values.dtype.kind in "biuf" else read_numbers(values, "data")
 

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dif.linalg.operator import Operator
+from dif.linalg.solvers import Operator
 
 _MAX_STEPS = 60  # largest number of Lanczos steps
 _CHECK_EVERY = 6  # steps between two tests for convergence
 _TOLERANCE = 1e-4  # relative residual of the smallest Ritz pair; the value is accurate to about its square
 _ROUGH_TOLERANCE = 0.03  # the same where only the size of the eigenvalue matters
 _EXHAUSTED = 1e-7  # residual of a Lanczos step, relative to the curvature, below which the space is exhausted
-_LANCZOS_FROM = 128  # parameters from which Lanczos steps are cheaper than all eigenvalues
 
 
 def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, float]:
-    """Return the smallest eigenvalue of H on {ω : Gω = 0}, in θ and in the scaled coordinates root·θ.
+    """Return the smallest eigenvalue of H on {ω : Gω = 0}, in θ and in the scaled coordinates root·θ, for large H.
 
     Both are inf if the tangent space is {0}. If H is assembled, the first is accurate to about eight digits and the
     second to a few per cent. Otherwise they are the smallest Ritz values of a Lanczos run.
@@ -27,9 +25,9 @@ def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, floa
     if H.assembled:
         dense, root = H.dense().double(), root.double()
         scaled = dense / root / root[:, None]
-        smallest = _smallest_eigenvalue(dense, G.double())
+        smallest = _smallest_eigenvalue(dense, G.double(), _TOLERANCE)
         return smallest, _smallest_eigenvalue(scaled, G.double() / root, _ROUGH_TOLERANCE)
-    return lanczos(H, G, torch.ones_like(root))[0], lanczos(H, G, root)[0]
+    return lanczos(H.product, G, torch.ones_like(root))[0], lanczos(H.product, G, root)[0]
 
 
 def _normal_space(G: Tensor) -> Tensor:
@@ -39,49 +37,35 @@ def _normal_space(G: Tensor) -> Tensor:
     return U[:, sizes > 1e-10]
 
 
-def _smallest_eigenvalue(H: Tensor, G: Tensor, tolerance: float = _TOLERANCE) -> float:
-    """Return the smallest eigenvalue of a dense H on {ω : Gω = 0}."""
-    if len(G):
-        N = _normal_space(G)
-        if N.shape[1] >= len(H):
-            return float("inf")
-        HN, norm = H @ N, float(torch.linalg.matrix_norm(H)) or 1.0
-        W = HN - 0.5 * N @ (N.T @ HN + norm * torch.eye(N.shape[1]).to(H))
-        H = torch.addmm(H, torch.cat([N, W], 1), torch.cat([W, N], 1).T, alpha=-1)  # ‖H‖ on the normal space
-    if len(H) >= _LANCZOS_FROM:
-        factor, failed = torch.linalg.cholesky_ex(H)
-        if not int(failed):
-            no_rows, ones = H.new_zeros((0, len(H))), torch.ones_like(H[0])
-            return -1.0 / lanczos(_NegativeInverse(factor), no_rows, ones, tolerance)[0]
-    return float(torch.linalg.eigvalsh(H)[0]) if len(H) else float("inf")
-
-
-@dataclass(frozen=True)
-class _NegativeInverse:
-    """−H⁻¹, whose smallest eigenvalue is −1/λ for the smallest eigenvalue λ > 0 of H."""
-
-    factor: Tensor  # (d, d) lower Cholesky factor of H
-
-    @property
-    def d(self) -> int:
-        return len(self.factor)
-
-    def product(self, V: Tensor) -> Tensor:
-        return -torch.cholesky_solve(V, self.factor)
+def _smallest_eigenvalue(H: Tensor, G: Tensor, tolerance: float) -> float:
+    """Return the smallest eigenvalue of a dense H on {ω : Gω = 0}; where all are positive, by Lanczos steps of H⁻¹."""
+    N = _normal_space(G)
+    if N.shape[1] >= len(H):
+        return float("inf")
+    HN, norm = H @ N, float(torch.linalg.matrix_norm(H)) or 1.0
+    W = HN - 0.5 * N @ (N.T @ HN + norm * torch.eye(N.shape[1]).to(H))
+    H = torch.addmm(H, torch.cat([N, W], 1), torch.cat([W, N], 1).T, alpha=-1)  # ‖H‖ on the normal space
+    factor, failed = torch.linalg.cholesky_ex(H)
+    if int(failed):
+        return float(torch.linalg.eigvalsh(H)[0])
+    invert = lambda V: -torch.cholesky_solve(V, factor)  # noqa: E731
+    return -1.0 / lanczos(invert, H.new_zeros((0, len(H))), torch.ones_like(H[0]), tolerance)[0]
 
 
 def lanczos(
-    H: Operator | _NegativeInverse, G: Tensor, root: Tensor, tolerance: float = _TOLERANCE
+    product: Callable[[Tensor], Tensor], G: Tensor, root: Tensor, tolerance: float = _TOLERANCE
 ) -> tuple[float, Tensor]:
-    """Return the smallest Ritz value of H on {ω : Gω = 0} and its vector, both in the coordinates root·θ."""
-    normal = _normal_space(G.double() / root.double()).to(G)
-    if normal.shape[1] >= H.d:
-        return float("inf"), torch.zeros_like(root)
+    """Return the smallest Ritz value of H on {ω : Gω = 0} and its vector, both in the coordinates root·θ.
 
+    `product` returns H·v for the columns v of a matrix.
+    """
+    normal, d = _normal_space(G.double() / root.double()).to(G), len(root)
+    if normal.shape[1] >= d:
+        return float("inf"), torch.zeros_like(root)
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(H.d, generator=generator, dtype=torch.float64).to(normal)
-    krylov = Krylov(lambda v: H.product((v / root)[:, None])[:, 0] / root, start, normal)
-    for step in range(1, 1 + min(_MAX_STEPS, H.d - normal.shape[1])):
+    start = torch.randn(d, generator=generator, dtype=torch.float64).to(normal)
+    krylov = Krylov(lambda v: product((v / root)[:, None])[:, 0] / root, start, normal)
+    for step in range(1, 1 + min(_MAX_STEPS, d - normal.shape[1])):
         if not krylov.extend():
             break
         if step % _CHECK_EVERY == 0:

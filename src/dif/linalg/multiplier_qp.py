@@ -6,13 +6,13 @@ S = G H_ρ⁻¹ Gᵀ; the step ω = −H_ρ⁻¹(b + Gᵀν) changes row j to t�
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import daqp
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from dif.errors import DegenerateError
 
@@ -20,41 +20,49 @@ Array = NDArray[Any]  # float64
 
 _SIGN_TOLERANCE = 1e-12  # a sign counts as wrong beyond this, relative to the largest entry of its right-hand side
 _SINGULAR = 1e-11  # smallest pivot of the scaled S above which rows count as independent
+_NEGLIGIBLE = 1e-13  # pivot of the scaled S that counts as zero, relative to the norm of S
 _ROUNDS = 40  # largest number of rounds of block pivoting, plus two per row; DAQP solves what is left
 _PATIENCE = 3  # rounds without fewer wrong signs before rows change sides one at a time
 _NO_LIMIT = 1e30  # DAQP takes bounds of this size as infinite
 
 
-def solve_reduced_qp(S: Array, a: Array, equal: NDArray[np.bool_]) -> tuple[Array, dict[int, str]]:
-    """Solve for ν, (P, m), given P right-hand sides a (P, m), one S (m, m) and which rows are equalities (m,).
+def solve_reduced_qp(S: Tensor, a: Tensor, equal: Tensor) -> tuple[Tensor, dict[int, str]]:
+    """Solve for ν, (P, m), given right-hand sides a (P, m), S (m, m) or one each (P, m, m), and which rows are equal.
 
     Return ν and a dict of the right-hand sides without a solution: index → reason; their rows of ν are NaN.
 
     Equal rows are eliminated once by a Schur complement. The others go through block pivoting, batched over right-hand
     sides with the same active set. Those that do not converge, or have dependent active rows, are solved by DAQP.
     """
-    P, m = a.shape
-    if m == 0 or P == 0:
-        return np.zeros((P, m)), {}
-    scale = 1.0 / np.sqrt(np.maximum(np.diag(S), np.finfo(float).tiny))
-    scale[np.diag(S) <= 0] = 0.0  # a row whose gradient vanishes
-    S, a = S * scale * scale[:, None], a * scale
-    e, w = np.flatnonzero(equal), np.flatnonzero(~equal)
-    factor = _cholesky(S[np.ix_(e, e)])
-    nu, converged, failed = np.zeros((P, m)), np.full(P, factor is not None), {}
-    if factor is not None:
-        S_ew = S[np.ix_(e, w)]
+    failed: dict[int, str] = {}
+    if S.dim() == 3:
+        found = torch.full_like(a, float("nan"))
+        for p in torch.nonzero(torch.isfinite(S).flatten(1).all(1)).reshape(-1).tolist():
+            found[p : p + 1], reasons = solve_reduced_qp(S[p], a[p : p + 1], equal)
+            failed |= {p: reasons[0]} if reasons else {}
+        return found, failed
+    if a.numel() == 0:
+        return torch.zeros_like(a), failed
+    M, goal, mask = (0.5 * (S + S.T)).double().cpu().numpy(), a.double().cpu().numpy(), equal.cpu().numpy()
+    scale = 1.0 / np.sqrt(np.maximum(np.diag(M), np.finfo(float).tiny))
+    scale[np.diag(M) <= 0] = 0.0  # a row whose gradient vanishes
+    M, goal = M * scale * scale[:, None], goal * scale
+    e, w = np.flatnonzero(mask), np.flatnonzero(~mask)
+    M_ew = M[np.ix_(e, w)]
+    eliminated = _solve_positive(M[np.ix_(e, e)], np.hstack([M_ew, goal[:, e].T]))
+    nu, converged = np.zeros_like(goal), np.full(len(goal), eliminated is not None)
+    if eliminated is not None:
+        X, y = np.hsplit(eliminated, [len(w)])
         if len(w):
-            M = S[np.ix_(w, w)] - S_ew.T @ _cholesky_solve(factor, S_ew)
-            c = a[:, w] - _cholesky_solve(factor, a[:, e].T).T @ S_ew
-            nu[:, w], converged = _pivot_blocks(M, c)
-        nu[:, e] = _cholesky_solve(factor, (a[:, e] - nu[:, w] @ S_ew.T).T).T
+            nu[:, w], converged = _pivot_blocks(M[np.ix_(w, w)] - M_ew.T @ X, goal[:, w] - y.T @ M_ew)
+        nu[:, e] = y.T - nu[:, w] @ X.T
+    B = np.zeros((0, 0)) if converged.all() else _factorise(M)
     for p in np.flatnonzero(~converged).tolist():
         try:
-            nu[p] = _solve_daqp(S, a[p], equal, scale)
+            nu[p] = _solve_daqp(B, goal[p], mask, scale)
         except _InconsistentRows as reason:
             nu[p], failed[p] = np.nan, str(reason)
-    return nu * scale, failed
+    return torch.as_tensor(nu * scale).to(a), failed
 
 
 def _pivot_blocks(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
@@ -74,12 +82,12 @@ def _pivot_blocks(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
         singular = []
         for number, pattern in enumerate(patterns):
             rows, on = pending[which.reshape(-1) == number], np.flatnonzero(pattern)
-            factor = _cholesky(M[np.ix_(on, on)])
-            if factor is None:
+            solved = _solve_positive(M[np.ix_(on, on)], c[np.ix_(rows, on)].T)
+            if solved is None:
                 singular.append(rows)
                 continue
             nu[rows] = 0.0
-            nu[np.ix_(rows, on)] = _cholesky_solve(factor, c[np.ix_(rows, on)].T).T
+            nu[np.ix_(rows, on)] = solved.T
         if singular:
             pending = np.setdiff1d(pending, np.concatenate(singular))
         slack = nu[pending] @ M - c[pending]
@@ -101,13 +109,23 @@ def _pivot_blocks(M: Array, c: Array) -> tuple[Array, NDArray[np.bool_]]:
     return nu, converged
 
 
-def _solve_daqp(S: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> Array:
-    """Solve one right-hand side by DAQP, for regular or singular S.
+def _factorise(S: Array) -> Array:
+    """Return B, (m, rank), with S = BBᵀ for regular or singular S; quadratic in m where the rank is low."""
+    from scipy.linalg import get_lapack_funcs  # slow to import, seldom needed
 
-    The program is min ½‖y‖² s.t. By ≥ a (By = a on equal rows), with S = BBᵀ and y = Bᵀν. The rows of S and a are
-    scaled by `scale`.
+    (factorise,) = get_lapack_funcs(("pstrf",), (S,))
+    factor, pivots, rank, _ = factorise(S, tol=_NEGLIGIBLE * float(np.linalg.norm(S)), lower=1)
+    B = np.zeros((len(S), rank))
+    B[pivots - 1] = np.tril(factor[:, :rank])
+    return B
+
+
+def _solve_daqp(B: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> Array:
+    """Solve one right-hand side by DAQP, for regular or singular S = BBᵀ.
+
+    The program is min ½‖y‖² s.t. By ≥ a (By = a on equal rows), with y = Bᵀν. The rows of S and a are scaled by
+    `scale`.
     """
-    B = _take_root(S.tobytes(), len(S))
     size = np.abs(a).max(initial=0.0) or 1.0
     goal = a / size
     e, w = np.flatnonzero(equal), np.flatnonzero(~equal)
@@ -116,7 +134,8 @@ def _solve_daqp(S: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> A
     if np.abs(gap).max(initial=0.0) > 1e-8:  # gap combines dependent rows to 0: measure how far apart a moves them
         distance = size * (gap @ gap) / np.linalg.norm(scale[e] * gap)
         raise _InconsistentRows(f"equalities moved apart by {distance:.3g}")
-    N = _null_space(B[e]) if len(e) else np.eye(B.shape[1])
+    _, sizes, Vt = np.linalg.svd(B[e])
+    N = Vt[int((sizes > 1e-10 * sizes.max(initial=0.0)).sum()) :].T  # basis of {y : By = 0 on equal rows}
     nu = np.zeros(len(a))
     if len(w):
         rows, low = np.ascontiguousarray(B[w] @ N), goal[w] - B[w] @ y0
@@ -130,16 +149,8 @@ def _solve_daqp(S: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> A
     return nu * size
 
 
-@lru_cache(maxsize=1)  # one S has many right-hand sides
-def _take_root(S: bytes, m: int) -> Array:
-    """Return B with S = BBᵀ, for regular or singular S."""
-    eigenvalues, Q = np.linalg.eigh(np.frombuffer(S).reshape(m, m))
-    nonzero = eigenvalues > 1e-13 * max(eigenvalues[-1], np.finfo(float).tiny)
-    return Q[:, nonzero] * np.sqrt(eigenvalues[nonzero])
-
-
 def _nearest_point_multipliers(rows: Array, low: Array) -> Array:
-    """Return the multipliers of min ½‖y‖² s.t. rows·y ≥ low."""
+    """Return the multipliers of min ½‖y‖² s.t. rows·y ≥ low: those of DAQP, to full precision if rows allow it."""
     d = rows.shape[1]
     upper, kinds = np.full(len(rows), _NO_LIMIT), np.zeros(len(rows), dtype=np.int32)
     _, _, flag, info = daqp.solve(
@@ -147,47 +158,23 @@ def _nearest_point_multipliers(rows: Array, low: Array) -> Array:
     )
     if flag != 1:
         raise _InconsistentRows("inequalities moved apart, so that no step satisfies all of them")
-    return _polish(rows, low, np.abs(np.asarray(info["lam"])))
-
-
-def _polish(rows: Array, low: Array, multipliers: Array) -> Array:
-    """Recompute DAQP's multipliers on its active set to full precision, if its active rows are independent."""
+    multipliers, exact = np.abs(np.asarray(info["lam"])), np.zeros(len(low))
     on = np.flatnonzero(multipliers > 1e-12)
-    factor = _cholesky(rows[on] @ rows[on].T)
-    exact = np.zeros(len(low))
-    if factor is None:
+    solved = _solve_positive(rows[on] @ rows[on].T, low[on, None])
+    if solved is None:  # dependent active rows
         return multipliers
-    exact[on] = _cholesky_solve(factor, low[on])
+    exact[on] = solved[:, 0]
     slack = rows @ (rows.T @ exact) - low
     valid = exact.min(initial=0.0) >= -1e-9 and slack.min(initial=0.0) >= -1e-9
     return np.maximum(exact, 0.0) if valid else multipliers
 
 
-def _cholesky(A: Array) -> Array | None:
-    """Return the lower Cholesky factor of A; None if its rows count as dependent."""
-    if len(A) == 0:
-        return np.zeros((0, 0))
-    try:
-        L = np.linalg.cholesky(A)
-    except np.linalg.LinAlgError:
+def _solve_positive(A: Array, B: Array) -> Array | None:
+    """Solve AX = B by Cholesky; None if the rows of A count as dependent. Importing SciPy's takes 0.2 s."""
+    L, failed = torch.linalg.cholesky_ex(torch.from_numpy(A))
+    if int(failed) or (len(L) and not float(L.diagonal().min()) ** 2 > _SINGULAR):
         return None
-    return L if np.diag(L).min() ** 2 > _SINGULAR else None
-
-
-def _cholesky_solve(L: Array, B: Array) -> Array:
-    """Solve LLᵀX = B. Torch does it because importing SciPy's takes 0.2 s."""
-    if len(L) == 0:
-        return np.zeros((0, *B.shape[1:]))
-    if B.size == 0:
-        return np.zeros_like(B)
-    columns = torch.from_numpy(np.ascontiguousarray(B.reshape(len(B), -1)))
-    return torch.cholesky_solve(columns, torch.from_numpy(L)).numpy().reshape(B.shape)
-
-
-def _null_space(B: Array) -> Array:
-    """Return an orthonormal basis of {y : By = 0}."""
-    _, sizes, Vt = np.linalg.svd(B)
-    return Vt[int((sizes > 1e-10 * sizes.max(initial=0.0)).sum()) :].T
+    return torch.cholesky_solve(torch.from_numpy(np.ascontiguousarray(B)), L).numpy()
 
 
 class _InconsistentRows(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError
-from dif.linalg.operator import Operator
 
 _FLOOR = 1e-7  # eigenvalues are raised to this, relative to the largest, so that flat directions do not get huge steps
 
@@ -26,6 +26,10 @@ class Metric:
         """Return the metric of these eigenvalues and eigenvectors of the scaled Hessian."""
         size = eigenvalues.abs()
         return Metric(self.root, size.clamp(min=_FLOOR * float(size.max())).sqrt(), vectors)
+
+    def fit(self, H: Tensor) -> Metric:
+        """Return the metric of an assembled Hessian like H (d, d)."""
+        return self.with_eigenpairs(*torch.linalg.eigh(self.scale_hessian(H)))
 
     def to_u(self, theta: Tensor) -> Tensor:
         """Map θ to u."""
@@ -51,9 +55,6 @@ class Metric:
         return R if self.vectors is None else self.vectors @ ((R.T @ self.vectors) / self.size**2).T
 
 
-_BUDGET = 24_000  # evaluations of all losses that building a preconditioner may cost
-
-
 class Preconditioner(Protocol):
     """An approximate inverse of D^−½ H_ρ D^−½, positive definite, where D is `Operator.scale()`."""
 
@@ -62,32 +63,25 @@ class Preconditioner(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
-class ScaledOperator:
-    """D^−½ H D^−½: the operator in coordinates scaled to equal curvature."""
-
-    operator: Operator
-    root: Tensor  # √D
-
-    def product(self, V: Tensor) -> Tensor:
-        """Return D^−½ H D^−½ v for every column v of V."""
-        return self.operator.product(V / self.root[:, None]) / self.root[:, None]
-
-    def draw(self, columns: int, seed: int) -> Tensor:
-        """Draw standard normal columns, (d, columns), of the operator's type and device."""
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(len(self.root), columns, generator=generator, dtype=torch.float64).to(self.root)
+def draw_columns(like: Tensor, columns: int, seed: int) -> Tensor:
+    """Draw standard normal columns, (len(like), columns), of the type and device of `like`."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(len(like), columns, generator=generator, dtype=torch.float64).to(like)
 
 
 class Nystrom:
     """A randomised Nyström approximation of H_ρ from a few products (Frangella, Tropp and Udell).
 
     P⁻¹ = s·U S⁻¹ Uᵀ + (I − U Uᵀ), with the leading eigenpairs U, S of the sketch and s the smallest of them.
+
+    Args:
+        product: V → D^−½ H_ρ D^−½ V.
+        columns: (d, rank) random columns.
     """
 
-    def __init__(self, curvature: ScaledOperator, rank: int = 64, seed: int = 0) -> None:
-        omega = torch.linalg.qr(curvature.draw(min(rank, len(curvature.root)), seed)).Q
-        Y = curvature.product(omega)
+    def __init__(self, product: Callable[[Tensor], Tensor], columns: Tensor) -> None:
+        omega = torch.linalg.qr(columns).Q
+        Y = product(omega)
         shift = torch.finfo(Y.dtype).eps * float(Y.norm())
         Y = Y + shift * omega
         core = omega.T @ Y
@@ -95,33 +89,13 @@ class Nystrom:
         if int(failed):
             raise negative_curvature_error(float(torch.linalg.eigvalsh(0.5 * (core + core.T))[0]))
         B = torch.linalg.solve_triangular(L, Y.T, upper=False).T
-        U, S, _ = torch.linalg.svd(B, full_matrices=False)
-        self.U = U
+        self.U, S, _ = torch.linalg.svd(B, full_matrices=False)
         self.S = (S**2 - shift).clamp(min=torch.finfo(Y.dtype).eps * float(S[0]) ** 2)
 
     def apply(self, R: Tensor) -> Tensor:
         """Return P⁻¹r for every column r of R."""
         inside = self.U.T @ R
         return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
-
-
-def choose_preconditioner(curvature: ScaledOperator, rank: int) -> Preconditioner | None:
-    """Build a preconditioner from some of the samples if their matrix can be assembled, else by Nyström's method.
-
-    Rank 0 gives None.
-    """
-    if not rank:
-        return None
-    sketch = curvature.operator.sketch(_BUDGET)
-    if sketch is None:
-        return Nystrom(curvature, rank)
-    return invert(curvature, sketch.rough())
-
-
-def invert(curvature: ScaledOperator, H: Tensor) -> Preconditioner:
-    """Return |H|⁻¹, with the smallest eigenvalues raised, as preconditioner for an operator like H (d, d)."""
-    metric = Metric(curvature.root)
-    return metric.with_eigenpairs(*torch.linalg.eigh(metric.scale_hessian(H)))
 
 
 def negative_curvature_error(found: float) -> DegenerateError:

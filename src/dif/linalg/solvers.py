@@ -1,16 +1,127 @@
-"""Solvers for H_ρ X = B, prepared once for many right-hand sides, and the interface for solvers of your own."""
+"""Symmetric matrices H, assembled or given by products, and solvers for H_ρ X = B, prepared once for many columns."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from dif.errors import DegenerateError, InvalidInputError, NotConvergedError
-from dif.linalg.conjugate_gradients import ConjugateGradients
-from dif.linalg.operator import Operator
+from dif.linalg.conjugate_gradients import CGResult, conjugate_gradients
+from dif.linalg.preconditioner import Metric, Nystrom, Preconditioner, draw_columns, negative_curvature_error
+from dif.runtime.inputs import check_instance
+
+_CHECK = 30  # iterations of the test for negative curvature, before a preconditioner is built
+_BUDGET = 24_000  # evaluations of all losses that building a preconditioner may cost
+
+
+@runtime_checkable
+class Operator(Protocol):
+    """Interface of a symmetric matrix H (d, d), assembled or given by matrix-vector products."""
+
+    @property
+    def d(self) -> int:
+        """Dimension d."""
+        ...
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and on the device of the matrix."""
+        ...
+
+    @property
+    def assembled(self) -> bool:
+        """Whether the matrix is available, or cheap enough to assemble."""
+        ...
+
+    def dense(self) -> Tensor:
+        """Return the matrix, (d, d)."""
+        ...
+
+    def scale(self) -> Tensor:
+        """Return the curvature of each coordinate, (d,), positive."""
+        ...
+
+    def product(self, V: Tensor) -> Tensor:
+        """Return H·v for every column v of V (d, c)."""
+        ...
+
+    def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Operator:
+        """Return H + GᵀRG + δI for G (m, d), the diagonal R (m,) and damping δ."""
+        ...
+
+    def sketch(self, evaluations: float | None = None) -> Operator | None:
+        """Estimate the matrix from some samples if that is much cheaper; else return None.
+
+        evaluations: Largest cost of the estimate, in evaluations of all losses.
+        """
+        ...
+
+    def rough(self) -> Tensor:
+        """Return the matrix, (d, d), in single precision if that is cheaper."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A symmetric matrix that is assembled."""
+
+    H: Tensor  # (d, d)
+    assembled = True
+
+    @property
+    def d(self) -> int:
+        """Dimension d."""
+        return len(self.H)
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor with the dtype and on the device of the matrix."""
+        return self.H
+
+    def dense(self) -> Tensor:
+        """Return the matrix, (d, d)."""
+        return self.H
+
+    def scale(self) -> Tensor:
+        """Return the curvature of each coordinate, (d,): the absolute diagonal, see `coordinate_curvature`."""
+        return positive(coordinate_curvature(self.H))
+
+    def product(self, V: Tensor) -> Tensor:
+        """Return H·v for every column v of V (d, c)."""
+        return self.H @ V
+
+    def with_rows(self, G: Tensor, R: Tensor, damping: float = 0.0) -> Matrix:
+        """Return H + GᵀRG + δI for G (m, d), the diagonal R (m,) and damping δ."""
+        H = torch.addmm(self.H, G.T, R[:, None] * G) if len(G) else self.H
+        return Matrix(H + damping * torch.eye(self.d).to(H) if damping else H)
+
+    def sketch(self, evaluations: float | None = None) -> None:
+        """Return None: the matrix is available already."""
+
+    def rough(self) -> Tensor:
+        """Return the matrix, (d, d), as it is."""
+        return self.H
+
+
+def coordinate_curvature(H: Tensor) -> Tensor:
+    """Return |diagonal of H|, (d,); for an entry of 0, the curvature through coupling to others (as in θ₁θ₂)."""
+    D = H.diagonal().abs()
+    flat = 1e-24 * D.max() >= D if len(D) else D > 0
+    if not bool(flat.any()):
+        return D
+    divisor = torch.where(flat, torch.ones_like(D), D)
+    coupling = torch.where(flat, H.abs(), H**2 / divisor)  # (d, d), column l: through coordinate l
+    return torch.where(flat, coupling.amax(1), D)
+
+
+def positive(D: Tensor) -> Tensor:
+    """Return D (d,) with the mean of its positive finite entries in place of all others (1 if there are none)."""
+    valid = (D > 0) & torch.isfinite(D)
+    return torch.where(valid, D, D[valid].mean() if bool(valid.any()) else torch.ones_like(D[:1]).sum())
 
 
 @runtime_checkable
@@ -96,12 +207,126 @@ class DenseCholesky:
         return X
 
 
+class ConjugateGradients:
+    """Solves H_ρ X = B by products with H_ρ. The preconditioner is prepared once, for any number of right-hand sides.
+
+    After every solve the residual is computed anew; where it misses the tolerance, the solve continues from there.
+    An error is raised where the curvature is negative and where the residual no longer falls.
+
+    Args:
+        curvature: H_ρ as an operator.
+        tolerance: ‖B − H X‖ / ‖B‖ to reach in every column, in coordinates scaled to equal curvature (None: 3e-11 in
+            float64, 3e-5 in float32).
+        max_iter: Limit on iterations per solve.
+        rank: Rank of the Nyström preconditioner; 0 for the diagonal only. Where the matrix of some of the samples can
+            be assembled, its inverse is the preconditioner instead.
+        preconditioner: A preconditioner to reuse, built for a similar curvature.
+    """
+
+    def __init__(
+        self,
+        curvature: Operator,
+        *,
+        tolerance: float | None = None,
+        max_iter: int = 5000,
+        rank: int = 64,
+        preconditioner: Preconditioner | None = None,
+    ) -> None:
+        check_instance(curvature, Operator, "curvature")
+        self.curvature, self._root = curvature, curvature.scale().sqrt()[:, None]
+        self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
+        self.max_iter = max_iter
+        self.residual = 0.0  # largest relative residual of all solves
+        self.steps = 0  # products with all columns, over all solves
+        self.preconditioner = preconditioner
+        b = draw_columns(self._root, 1, seed=1)
+        self._iterate(b, torch.full_like(b[0], 1e-3), _CHECK)  # raises early where the curvature is negative
+        if preconditioner is None and rank:
+            sketch = curvature.sketch(_BUDGET)
+            if sketch is None:
+                columns = draw_columns(self._root, min(rank, curvature.d), seed=0)
+                self.preconditioner = Nystrom(self._product, columns)
+            else:
+                self.preconditioner = Metric(self._root[:, 0]).fit(sketch.rough())
+
+    def solve(self, B: Tensor) -> Tensor:
+        """Solve H_ρ X = B, every column to the tolerance."""
+        B = B / self._root
+        X = torch.zeros_like(B)
+        norms = torch.linalg.vector_norm(B, dim=0)
+        live = norms > 0
+        left, spent, last = B.clone(), 0, float("inf")
+        gaps = torch.ones_like(norms)  # relative residuals
+        while bool(live.any()):
+            solved = self._iterate(left[:, live], 0.5 * self.tolerance / gaps[live], self.max_iter - spent)
+            X[:, live] += solved.X
+            spent += solved.iterations
+            left = B - self._product(X)
+            self.steps += 1
+            gaps = torch.linalg.vector_norm(left, dim=0) / norms.clamp(min=torch.finfo(B.dtype).tiny)
+            worst = float(gaps.max())
+            if worst <= self.tolerance:
+                self.residual = max(self.residual, worst)
+                break
+            if spent >= self.max_iter or not worst < 0.5 * last:
+                raise NotConvergedError(
+                    f"The linear solve has a relative residual of {worst:.3g} after {spent} iterations.",
+                    f"Its tolerance is {self.tolerance:.3g}.",
+                    "The curvature is too badly conditioned for this precision.",
+                    "Raise max_iter or rank, work in float64, add a ridge, or pass damping (it is reported).",
+                )
+            last, live = worst, gaps > self.tolerance
+        return X / self._root
+
+    def approximate(self, B: Tensor) -> Tensor:
+        """Apply the preconditioner to B."""
+        R = B / self._root
+        return (R if self.preconditioner is None else self.preconditioner.apply(R)) / self._root
+
+    def _product(self, V: Tensor) -> Tensor:
+        """Return D^−½ H_ρ D^−½ v for every column v of V."""
+        return self.curvature.product(V / self._root) / self._root
+
+    def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> CGResult:
+        """Run conjugate gradients in scaled coordinates; raise where the curvature is negative."""
+        precondition = None if self.preconditioner is None else self.preconditioner.apply
+        solved = conjugate_gradients(lambda D, _: self._product(D), B, tolerance, limit, precondition)
+        self.steps += solved.iterations
+        negative = solved.negative[solved.negative != float("inf")]
+        if len(negative):
+            raise negative_curvature_error(float(negative.min()))
+        return solved
+
+
+class SolverSeries:
+    """Builds solvers for a series of similar operators; all share the preconditioner of the first.
+
+    Args:
+        estimate: Returns a matrix like the first operator, from which its preconditioner is built, or None; without it
+            the solver chooses.
+    """
+
+    def __init__(self, estimate: Callable[[Any], Tensor | None] | None = None) -> None:
+        self.tolerance: float | None = None  # of the next solver
+        self._estimate = estimate
+        self._preconditioner: Preconditioner | None = None
+
+    def __call__(self, curvature: Operator) -> ConjugateGradients:
+        """Build a solver for this curvature, reusing the preconditioner."""
+        if self._preconditioner is None and self._estimate is not None:
+            matrix = self._estimate(curvature)
+            self._preconditioner = None if matrix is None else Metric(curvature.scale().sqrt()).fit(matrix)
+        solver = ConjugateGradients(curvature, tolerance=self.tolerance, preconditioner=self._preconditioner)
+        self._preconditioner = solver.preconditioner
+        return solver
+
+    def restart(self) -> None:
+        """Begin a new series: the next operator gets its own preconditioner."""
+        self._preconditioner = None
+
+
 def prepare(
-    H: Operator,
-    G: Tensor,
-    rho: float | None = None,
-    damping: float = 0.0,
-    solver: Solver = None,
+    H: Operator, G: Tensor, rho: float | None = None, damping: float = 0.0, solver: Solver = None
 ) -> tuple[LinearSolver, Tensor]:
     """Prepare a solver for H_ρ = H + GᵀRG (+ δI), for rows G that are equalities; return it and the diagonal of R.
 
@@ -112,13 +337,13 @@ def prepare(
     if rho is not None or len(G) == 0:
         R = torch.full_like(G[:, 0], rho or 0.0)
         return _build(solver, H.with_rows(G, R, damping)), R
-    unit = 1.0 / (G * G / H.scale()).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
-    failure = None
+    scale, failure = H.scale(), None
+    unit = 1.0 / (G * G / scale).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
     for power in range(7):
         R = unit * 10.0**power
         H_rho = H.with_rows(G, R, damping)
         if power < 6 and H_rho.assembled:
-            rounding = torch.finfo(G.dtype).eps ** 0.5 * (H.scale() + R @ G**2)
+            rounding = torch.finfo(G.dtype).eps ** 0.5 * (scale + R @ G**2)
             if bool((H_rho.dense().diagonal().abs() < rounding).any()):  # the two parts of an entry cancel
                 continue
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,10 +10,18 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_slopes, explain
-from dif.errors import DegenerateError, DifError, InfeasibleError, InvalidInputError, NotASolutionError, SameDataWarning
+from dif.errors import (
+    DegenerateError,
+    DifError,
+    InfeasibleError,
+    InvalidInputError,
+    NotASolutionError,
+    SameDataWarning,
+    few,
+)
 from dif.linalg.lanczos import tangent_curvature
-from dif.linalg.operator import Operator
 from dif.problem.term import Kinds
+from dif.runtime.guard import UserCodeError
 
 GOOD, NOTE, BAD = "good", "note", "bad"  # verdicts: the condition holds, holds with a reservation, fails
 
@@ -57,13 +65,8 @@ class KKT:
     feasibility: float
     complementarity: float
     gradient_norm: float
-    rounding: float = 0.0  # the step that rounding of θ amounts to: residuals do not fall much below it
-
-    @property
-    def residual(self) -> float:
-        """The largest of the three; NaN if one of them is."""
-        parts = self.parts.values()
-        return float("nan") if any(part != part for part in parts) else max(parts)
+    residual: float  # the largest of the first three; NaN if one of them is
+    goal: float  # the residual that counts as solved: the tolerance, or what rounding allows
 
     @property
     def parts(self) -> dict[str, float]:
@@ -89,7 +92,7 @@ class Scales:
     root: Tensor  # (d,) √D
     size: float  # the unit
     norms: Tensor  # (m,) ‖∇fⱼ‖ in u
-    rounding: float  # the step that rounding of θ amounts to, in units
+    floor: float  # the residual that rounding of θ allows: 16 times the step that it amounts to, in units
 
     @classmethod
     def of(cls, theta: Tensor, J: Tensor, D: Tensor, noise: float) -> Scales:
@@ -104,38 +107,32 @@ class Scales:
         root = torch.where(root > 0, root, curved.mean() if len(curved) else torch.ones_like(root))
         length = float((root * theta).norm())
         unit = max(unit, part * length)
-        return cls(root, unit, torch.linalg.vector_norm(J[1:] / root, dim=1), eps * length / unit)
+        return cls(root, unit, torch.linalg.vector_norm(J[1:] / root, dim=1), 16 * eps * length / unit)
 
-    def slack(self, c: Tensor) -> Tensor:
-        """Convert c = f − τ to the step of θ that it allows, in units; infinite for slack without a gradient."""
-        return torch.where(self.norms > 0, -c / (self.norms * self.size), torch.sign(-c) * float("inf")).nan_to_num(
-            nan=0.0, posinf=float("inf"), neginf=float("-inf")
-        )
+    def steps(self, c: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert c = f − τ to the step of θ that it allows, the slack, and λ to the step that its force causes.
 
-    def multiplier(self, lam: Tensor) -> Tensor:
-        """Convert λ to the step that its force causes, in units."""
-        return lam * self.norms / self.size
+        Both are (m,), in units. Slack without a gradient is infinite.
+        """
+        slack = torch.where(self.norms > 0, -c / (self.norms * self.size), torch.sign(-c) * float("inf"))
+        infinity = float("inf")
+        return slack.nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity), lam * self.norms / self.size
 
     def lengths(self, moves: Tensor, G: Tensor) -> Tensor:
         """Convert (ω, Δλ), (..., d + m), to two steps of √D·θ: ω itself, and the step that the force GᵀΔλ causes."""
         d = len(self.root)
         return torch.cat([moves[..., :d] * self.root, (moves[..., d:] @ G) / self.root], -1)
 
-    def gradient(self, g: Tensor) -> float:
-        """Convert ∇L to the length of the step that it causes, in units."""
-        return float((g / self.root).norm()) / self.size
 
-
-def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, kinds: Kinds) -> KKT:
+def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, kinds: Kinds, tol: float = 0.0) -> KKT:
     """Measure the residuals at a point with ∇L = gradient, c = f − τ and multipliers λ."""
-    slack = scales.slack(c)
-    return KKT(
-        stationarity=scales.gradient(gradient),
-        feasibility=float(kinds.violation(-slack).max()) if len(c) else 0.0,
-        complementarity=float(kinds.complementarity(slack, scales.multiplier(lam)).max()) if len(c) else 0.0,
-        gradient_norm=float(gradient.norm()),
-        rounding=scales.rounding,
-    )
+    slack, force = scales.steps(c, lam)
+    stationarity = float((gradient / scales.root).norm()) / scales.size
+    feasibility = float(kinds.violation(-slack).max()) if len(c) else 0.0
+    complementarity = float(kinds.complementarity(slack, force).max()) if len(c) else 0.0
+    parts = stationarity, feasibility, complementarity
+    residual = float("nan") if any(part != part for part in parts) else max(parts)
+    return KKT(*parts, float(gradient.norm()), residual, max(tol, scales.floor))
 
 
 @dataclass(frozen=True)
@@ -153,13 +150,17 @@ class Margin:
 class ActiveSet:
     """The rows of all constraints, divided into binding, weak and inactive.
 
-    binding: f = τ and λ̄ > 0, and every equality. weak: f = τ and λ̄ = 0 (the paper's "non-binding"). Row numbers count
+    binding: f = τ and λ̄ > 0, and every equality. weak: f = τ and λ̄ = 0 (the paper's "non-binding"). Rows that are not
+    met, at a point that is no solution, are treated as binding or weak, and listed in `violated`. Row numbers count
     through the constraints in order; `names` has their names.
     """
 
     binding: tuple[int, ...]
     weak: tuple[int, ...]
     inactive: tuple[int, ...]
+    active: tuple[int, ...]  # binding and weak
+    uncertain: tuple[int, ...]  # whose slack or multiplier is within a factor of 100 of the tolerance
+    violated: dict[int, float]  # rows that are not met, and by how much, in their own units
     names: tuple[str, ...]
     slack: Tensor  # (m,) scaled, in relative units of θ
     force: Tensor  # (m,) scaled multipliers
@@ -172,60 +173,51 @@ class ActiveSet:
     curvature_floor: float  # at or below it the relative curvature counts as zero
 
     @classmethod
-    def read(
-        cls, names: tuple[str, ...], scales: Scales, c: Tensor, lam: Tensor, kinds: Kinds, G: Tensor, H: Operator,
-        tolerance: float,
-    ) -> ActiveSet:  # fmt: skip
-        """Classify the rows from c = f − τ, λ, the constraint gradients G and the Hessian H of the Lagrangian."""
-        slack, force = scales.slack(c), scales.multiplier(lam)
+    def read(cls, point: Point) -> ActiveSet:
+        """Classify the rows of a point."""
+        scales, kinds, H = point.scales, point.program.kinds, point.curvature
+        eps = torch.finfo(point.theta.dtype).eps
+        tolerance = max(eps**0.447, min(10 * point.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
+        slack, force = scales.steps(point.c, point.lam)
         active = kinds.at_bound(slack, tolerance)
         binding = active & kinds.has_force(force, tolerance)
-        weak, inactive = active & ~binding, ~active
-        curvature, relative = tangent_curvature(H, G[binding], scales.root)
-        deciding = torch.where(inactive, slack - tolerance, force - tolerance)
-        inside = tolerance - torch.maximum(slack.abs(), force.abs())
-        margins = torch.where(weak, inside, deciding)
-        margins = torch.where(kinds.one_sided, margins, float("inf"))
+        weak = active & ~binding
+        larger = torch.maximum(slack.abs(), force.abs())
+        margins = torch.where(weak, tolerance - larger, torch.where(active, force, slack) - tolerance)
+        deciding = torch.where(weak, larger, torch.where(active, force, slack).abs())
+        near = (deciding > 0.01 * tolerance) & (deciding < 100 * tolerance) & kinds.one_sided & torch.isfinite(margins)
+        G, norms, licq = (point.G / scales.root)[active], scales.norms[active], 1.0
+        if len(G):
+            regular = len(G) <= G.shape[1] and bool((norms > 0).all())
+            licq = float(torch.linalg.svdvals((G / norms[:, None]).double())[-1]) if regular else 0.0
+        held = point.G[binding]
+        if H.assembled and H.d < _LARGE:
+            units = torch.ones_like(scales.root), scales.root
+            curvature, relative = (_tangent_eigenvalue(H.dense(), held, unit) for unit in units)
+        else:
+            curvature, relative = tangent_curvature(H, held, scales.root)
+        wrong = torch.nonzero(kinds.violation(-slack) > tolerance).reshape(-1)
+        groups = {"binding": binding, "weak": weak, "inactive": ~active, "active": active, "uncertain": near}
         return cls(
-            binding=_positions(binding),
-            weak=_positions(weak),
-            inactive=_positions(inactive),
-            names=names,
+            **{name: tuple(torch.nonzero(rows).reshape(-1).tolist()) for name, rows in groups.items()},
+            violated=dict(zip(wrong.tolist(), point.c[wrong].abs().tolist(), strict=True)),
+            names=point.program.names,
             slack=slack,
             force=force,
             tolerance=tolerance,
-            margins=margins,
-            licq=_independence((G / scales.root)[active], scales.norms[active]),
+            margins=torch.where(kinds.one_sided, margins, float("inf")),
+            licq=licq,
             curvature=curvature,
             relative_curvature=relative,
-            licq_floor=torch.finfo(G.dtype).eps ** 0.5,
-            curvature_floor=torch.finfo(G.dtype).eps ** 0.75,
+            licq_floor=eps**0.5,
+            curvature_floor=eps**0.75,
         )
-
-    @property
-    def active(self) -> tuple[int, ...]:
-        """Binding and weak rows, in order."""
-        return tuple(sorted(self.binding + self.weak))
 
     def mask(self, rows: tuple[int, ...]) -> Tensor:
         """Return a mask of the given rows, (m,) bool."""
         mask = torch.zeros_like(self.slack, dtype=torch.bool)
         mask[list(rows)] = True
         return mask
-
-    @property
-    def uncertain(self) -> tuple[int, ...]:
-        """Rows whose class is decided by a slack or multiplier within a factor of 100 of the tolerance."""
-        slack, force = self.slack.abs(), self.force.abs()
-        weak = torch.where(self.mask(self.weak), torch.maximum(slack, force), force)
-        deciding = torch.where(self.mask(self.inactive), slack, weak)
-        near = (deciding > 0.01 * self.tolerance) & (deciding < 100 * self.tolerance)
-        return _positions(near & torch.isfinite(self.margins))
-
-    @property
-    def regular(self) -> bool:
-        """Whether the directional derivative exists: LICQ and positive tangent curvature (paper, Theorem 5)."""
-        return self.licq > self.licq_floor and self.relative_curvature > self.curvature_floor
 
     def independence(self) -> Finding:
         """Judge whether the active gradients are independent (LICQ)."""
@@ -261,7 +253,7 @@ class ActiveSet:
         return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
 
     def check(self, *, damped: bool = False) -> None:
-        """Raise where the derivative does not exist; damping makes up for curvature, not for independence."""
+        """Raise where the derivative does not exist (paper, Theorem 5); damping makes up for curvature only."""
         self.independence().check()
         if not damped:
             self.strict_minimum().check()
@@ -271,33 +263,33 @@ class ActiveSet:
         for kind in ("binding", "weak", "inactive"):
             for j in getattr(self, kind):
                 slack, force = self.slack[j] + 0.0, self.force[j] + 0.0  # 0 instead of −0
-                lines.append(f"{self.names[j]}: {kind} (relative slack {slack:.2e}, force {force:.2e})")
+                state = f"violated by {self.violated[j]:.4g}" if j in self.violated else kind
+                lines.append(f"{self.names[j]}: {state} (relative slack {slack:.2e}, force {force:.2e})")
         lines.append(f"independence {self.licq:.2e}, tangent curvature {self.curvature:.3g}")
         return "\n".join(lines)
 
 
-def _positions(mask: Tensor) -> tuple[int, ...]:
-    """Return the numbers of the rows in a mask."""
-    return tuple(torch.nonzero(mask).reshape(-1).tolist())
-
-
-def _independence(G: Tensor, norms: Tensor) -> float:
-    """Return the smallest singular value of rows scaled to length 1."""
-    if len(G) == 0:
-        return 1.0
-    if len(G) > G.shape[1] or not bool((norms > 0).all()):
-        return 0.0
-    return float(torch.linalg.svdvals((G / norms[:, None]).double())[-1])
+def _tangent_eigenvalue(H: Tensor, G: Tensor, root: Tensor) -> float:
+    """Return the smallest eigenvalue of H, (d, d), on {ω : Gω = 0} in the coordinates root·θ; inf if that is {0}."""
+    H, G, root = H.double(), G.double(), root.double()
+    rows = G / root
+    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+    _, sizes, V = torch.linalg.svd(rows / lengths.clamp(min=torch.finfo(rows.dtype).tiny))
+    tangent = V[int((sizes > 1e-10).sum()) :] / root
+    return float(torch.linalg.eigvalsh(tangent @ H @ tangent.T)[0]) if len(tangent) else float("inf")
 
 
 _CLEAR = "Is it clear which constraints bind?"
-BINDING = "binding"  # state of a row; the others are "weak" and "inactive"
+BINDING, VIOLATED = "binding", "violated"  # states of a row; the others are "weak" and "inactive"
 _MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
 _UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
+_LARGE = 128  # parameters from which Lanczos steps are cheaper than all eigenvalues
 _BENT = 10.0  # ratio of finite-difference to exact curvature above which the point is on a kink
 _OFF = 10.0  # largest gap between the slopes by differences and by the gradient, in units of step · curvature
 _NOISE = 50.0  # rounding error of a sum of losses, as a multiple of eps · (sum of absolute values)
 _CANCELLING = 1e6  # ratio of a constraint's force and the objective's gradient above which forces cancel each other
+_DECADES = 30  # powers of ten by which parameters are multiplied to see whether the objective has a minimum
+ENDLESS = "The objective falls without end as the parameters grow (separable data do that)"
 # What to do about a point that is not a solution
 _POLISH = "Train on, or polish it: dif.fit(problem, solution.params). If that does not converge, add a ridge."
 
@@ -310,7 +302,7 @@ class Row:
     """One row of the constraints."""
 
     name: str
-    state: str  # binding, weak or inactive
+    state: str  # binding, weak, inactive or violated
     slack: float  # τ − f, in the constraint's own units
     multiplier: float
     uncertain: bool
@@ -346,16 +338,25 @@ class Certificate:
         return solution.certificate if margins is None else solution.certificate.compare(margins)
 
     @classmethod
-    def judge(cls, point: Point, findings: Sequence[Finding]) -> Certificate:
-        """Judge a point, given the findings on whether it is a solution."""
-        every = list(findings)
+    def judge(cls, point: Point) -> Certificate:
+        """Judge a point."""
+        active, every = point.active, list(point.findings)
         if point.program.m:
-            every.append(point.active.independence())
-        every += [point.active.strict_minimum(), *_judge_weak_rows(point)]
+            every.append(active.independence())
+        every.append(active.strict_minimum())
+        touching = [active.names[j] for j in active.weak if j not in active.violated]
+        if touching:
+            meaning = (
+                "They touch without force, so the derivative has two sides: DIF answers for the side a change takes."
+            )
+            every.append(Finding("Are constraints weakly active?", NOTE, f"{', '.join(touching)}.", meaning))
         if point.program.m:
             every.append(_judge_clarity(point))
-        every += [_judge_smoothness(point), *_judge_same_data(point)]
-        return cls(tuple(every), _list_rows(point), point.objective, point.theta.numel())
+        every.append(_judge_smoothness(point))
+        for a, b in point.problem.same_data:
+            what, meaning = "Are all losses of a person changed together?", SameDataWarning.words(a.name, b.name)
+            every.append(Finding(what, NOTE, f"{a.name}, {b.name}.", meaning))
+        return cls(tuple(every), list_rows(point), point.objective, point.theta.numel())
 
     def compare(self, margins: Sequence[Margin | None]) -> Certificate:
         """Return the certificate with how far perturbations move each constraint, instead of how clear its state is."""
@@ -400,96 +401,97 @@ class Certificate:
         }
 
 
-def judge_solution(point: Point) -> Iterator[Finding]:
-    """Judge whether a point is a solution: each finding supposes that those before it are good."""
-    yield _judge_optimality(point)
-    if not point.converged:
-        return
-    if point.program.m:
-        multipliers = judge_feasibility(point) or _judge_multipliers(point)
-        yield multipliers
-        if multipliers.verdict == BAD:
-            return
-    yield judge_derivatives(point)
-
-
-def _judge_optimality(point: Point) -> Finding:
-    """Judge whether the optimality conditions hold."""
+def judge_solution(point: Point) -> tuple[Finding, ...]:
+    """Judge whether a point is a solution at which derivatives can be trusted; the first bad finding is the last."""
     kkt, what = point.kkt, "Is it a solution?"
     found = f"The relative KKT residual is {kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})"
-    allowed = f"It must be at most {point.goal:.1g}."
+    allowed = f"It must be at most {kkt.goal:.1g}."
     if point.converged:
-        return Finding(what, GOOD, f"{found}.", "The optimality conditions hold.", allowed=allowed)
-    kinds, slack = point.program.kinds, point.scales.slack(point.c)
-    parts = {
-        "stationarity": None,
-        "feasibility": kinds.violation(-slack),
-        "complementarity": kinds.complementarity(slack, point.scales.multiplier(point.lam)),
-    }
-    worst = max(parts, key=lambda part: getattr(kkt, part))
-    by_row = parts[worst]
-    where = "" if by_row is None else f" of {point.program.names[int(by_row.argmax())]}"
-    return Finding(
+        findings = [Finding(what, GOOD, f"{found}.", "The optimality conditions hold.", allowed=allowed)]
+        if point.program.m:
+            findings.append(judge_multipliers(point))
+        if findings[-1].verdict == GOOD:
+            findings.append(judge_derivatives(point))
+        return tuple(findings)
+    kinds, names, (slack, force) = point.program.kinds, point.program.names, point.scales.steps(point.c, point.lam)
+    worst, missing = max(kkt.parts, key=lambda part: kkt.parts[part]), kinds.violation(-slack)
+    by_row = {"feasibility": missing, "complementarity": kinds.complementarity(slack, force)}
+    where = f" of {names[int(by_row[worst].argmax())]}" if worst in by_row else ""
+    rows = torch.nonzero(missing > kkt.goal).reshape(-1).tolist()
+    violated = few([f"{names[j]} by {float(point.c[j].abs()):.4g}" for j in rows])
+    meaning, cure = "The point does not solve the problem", _POLISH
+    if falls_without_end(point):
+        meaning, cure = f"{ENDLESS}: there is no minimum", "Add a ridge, or bounds on the parameters."
+    elif point.kinks:
+        cure = explain(point.kinks)
+    not_solved = Finding(
         what,
         BAD,
-        f"{found}; {worst}{where} is the largest part.",
-        "The point does not solve the problem, so there is no solution whose change could be predicted.",
-        explain(point.kinks) if point.kinks else _POLISH,
+        f"{found}; {worst}{where} is the largest part.{f' Violated: {violated}.' if rows else ''}",
+        f"{meaning}, so there is no solution whose change could be predicted.",
+        cure,
         allowed,
         NotASolutionError,
         "strict=False goes on regardless and records the residual.",
     )
+    return (not_solved,)
 
 
-def _judge_multipliers(point: Point) -> Finding:
-    """Judge whether the multipliers are bounded: some point must lie strictly inside the constraints."""
-    what, size = "Are the multipliers finite?", float(point.lam.abs().max())
-    good = Finding(
-        what, GOOD, f"The largest multiplier is {size:.3g}.", "A point strictly inside the constraints exists."
-    )
-    rows, weights = point.program.rows, point.program.weights
-    if rows.weight_ratio(weights(point.lam), than=weights(torch.zeros_like(point.lam))) < _MODERATE:
-        return good
-    ratio = float(point.curvature.scale().max() / point.objective_curvature.scale().max())
-    if ratio <= _UNBOUNDED:
-        return good
-    row = int(point.lam.abs().argmax())
-    return Finding(
-        what,
-        BAD,
-        f"The multiplier of {point.program.names[row]} is {float(point.lam[row]):.3g}; with it the Lagrangian curves "
-        f"{ratio:.1e} times as much as the objective.",
-        "Multipliers grow without bound where no point lies strictly inside the constraint (no Slater point): the "
-        "solution has no derivative there.",
-        "Loosen the bound, or state what it fixes as equalities.",
-        f"The ratio must be below {_UNBOUNDED:.0e}.",
-        DegenerateError,
-    )
+def falls_without_end(point: Point) -> bool:
+    """Return whether the objective falls, and no constraint is violated more, as θ is multiplied by 10, 100, … 10³⁰."""
+    program, last = point.program, point.f
+    allowed = program.kinds.violation(point.c)
+    for power in range(1, 1 + _DECADES):
+        try:
+            f = program.rows.values(10.0**power * point.theta)
+        except UserCodeError:  # outside the domain of a loss
+            return False
+        further = program.kinds.violation(f[1:] - program.tau) > allowed
+        if not bool(f[0] <= last[0]) or bool(further.any()):
+            return False
+        last = f
+    return bool(last[0] < point.f[0])
 
 
-def judge_feasibility(point: Point) -> Finding | None:
-    """Judge whether huge multipliers hide a violated constraint; None if they do not.
+def judge_multipliers(point: Point) -> Finding:
+    """Judge whether the multipliers are finite: some point must lie strictly inside the constraints.
 
-    Multipliers weight the samples that set the units of `kkt`, so huge ones make every residual look small. Here
-    violations are measured in the units of the objective alone.
+    Multipliers weight the samples that set the units of `kkt`, so huge ones make every residual look small: they may
+    hide a violated constraint. Here violations are measured in the units of the objective alone.
     """
-    forces = point.lam.abs() * torch.linalg.vector_norm(point.J[1:], dim=1)
-    if not bool((forces > _CANCELLING * point.J[0].norm()).any()):
-        return None
-    found = point.program.kinds.violation(-point.objective_scales.slack(point.c))
-    worst = int(found.argmax())
-    if float(found[worst]) <= point.tol:
-        return None
-    return Finding(
-        "Are the multipliers finite?",
-        BAD,
-        f"{point.program.names[worst]} is violated by {float(point.c[worst].abs()):.4g}, and its multiplier is "
-        f"{float(point.lam[worst]):.1e}.",
-        "The constraints contradict each other: their forces cancel and grow without bound.",
-        "Loosen that bound, or drop one of the constraints in conflict with it.",
-        "A solution violates no constraint.",
-        InfeasibleError,
-    )
+    what, rows, names, forces = "Are the multipliers finite?", point.program.rows, point.program.names, point.lam.abs()
+    steep = forces * torch.linalg.vector_norm(point.G, dim=1) > _CANCELLING * point.J[0].norm()
+    if bool(steep.any()):
+        found = point.program.kinds.violation(-point.objective_scales.steps(point.c, point.lam)[0])
+        worst = int(found.argmax())
+        if float(found[worst]) > point.tol:
+            return Finding(
+                what,
+                BAD,
+                f"{names[worst]} is violated by {float(point.c[worst].abs()):.4g}, and its multiplier is "
+                f"{float(point.lam[worst]):.1e}.",
+                "The constraints contradict each other: their forces cancel and grow without bound.",
+                "Loosen that bound, or drop one of the constraints in conflict with it.",
+                "A solution violates no constraint.",
+                InfeasibleError,
+            )
+    weights, row = point.program.weights, int(forces.argmax())
+    if rows.weight_ratio(weights(point.lam), than=weights(torch.zeros_like(point.lam))) >= _MODERATE:
+        ratio = float(point.curvature.scale().max() / point.objective_curvature.scale().max())
+        if ratio > _UNBOUNDED:
+            return Finding(
+                what,
+                BAD,
+                f"The multiplier of {names[row]} is {float(point.lam[row]):.3g}; with it the Lagrangian curves "
+                f"{ratio:.1e} times as much as the objective.",
+                "Multipliers grow without bound where no point lies strictly inside the constraint (no Slater point): "
+                "the solution has no derivative there.",
+                "Loosen the bound, or state what it fixes as equalities.",
+                f"The ratio must be below {_UNBOUNDED:.0e}.",
+                DegenerateError,
+            )
+    found = f"The largest multiplier is {float(forces[row]):.3g}."
+    return Finding(what, GOOD, found, "A point strictly inside the constraints exists.")
 
 
 def judge_derivatives(point: Point) -> Finding:
@@ -533,21 +535,16 @@ def judge_derivatives(point: Point) -> Finding:
     return Finding(what, GOOD, found, "Torch returns the derivatives of the losses.")
 
 
-def _judge_weak_rows(point: Point) -> list[Finding]:
-    active = point.active
-    if not active.weak:
-        return []
-    names = ", ".join(active.names[j] for j in active.weak)
-    meaning = "They touch without force, so the derivative has two sides: DIF answers for the side a change takes."
-    return [Finding("Are constraints weakly active?", NOTE, f"{names}.", meaning)]
-
-
 def _judge_clarity(point: Point) -> Finding:
     active, what = point.active, _CLEAR
     threshold = f"{active.tolerance:.0e}"
     if not active.uncertain:
         found = f"No slack or multiplier is within a factor of 100 of the threshold {threshold}."
-        return Finding(what, GOOD, found, "The active set is clear.")
+        meaning = (
+            "Each constraint clearly binds or does not, at this point. Whether a removal switches one is another "
+            "question: DirectionalInfluence(solution).margins(removals) answers it."
+        )
+        return Finding(what, GOOD, found, meaning)
     names = ", ".join(active.names[j] for j in active.uncertain)
     meaning = "These could be classified otherwise: their slack or multiplier is near the threshold."
     cure = "Solve more tightly, or compare with switching=True, which does not depend on the threshold."
@@ -557,29 +554,26 @@ def _judge_clarity(point: Point) -> Finding:
 def _judge_reach(rows: Sequence[Row]) -> Finding:
     """Compare the margin of each constraint with how far one removal moves it."""
     what = "Is it clear which constraints bind, whoever is removed?"
-    compared = [row for row in rows if row.largest is not None]
+    compared = [row for row in rows if row.largest is not None and row.state != VIOLATED]
     if not compared:
         return Finding(what, GOOD, "All constraints are equalities.", "They always bind.")
 
-    def describe(row: Row) -> str:
+    near = []
+    for row in compared:
         which, number = ("multiplier", row.multiplier) if row.state == BINDING else ("slack", row.slack)
         moves = f"one removal moves it by {row.largest:.2g} at most, {row.median:.2g} in the median"
-        return f"{row.name}: {which} {number:.3g}, {moves}"
-
-    def times(row: Row) -> float:
-        """Return the margin as a multiple of the largest move."""
-        number = row.multiplier if row.state == BINDING else row.slack
-        return number / row.largest if row.largest else float("inf")
-
-    near = sorted((row for row in compared if times(row) <= 1), key=times)
-    if near:
+        times = number / row.largest if row.largest else float("inf")  # the margin in units of the largest move
+        near.append((times, f"{row.name}: {which} {number:.3g}, {moves}"))
+    near.sort(key=lambda entry: entry[0])
+    within = [words for times, words in near if times <= 1]
+    if within:
         meaning = (
             "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
             '(switching="auto"); a derivative would not.'
         )
-        return Finding(what, NOTE, "; ".join(map(describe, near)) + ".", meaning)
+        return Finding(what, NOTE, "; ".join(within) + ".", meaning)
     meaning = "No single removal is predicted to make a constraint active or inactive."
-    return Finding(what, GOOD, describe(min(compared, key=times)) + ".", meaning)
+    return Finding(what, GOOD, f"{near[0][1]}.", meaning)
 
 
 def _judge_smoothness(point: Point) -> Finding:
@@ -593,32 +587,18 @@ def _judge_smoothness(point: Point) -> Finding:
     return Finding(what, NOTE, kinks, meaning, "Retrain the strongest, or use a smooth loss or activation.")
 
 
-def _judge_same_data(point: Point) -> list[Finding]:
-    what, pairs = "Are all losses of a person changed together?", point.problem.same_data
-    return [Finding(what, NOTE, f"{a.name}, {b.name}.", SameDataWarning.words(a.name, b.name)) for a, b in pairs]
-
-
-def _signs(point: Point) -> list[tuple[str, float]]:
-    """Return for each row the relation as written, and the sign that turns the stored sides into the written ones."""
-    pairs = zip(point.problem.constraints, point.program.shapes, strict=True)
-    return [
-        ("≥", -1.0) if constraint.negated else (constraint.kind.symbol, 1.0)
-        for constraint, shape in pairs
-        for _ in range(shape.numel())
-    ]
-
-
-def _list_rows(point: Point) -> tuple[Row, ...]:
-    active = point.active
+def list_rows(point: Point) -> tuple[Row, ...]:
+    """Describe each row of the constraints at a point."""
+    active, program, rows = point.active, point.program, []
     state = dict.fromkeys(active.binding, BINDING) | dict.fromkeys(active.weak, "weak")
-    reach = 1e-12 * (1 + point.program.tau.abs())  # what rounding leaves of f − τ
+    state |= dict.fromkeys(active.violated, VIOLATED)
+    reach = 1e-12 * (1 + program.tau.abs())  # what rounding leaves of f − τ
     slack = torch.where(point.c.abs() <= reach, 0.0, -point.c).tolist()
-    lam, value, limit = point.lam.tolist(), point.f[1:].tolist(), point.program.tau.tolist()
-    written = _signs(point)
-    return tuple(
-        Row(
-            name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain, None, None,
-            written[j][0], written[j][1] * value[j] + 0.0, written[j][1] * limit[j] + 0.0,
-        )
-        for j, name in enumerate(active.names)
-    )  # fmt: skip
+    lam, value, limit = point.lam.tolist(), point.f[1:].tolist(), program.tau.tolist()
+    for constraint, shape in zip(point.problem.constraints, program.shapes, strict=True):
+        relation, sign = ("≥", -1.0) if constraint.negated else (constraint.kind.symbol, 1.0)
+        for j in range(len(rows), len(rows) + shape.numel()):
+            name, written = program.names[j], (relation, sign * value[j] + 0.0, sign * limit[j] + 0.0)
+            uncertain = j in active.uncertain
+            rows.append(Row(name, state.get(j, "inactive"), slack[j], lam[j], uncertain, None, None, *written))
+    return tuple(rows)

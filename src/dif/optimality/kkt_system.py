@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,8 +16,7 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.linalg.multiplier_qp import no_step_error, solve_reduced_qp
-from dif.linalg.operator import Operator
-from dif.linalg.solvers import LinearSolver, Solver, prepare
+from dif.linalg.solvers import LinearSolver, Operator, Solver, prepare
 from dif.problem.term import Kinds
 
 Solve = Callable[[Tensor], Tensor]  # applies an inverse of H_ρ to columns
@@ -58,6 +57,8 @@ class KKTSystem:
     lam: Tensor = field(default_factory=lambda: torch.zeros(0))  # (k,) their multipliers; 0 for the derivative
     equal: Tensor | None = None  # (k,) bool, rows solved as equalities; None: rows without multipliers (penalties)
     sign_checked: Tensor | None = None  # (k,) bool, equalities whose multipliers must stay ≥ 0
+    V: Tensor = field(init=False)  # H_ρ⁻¹Gᵀ, (d, k)
+    S: Tensor = field(init=False)  # G H_ρ⁻¹ Gᵀ, (k, k)
     # the rows of the last call of `_eliminate` and their V, by whether the solve was exact
     _columns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
@@ -88,7 +89,7 @@ class KKTSystem:
         self, rows: Tensor, equal: Tensor | None, c: Tensor | None = None, lam: Tensor | None = None,
         sign_checked: Tensor | None = None,
     ) -> KKTSystem:  # fmt: skip
-        """Return this system with the point at which perturbations start.
+        """Return this system with the point at which perturbations start, solved for V, once for any number of them.
 
         Args:
             rows: (k,) the numbers of the rows among those of the problem.
@@ -99,17 +100,10 @@ class KKTSystem:
         """
         zero = torch.zeros_like(self.R)
         c, lam = zero if c is None else c[rows], zero if lam is None else lam[rows]
-        return replace(self, rows=rows, equal=equal, c=c, lam=lam, sign_checked=sign_checked)
-
-    @cached_property
-    def V(self) -> Tensor:
-        """H_ρ⁻¹Gᵀ, (d, k)."""
-        return self.solver.solve(self.G.T)
-
-    @cached_property
-    def S(self) -> Tensor:
-        """G H_ρ⁻¹ Gᵀ, (k, k)."""
-        return self.G @ self.V
+        system = replace(self, rows=rows, equal=equal, c=c, lam=lam, sign_checked=sign_checked)
+        system.V = self.solver.solve(self.G.T)
+        system.S = self.G @ system.V
+        return system
 
     def respond(self, bV: Tensor, r: Tensor) -> Response:
         """Find the multipliers after perturbations that change ∇L by b and the values of the rows by r.
@@ -123,7 +117,7 @@ class KKTSystem:
         moved = c - bV - stiffness @ self.S
         if self.equal is None:
             return Response(r, self.lam + self.R * moved, stiffness, {})
-        nu, failed = solve_multipliers(self.S, moved, self.lam.expand_as(c), self.equal)
+        nu, failed = solve_reduced_qp(self.S, moved + self.lam @ self.S, self.equal)
         return Response(r, nu, nu - self.lam + stiffness, failed)
 
     def complete(self, b: Tensor, response: Response) -> Tensor:
@@ -199,28 +193,9 @@ def complete_step(
     Returns:
         ω, (P, d), and ν, (P, k), NaN where there is no solution; and the reasons for that, by number p.
     """
-    nu, failed = solve_multipliers(G @ V, c + (free[:, None] @ G.mT)[:, 0], lam, equal)
+    S = G @ V
+    nu, failed = solve_reduced_qp(S, c + ((free[:, None] @ G.mT) + (lam[:, None] @ S))[:, 0], equal)
     return free - ((nu - lam)[:, None] @ V.mT)[:, 0], nu, failed
-
-
-def solve_multipliers(S: Tensor, moved: Tensor, lam: Tensor, equal: Tensor) -> tuple[Tensor, dict[int, str]]:
-    """Find the multipliers ν, (P, k), for which the values of the rows, moved − S(ν − λ), satisfy the constraints.
-
-    `moved`, (P, k), are the values of the rows after the step with ν = λ. S is (k, k), or (P, k, k). Where
-    no ν exists it is NaN, and the reason is returned by number p.
-    """
-    S = 0.5 * (S + S.mT)
-    a = (moved + (lam[:, None] @ S)[:, 0]).double().cpu().numpy()
-    matrices, mask = S.double().cpu().numpy(), equal.cpu().numpy()
-    if S.dim() == 2:
-        nu, failed = solve_reduced_qp(matrices, a, mask)
-        return torch.as_tensor(nu).to(moved), failed
-    nu, reasons = torch.full_like(moved, float("nan")), {}
-    for p in torch.nonzero(torch.isfinite(S).flatten(1).all(1)).reshape(-1).tolist():
-        found, failed = solve_reduced_qp(matrices[p], a[p : p + 1], mask)
-        nu[p] = torch.as_tensor(found[0]).to(nu)
-        reasons |= {p: failed[0]} if failed else {}
-    return nu, reasons
 
 
 def kkt_step(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -17,14 +17,13 @@ from dif.derivatives.checks import Kink, find_kinks
 from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash_all
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import PerConstraint, Program, Targets
-from dif.errors import InvalidInputError, count_words, few
-from dif.optimality.judgement import KKT, ActiveSet, Certificate, Finding, Scales, judge_solution, residuals
+from dif.errors import InvalidInputError, count_words, few, format_table
+from dif.optimality.judgement import KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
 from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.inputs import check_instance, check_number, expect_folder
-from dif.runtime.text import TextTable
 from dif.runtime.work import progress
 
 _COLUMNS = 128  # columns per file: seconds of work, where all columns take minutes
@@ -87,8 +86,20 @@ def read_solution(
     The parameters are compared first: with others, the losses of the problem may fail.
     """
     arrays, about = read_archive(path, "solution")
-    layout = [_name_entry(name, shape) for name, shape in about["params"]]
-    _check_parameters(path, parameters, layout, about["dtype"])
+    layout = zip(parameters.names, parameters.shapes, strict=True)
+    given, kept = ([f"{name} of shape {tuple(shape)}" for name, shape in each] for each in (layout, about["params"]))
+    dtype = _name_dtype(parameters)
+    if (given, dtype) != (kept, about["dtype"]):
+        words = f"they have dtype {dtype}, and the file has {about['dtype']}"
+        if set(given) != set(kept):
+            new, old = ([entry for entry in one if entry not in other] for one, other in ((given, kept), (kept, given)))
+            words = f"they have {_list(new)}, and the file has {_list(old)}"
+        elif given != kept:
+            words = "they have the same entries in another order"
+        raise InvalidInputError(
+            f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
+            "pass the parameters of the model that was saved, with any values."
+        )
     program = Program.of(problem, parameters, theta)
     wanted = describe_program(program)
     different = [f"{key} {about[key]}, not {wanted[key]}" for key in wanted if about[key] != wanted[key]]
@@ -101,28 +112,6 @@ def read_solution(
         )
     theta, lam = (torch.from_numpy(arrays[name]).to(parameters.device, parameters.dtype) for name in ("theta", "lam"))
     return program, theta, lam, about["tol"]
-
-
-def _check_parameters(path: str | os.PathLike[str], parameters: Parameters, layout: list[str], dtype: str) -> None:
-    """Refuse parameters of other names, shapes or dtype than those in the file."""
-    given = [_name_entry(name, shape) for name, shape in zip(parameters.names, parameters.shapes, strict=True)]
-    if (given, _name_dtype(parameters)) == (layout, dtype):
-        return
-    found, kept = ([entry for entry in one if entry not in other] for one, other in ((given, layout), (layout, given)))
-    if found or kept:
-        words = f"they have {_list(found)}, and the file has {_list(kept)}"
-    elif given != layout:
-        words = "they have the same entries in another order"
-    else:
-        words = f"they have dtype {_name_dtype(parameters)}, and the file has {dtype}"
-    raise InvalidInputError(
-        f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
-        "pass the parameters of the model that was saved, with any values."
-    )
-
-
-def _name_entry(name: str, shape: Iterable[int]) -> str:
-    return f"{name} of shape {tuple(shape)}"
 
 
 def _list(entries: list[str]) -> str:
@@ -178,15 +167,13 @@ class Solution:
         self.made_by = b""  # identity of the training run that ended here
         self.part_hessians: Tensor | None = None  # (K, d, d), see `assemble`
         self.theta = theta.detach()
-        self.parts, self.part_gradients = program.rows.part_gradients(
-            self.theta
-        )  # the parts of the rows and their gradients
+        self.parts, self.part_gradients = program.rows.part_gradients(self.theta)  # what the rows are made of
         self.f, self.J = program.rows.C @ self.parts, program.rows.C @ self.part_gradients  # rows and their gradients
         check_gradients(program, self.J)
         self.c, self.G = self.f[1:] - program.tau, self.J[1:]
         self.lam = self._recover_multipliers() if lam is None else lam
         eps = torch.finfo(self.theta.dtype).eps
-        self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else check_tolerance(tol)
+        self.tol = (1e-4 if eps < 1e-12 else 1e-2) if tol is None else check_number(tol, "tol")
 
     def _recover_multipliers(self) -> Tensor:
         """Find the multipliers that come nearest to stationarity: least squares over the active rows, λ ≥ 0."""
@@ -197,7 +184,8 @@ class Solution:
             return lam
         scales = self.objective_scales
         reach = torch.finfo(self.theta.dtype).eps ** 0.25  # 1e-4 in float64, in units
-        rows = torch.nonzero(kinds.at_bound(scales.slack(self.c), reach) & (scales.norms > 0)).reshape(-1)
+        slack, _ = scales.steps(self.c, lam)
+        rows = torch.nonzero(kinds.at_bound(slack, reach) & (scales.norms > 0)).reshape(-1)
         if len(rows) == 0:
             return lam
         A = (self.G[rows] / scales.root / scales.norms[rows, None]).double().cpu().numpy().T  # (d, k)
@@ -238,7 +226,7 @@ class Solution:
     @property
     def multipliers(self) -> PerConstraint:
         """λ̄ per constraint: by position, by name or by the Constraint."""
-        return PerConstraint.of(self.program, self.lam)
+        return PerConstraint(self.lam, self.program.problem, self.program.shapes)
 
     @property
     def identity(self) -> bytes:
@@ -316,41 +304,26 @@ class Solution:
     def kkt(self) -> KKT:
         """Residuals of the optimality conditions."""
         gradient = self.program.weights(self.lam) @ self.J
-        return residuals(self.scales, gradient, self.c, self.lam, self.program.kinds)
-
-    @property
-    def goal(self) -> float:
-        """The residual that counts as solved: the tolerance, or what rounding allows."""
-        return max(self.tol, 16 * self.kkt.rounding)
+        return residuals(self.scales, gradient, self.c, self.lam, self.program.kinds, self.tol)
 
     @property
     def converged(self) -> bool:
         """Whether the KKT residual is within the tolerance."""
-        return self.kkt.residual <= self.goal
+        return self.kkt.residual <= self.kkt.goal
 
     @cached_property
     def kinks(self) -> tuple[Kink, ...]:
         """Kinks of the losses near this point, found by probing."""
         return find_kinks(self.program.rows, self.theta)
 
-    @cached_property
-    def active(self) -> ActiveSet:
-        """Binding, weak and inactive rows, and whether the derivative exists."""
-        eps = torch.finfo(self.theta.dtype).eps
-        tolerance = max(eps**0.447, min(10 * self.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
-        return ActiveSet.read(
-            self.program.names, self.scales, self.c, self.lam, self.program.kinds, self.G, self.curvature, tolerance
-        )
+    active = cached_property(ActiveSet.read)
+    """Binding, weak and inactive rows, and whether the derivative exists."""
 
-    @cached_property
-    def findings(self) -> tuple[Finding, ...]:
-        """Whether this is a solution at which derivatives can be trusted, judged once."""
-        return tuple(judge_solution(self))
+    findings = cached_property(judge_solution)
+    """Whether this is a solution at which derivatives can be trusted, judged once."""
 
-    @cached_property
-    def certificate(self) -> Certificate:
-        """All that is known about this point, good and bad, judged once."""
-        return Certificate.judge(self, self.findings)
+    certificate = cached_property(Certificate.judge)
+    """All that is known about this point, good and bad, judged once."""
 
     def check(self) -> None:
         """Raise where this is not a solution at which derivatives can be trusted."""
@@ -362,14 +335,8 @@ class Solution:
         words = f"{state}: {size}, objective {self.objective:.6g}, relative KKT residual {self.kkt.residual:.1e}"
         if not self.program.m:
             return f"{words}, no constraints"
-        states = dict.fromkeys(self.active.binding, "binding") | dict.fromkeys(self.active.weak, "weak")
-        rounding = 1e-12 * (1 + self.program.tau.abs())  # what is left of f − τ where it is 0
-        slack = torch.where(self.c.abs() <= rounding, 0.0, -self.c).tolist()
-        rows = (
-            (name, states.get(j, "inactive"), f"{slack[j]:.4g}", f"{float(self.lam[j]):.4g}")
-            for j, name in enumerate(self.program.names)
-        )
-        return f"{words}\n{TextTable(('constraint', 'state', 'slack', 'multiplier'), tuple(rows), left=2)}"
+        rows = [(row.name, row.state, f"{row.slack:.4g}", f"{row.multiplier:.4g}") for row in list_rows(self)]
+        return f"{words}\n{format_table(('constraint', 'state', 'slack', 'multiplier'), tuple(rows), left=2)}"
 
     def __repr__(self) -> str:
         state = "solution" if self.converged else "NOT a solution"
@@ -381,11 +348,6 @@ def expect_solution(thing: object) -> Solution:
     solution = check_instance(thing, Solution, "solution", cure="find it with dif.fit(problem, params)")
     solution.program.parameters.check_mode()
     return solution
-
-
-def check_tolerance(tol: float) -> float:
-    """Check a tolerance."""
-    return check_number(tol, "tol")
 
 
 def check_gradients(program: Program, J: Tensor) -> None:

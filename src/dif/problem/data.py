@@ -63,7 +63,7 @@ _CHECKED = 2**22  # numbers checked for NaN at once, 32 MiB: data on disk must n
 
 
 @dataclass(frozen=True, eq=False)
-class Storage:
+class Storage(Dataset[Any]):
     """n samples, addressed by index. Tensors and memory-mapped arrays are sliced, items of a Dataset are collated."""
 
     data: Any  # a structure of tensors, or a Dataset
@@ -84,19 +84,13 @@ class Storage:
         if isinstance(data, Storage):
             return replace(data, name=name)
         if isinstance(data, DataLoader):
-            _refuse_streams(data.dataset, what)
-            n = _count([len(data.dataset)], name)  # type: ignore[arg-type]
+            n = _count_items(data.dataset, name, what)
             _refuse_subsets(data, n, what)
-            options = {"batch_size": data.batch_size, "collate": data.collate_fn, "workers": data.num_workers}
-            return cls(data.dataset, name, n, False, **options)  # type: ignore[arg-type]
+            return cls(data.dataset, name, n, False, data.batch_size, data.collate_fn, data.num_workers)
+        if not (isinstance(data, Mapping | tuple | list | Tensor) or hasattr(data, "__array__")):
+            return cls(data, name, _count_items(data, name, what), False)
         index = find_index(data, what)
-        if isinstance(data, Mapping | tuple | list):
-            data = to_tensors(tuple(data) if isinstance(data, list) else data, what)
-        elif isinstance(data, Tensor) or hasattr(data, "__array__"):
-            data = as_tensor(data, what)
-        else:
-            _refuse_streams(data, what)
-            return cls(data, name, _count([len(data)], name), False)
+        data = to_tensors(tuple(data) if isinstance(data, list) else data, what)
         tensors = leaves(data)
         n = _count([len(t) if t.dim() else -1 for t in tensors], name)
         for t in tensors:
@@ -130,11 +124,11 @@ class Storage:
         storages = (self, *others)
         is_tensors = all(storage.is_tensors for storage in storages)
         if is_tensors:
-            first, *rest = (storage._take(slice(0, len(storage))) for storage in storages)
+            first, *rest = (next(storage.fetch([slice(0, len(storage))])) for storage in storages)
             following = [iter(leaves(data)) for data in rest]
             data = map_tensors(first, lambda t: torch.cat([t, *(next(tensors).to(t) for tensors in following)]))
         else:
-            data = ConcatDataset([_Items(storage) for storage in storages])
+            data = ConcatDataset(storages)
         collate = default_collate if self.is_tensors else self.collate
         total, labels = sum(map(len, storages)), [storage.labels(torch.arange(len(storage))) for storage in storages]
         index = None if any(part is None for part in labels) else labels[0].append(labels[1:])
@@ -148,7 +142,7 @@ class Storage:
 
     def one(self) -> Any:
         """Return a batch of the first sample."""
-        return self._take(slice(0, 1))
+        return next(self.fetch([slice(0, 1)]))
 
     def tensors(self) -> list[Tensor]:
         """Return the tensors of the data; of a Dataset, those of its first sample."""
@@ -162,69 +156,48 @@ class Storage:
                 f"created, not {len(self.data)}."
             )
         if self.workers and not self.is_tensors and len(selections) > 1:
-            yield from self._fetch_ahead([self._indices(where) for where in selections])
-        else:
-            yield from map(self._take, selections)
+            yield from self._fetch_ahead(selections)
+            return
+        fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
+        for where in selections:
+            if self.subset is not None:
+                where = self.subset[where if isinstance(where, slice) else where.to(self.subset.device)]
+            if self.is_tensors:
+                yield map_tensors(self.data, lambda t, at=where: t[at if isinstance(at, slice) else at.to(t.device)])
+            else:
+                indices = list(range(self.total)[where]) if isinstance(where, slice) else where.tolist()
+                items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(indices)
+                yield self._cast(self.collate(items))
 
-    def _in_data(self, where: slice | Tensor) -> slice | Tensor:
-        """Translate positions in this storage to positions in the data."""
-        if self.subset is None:
-            return where
-        return self.subset[where if isinstance(where, slice) else where.to(self.subset.device)]
-
-    def _indices(self, where: slice | Tensor) -> Sequence[int]:
-        """Return positions in this storage as indices into the data."""
-        where = self._in_data(where)
-        return range(self.total)[where] if isinstance(where, slice) else where.tolist()
-
-    def _take(self, where: slice | Tensor) -> Any:
-        """Fetch the samples at some positions as one batch."""
-        if not self.is_tensors:
-            indices = self._indices(where)
-            fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
-            items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(list(indices))
-            return self._cast(self.collate(items))
-        where = self._in_data(where)
-        return map_tensors(self.data, lambda t: t[where if isinstance(where, slice) else where.to(t.device)])
-
-    def _fetch_ahead(self, batches: list[Sequence[int]]) -> Iterator[Any]:
+    def _fetch_ahead(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""
-        lists: Any = [list(indices) for indices in batches]
+        every = torch.arange(self.total) if self.subset is None else self.subset.cpu()
+        lists: Any = [every[where if isinstance(where, slice) else where.cpu()].tolist() for where in selections]
         loader = DataLoader(
             self.data, batch_sampler=lists, collate_fn=self.collate, num_workers=self.workers,
             generator=torch.Generator(),  # otherwise the loader would change the user's random state
         )  # fmt: skip
         return (self._cast(batch) for batch in loader)
 
+    def __getitem__(self, i: int) -> Any:
+        if self.is_tensors:
+            return map_tensors(next(self.fetch([slice(i, i + 1)])), lambda t: t[0])
+        return self.data[i if self.subset is None else int(self.subset[i])]
+
     def _cast(self, batch: Any) -> Any:
         """Convert the floating-point tensors of a batch to `dtype`."""
         return batch if self.dtype is None else cast(batch, self.dtype)
 
 
-class _Items(Dataset[Any]):
-    """The samples of a storage as a Dataset."""
-
-    def __init__(self, storage: Storage) -> None:
-        self.storage = storage
-
-    def __len__(self) -> int:
-        return len(self.storage)
-
-    def __getitem__(self, i: int) -> Any:
-        storage, where = self.storage, slice(i, i + 1)
-        if storage.is_tensors:
-            return map_tensors(storage._take(where), lambda t: t[0])
-        return storage.data[storage._indices(where)[0]]
-
-
-def _refuse_streams(data: Any, what: str) -> None:
-    """Refuse data without a length or without access by index."""
+def _count_items(data: Any, name: str, what: str) -> int:
+    """Return the length of a Dataset; refuse data without a length or without access by index."""
     countable = hasattr(data, "__getitem__") and hasattr(data, "__len__")
     if isinstance(data, str | bytes | IterableDataset) or not countable:
         raise InvalidInputError(
             f"{what[0].upper()}{what[1:]} must be a tensor, a tuple or dict of tensors, or a Dataset with a length, "
             f"not of type {type(data).__name__}."
         )
+    return _count([len(data)], name)
 
 
 def _refuse_subsets(loader: DataLoader[Any], n: int, what: str) -> None:

@@ -15,6 +15,8 @@ from torch.nn.parameter import is_lazy
 from dif.errors import InvalidInputError, few
 from dif.problem.data import cast
 
+Tensors = dict[str, Tensor]  # by name
+
 
 class BoundModule(dict[str, Tensor]):
     """The first argument of a loss when the params are an `nn.Module`.
@@ -22,13 +24,7 @@ class BoundModule(dict[str, Tensor]):
     Call it like the module (`model(x)`), or read tensors by name (`model["0.weight"]`).
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        tensors: dict[str, Tensor],
-        fixed: dict[str, Tensor],
-        padding: dict[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, tensors: Tensors, fixed: Tensors, padding: Tensors | None = None) -> None:
         super().__init__(tensors)
         self.module, self.fixed, self.padding = module, fixed, padding or {}
 
@@ -82,8 +78,8 @@ class Parameters:
     dtype: torch.dtype
     device: torch.device
     module: nn.Module | None = None
-    fixed: dict[str, Tensor] = field(default_factory=dict)  # the module's buffers and frozen parameters, copied
-    padding: dict[str, Tensor] = field(default_factory=dict)  # by embedding: (rows, 1), 0 for the padding row, else 1
+    fixed: Tensors = field(default_factory=dict)  # the module's buffers and frozen parameters, copied
+    padding: Tensors = field(default_factory=dict)  # by embedding: (rows, 1), 0 for the padding row, else 1
 
     @classmethod
     def of(cls, params: Mapping[str, Tensor] | nn.Module) -> tuple[Parameters, Tensor]:
@@ -91,7 +87,7 @@ class Parameters:
         module: nn.Module | None = None
         if isinstance(params, nn.Module):
             module = params
-            tensors: dict[str, Tensor] = {k: v for k, v in params.named_parameters() if v.requires_grad}
+            tensors: Tensors = {k: v for k, v in params.named_parameters() if v.requires_grad}
         elif isinstance(params, BoundModule):  # `Solution.params` of a module
             module, tensors = params.module, dict(params)
         elif isinstance(params, Mapping):
@@ -102,8 +98,6 @@ class Parameters:
                 'single tensor as {"theta": tensor}.'
             )
         _check_tensors(tensors)
-        if module is not None:
-            _refuse_training_mode(module)
         first = next(iter(tensors.values()))
         layout = cls(
             names=tuple(tensors),
@@ -114,6 +108,7 @@ class Parameters:
             fixed={} if module is None else _copy_fixed(module, tensors),
             padding={} if module is None else _mask_padding(module, tensors),
         )
+        layout.check_mode()
         return layout, torch.cat([t.detach().reshape(-1) for t in tensors.values()]).clone()
 
     @property
@@ -121,12 +116,12 @@ class Parameters:
         """Number of scalars in each tensor."""
         return tuple(shape.numel() for shape in self.shapes)
 
-    def tensors(self, theta: Tensor) -> dict[str, Tensor]:
+    def tensors(self, theta: Tensor) -> Tensors:
         """Split flat θ into the named tensors."""
-        chunks = torch.split(theta, list(self.sizes))
+        chunks = torch.split(theta, [shape.numel() for shape in self.shapes])
         return {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
 
-    def bind(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    def bind(self, tensors: Tensors) -> Tensors:
         """Return what a loss gets as its first argument: the named tensors, or a BoundModule."""
         if self.module is None:
             return tensors
@@ -137,12 +132,21 @@ class Parameters:
         return replace(self, dtype=dtype, fixed=cast(self.fixed, dtype), padding=cast(self.padding, dtype))
 
     def check_mode(self) -> None:
-        """Refuse a module that was put into training mode after this layout was read."""
-        if self.module is not None:
-            _refuse_training_mode(self.module)
+        """Refuse a module in training mode, if its losses are then random or depend on the batch."""
+        noisy = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
+        training = [
+            f"{name or 'the module itself'} ({type(m).__name__})"
+            for name, m in (self.module.named_modules() if self.module is not None else ())
+            if m.training and (isinstance(m, noisy) or getattr(m, "track_running_stats", False))
+        ]
+        if training:
+            raise InvalidInputError(
+                f"The model has modules in training mode: {', '.join(training)}. Their losses are random, or depend on "
+                "the other samples; call model.eval()."
+            )
 
 
-def _check_tensors(tensors: dict[str, Tensor]) -> None:
+def _check_tensors(tensors: Tensors) -> None:
     """Refuse parameters that cannot form one finite vector in double or single precision."""
     if not tensors:
         raise InvalidInputError(
@@ -177,18 +181,18 @@ def _check_tensors(tensors: dict[str, Tensor]) -> None:
             )
 
 
-def _copy_fixed(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+def _copy_fixed(module: nn.Module, variable: Tensors) -> Tensors:
     """Copy the buffers of a module, and its parameters that are not variable."""
     others = [*module.named_buffers(), *((k, t) for k, t in module.named_parameters() if k not in variable)]
     return {name: t.detach().clone() for name, t in others}
 
 
-def _mask_padding(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, Tensor]:
+def _mask_padding(module: nn.Module, variable: Tensors) -> Tensors:
     """Return masks that keep the padding rows of embeddings at zero, (rows, 1), by name of the embedding's weight.
 
     Torch's own backward pass leaves these rows out; other derivatives would not.
     """
-    masks: dict[str, Tensor] = {}
+    masks: Tensors = {}
     uses = Counter(id(t) for m in module.modules() for t in m.parameters(recurse=False))
     for place, m in module.named_modules():
         name = f"{place}.weight" if place else "weight"
@@ -198,18 +202,3 @@ def _mask_padding(module: nn.Module, variable: dict[str, Tensor]) -> dict[str, T
             if not bool(variable[name][m.padding_idx].any()):
                 masks[name] = mask
     return masks
-
-
-def _refuse_training_mode(module: nn.Module) -> None:
-    """Refuse modules in training mode whose losses are random or depend on the batch."""
-    noisy = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._BatchNorm)
-    training = [
-        f"{name or 'the module itself'} ({type(m).__name__})"
-        for name, m in module.named_modules()
-        if m.training and (isinstance(m, noisy) or getattr(m, "track_running_stats", False))
-    ]
-    if training:
-        raise InvalidInputError(
-            f"The model has modules in training mode: {', '.join(training)}. Their losses are random, or depend on the "
-            "other samples; call model.eval()."
-        )

@@ -18,60 +18,52 @@ Samples = Any  # a dif.Samples, which makes perturbations
 
 @dataclass(frozen=True, eq=False)
 class Entries:
-    """The samples of each of P perturbations as compressed rows: those of p are index[start[p] : start[p + 1]]."""
+    """The samples of each of P perturbations: index[e] is one of perturbation owner[e]; the owners rise."""
 
-    start: Tensor  # (P + 1,) long
+    P: int
+    owner: Tensor  # (E,) long
     index: Tensor  # (E,) long
 
     @classmethod
     def of(cls, lists: Sequence[Sequence[int]]) -> Entries:
         """Build from P lists of indices."""
-        sizes = torch.tensor([0, *(len(indices) for indices in lists)])
-        return cls(torch.cumsum(sizes, 0), torch.tensor([i for indices in lists for i in indices], dtype=torch.long))
+        owner = torch.repeat_interleave(torch.tensor([len(indices) for indices in lists]))
+        return cls(len(lists), owner, torch.tensor([i for indices in lists for i in indices], dtype=torch.long))
 
     @classmethod
     def of_all(cls, index: Tensor) -> Entries:
         """Build one perturbation of all these samples."""
-        return cls(torch.tensor([0, len(index)]), index)
+        return cls(1, torch.zeros_like(index), index)
 
     @classmethod
     def singles(cls, index: Tensor) -> Entries:
         """Build perturbations of one sample each."""
-        return cls(torch.arange(len(index) + 1), index)
-
-    def __len__(self) -> int:
-        return len(self.start) - 1
-
-    @property
-    def owner(self) -> Tensor:
-        """The perturbation that each entry belongs to, (E,)."""
-        return torch.repeat_interleave(torch.arange(len(self)), self.start.diff())
+        return cls(len(index), torch.arange(len(index)), index)
 
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where the entries of the listed perturbations start, in that order, and the place of each here."""
-        first, sizes = self.start[rows], self.start[rows + 1] - self.start[rows]
-        start = torch.cat([torch.zeros_like(first[:1]), torch.cumsum(sizes, 0)])
-        return start, torch.arange(int(start[-1])) + torch.repeat_interleave(first - start[:-1], sizes)
+        """Return the entries of the listed perturbations: the place in `rows` of their owners, and their own here."""
+        first = torch.searchsorted(self.owner, rows)
+        sizes = torch.searchsorted(self.owner, rows, right=True) - first
+        owner = torch.repeat_interleave(sizes)
+        return owner, torch.arange(len(owner)) + (first - sizes.cumsum(0) + sizes)[owner]
 
     def pick(self, rows: Tensor) -> Entries:
         """Return the listed perturbations, in that order."""
-        start, place = self.find(rows)
-        return Entries(start, self.index[place])
+        owner, place = self.find(rows)
+        return Entries(len(rows), owner, self.index[place])
 
     def expand(self, P: int) -> Entries:
         """Return P perturbations: these, or P times the single one."""
-        return self if len(self) == P else self.pick(torch.zeros(P, dtype=torch.long))
+        return self if self.P == P else self.pick(torch.zeros(P, dtype=torch.long))
 
     def keep(self, which: Tensor) -> Entries:
         """Return only the entries where the mask is true."""
-        kept = torch.zeros(len(which) + 1, dtype=torch.long)
-        kept[1:] = which.cumsum(0)
-        return Entries(kept[self.start], self.index[which])
+        return Entries(self.P, self.owner[which], self.index[which])
 
     def describe(self) -> list[str]:
         """List the first few samples of each perturbation as text."""
-        start, index = self.start.tolist(), self.index.tolist()
-        return [few(index[begin:end]) for begin, end in pairwise(start)]
+        ends, index = torch.bincount(self.owner, minlength=self.P).cumsum(0).tolist(), self.index.tolist()
+        return [few(index[begin:end]) for begin, end in pairwise([0, *ends])]
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +73,10 @@ class _PerSamples:
     samples: Samples
     entries: Entries  # indices of the samples of each perturbation
     renormalise: bool
-    terms: tuple[Any, ...] | None  # terms that are changed; None means all
+    terms: Any  # terms that are changed, a tuple in a Perturbation; None means all
 
     def __len__(self) -> int:
-        return len(self.entries)
+        return self.entries.P
 
     def pick(self, rows: Tensor) -> Self:
         """Return the listed perturbations, in that order."""
@@ -109,7 +101,7 @@ class Removal(_PerSamples):
     @property
     def is_single(self) -> bool:
         """Whether each perturbation removes one sample."""
-        return bool((self.entries.start.diff() == 1).all())
+        return torch.equal(self.entries.owner, torch.arange(len(self)))
 
     def labels(self) -> list[str]:
         """Describe each perturbation."""
@@ -137,7 +129,7 @@ class Reweighting(_Single):
 
     samples: Samples
     dw: Tensor  # (n,)
-    terms: tuple[Any, ...] | None  # terms that are changed; None means all
+    terms: Any  # terms that are changed, a tuple in a Perturbation; None means all
 
     def labels(self) -> list[str]:
         """Describe the perturbation."""
@@ -177,7 +169,15 @@ class Perturbation:
 
     @classmethod
     def of(cls, action: Action) -> Perturbation:
-        """Build from one action."""
+        """Build from one action; refuse an empty list of terms."""
+        terms = None if isinstance(action, Shift) else action.terms
+        if terms is not None:
+            listed = tuple(terms) if isinstance(terms, list | tuple) else (terms,)
+            if not listed:
+                raise InvalidInputError(
+                    "`terms` must list problem.objective or constraints of the problem, at least one."
+                )
+            action = replace(action, terms=listed)
         return cls(((1.0, (action,)),))
 
     @property
@@ -186,13 +186,13 @@ class Perturbation:
         return tuple((c, action) for c, actions in self.pieces for action in actions)
 
     def __len__(self) -> int:
-        return max(len(action) for _, action in self.actions)
+        return max(len(action) for _, actions in self.pieces for action in actions)
 
     def __getitem__(self, key: int | slice) -> Perturbation:
         P = len(self)
         if isinstance(key, slice):
-            begin, end, step = key.indices(P)
-            if step != 1 or end <= begin:
+            rows = range(P)[key]
+            if rows.step != 1 or not rows:
                 raise InvalidInputError(
                     f"Perturbations must be indexed by a non-empty range inside 0 … {P} with step 1, not by {key}; "
                     "use perturbations.pick([0, 2, 4]) to select others."
@@ -203,8 +203,8 @@ class Perturbation:
                 raise TypeError(f"Perturbations are indexed by [i] or [begin:end], not by [{key!r}].")
             if not -P <= number < P:
                 raise IndexError(f"There are {P} perturbations, but index {number} was given.")
-            begin, end = number % P, number % P + 1
-        return self._pick(torch.arange(begin, end))
+            rows = range(number % P, number % P + 1)
+        return self._pick(torch.arange(rows.start, rows.stop))
 
     def pick(self, rows: Sequence[int]) -> Perturbation:
         """Return the listed perturbations, in that order."""

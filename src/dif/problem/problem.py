@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 from itertools import combinations
-from typing import cast
 
 from dif.errors import InvalidInputError, SameDataWarning, count_words, warn
 from dif.problem.perturbation import Perturbation
@@ -20,6 +19,14 @@ class Problem:
     Args:
         objective: A Term or a Function, such as `train.mean() + dif.ridge(0.1)`.
         constraints: Made by comparing Terms, such as `train.mean() <= 0.3`.
+
+    Attributes:
+        terms: f₀, and f of each constraint.
+        samples: The Samples that the terms are made of, each once.
+        people: The Samples without views, each once: a view is represented by the Samples that it was made from.
+        sums: The distinct sums over each of `samples`.
+        same_data: Pairs of Samples with the same data that are not views of each other, though they may be the same
+            people.
 
     Raises:
         InvalidInputError: Where these are something else, or where two constraints have the same name.
@@ -54,26 +61,15 @@ class Problem:
                 f"The list of constraints has {', '.join(sorted(repeated)) or 'one constraint'} more than once; give "
                 "each its own name with .named(...)."
             )
+        self.terms: tuple[Term, ...] = (self.objective, *(c.term for c in listed))
+        distinct = {id(part): part for term in self.terms for _, part in term.sums}.values()
+        self.samples: tuple[Samples, ...] = tuple({id(part.samples): part.samples for part in distinct}.values())
+        self.people: tuple[Samples, ...] = tuple({id(s.population): s.population for s in self.samples}.values())
+        self.sums = {s: tuple(part for part in distinct if part.samples is s) for s in self.samples}
+        pairs = [(a, b) for a, b in combinations(self.samples, 2) if a.population is not b.population]
+        self.same_data = tuple((a, b) for a, b in pairs if a.storage.shares(b.storage))
         for a, b in self.same_data:
             warn(SameDataWarning.words(a.name, b.name), SameDataWarning)
-
-    @property
-    def samples(self) -> tuple[Samples, ...]:
-        """The Samples that the objective and the constraints are made of, each once."""
-        terms = (self.objective, *(c.term for c in self.constraints))
-        samples = {id(part.samples): part.samples for term in terms for _, part in term.sums}
-        return cast(tuple[Samples, ...], tuple(samples.values()))
-
-    @property
-    def people(self) -> tuple[Samples, ...]:
-        """The Samples without views, each once: a view is represented by the Samples that it was made from."""
-        return cast(tuple[Samples, ...], tuple({id(s.population): s.population for s in self.samples}.values()))
-
-    @property
-    def same_data(self) -> tuple[tuple[Samples, Samples], ...]:
-        """Pairs of Samples with the same data that are not views of each other, though they may be the same people."""
-        pairs = [(a, b) for a, b in combinations(self.samples, 2) if a.population is not b.population]
-        return tuple((a, b) for a, b in pairs if a.storage.shares(b.storage))
 
     def after(self, perturbation: Perturbation) -> Problem:
         """Return the problem after one perturbation, which acts on every view; `dif.fit` solves it from scratch.

@@ -17,7 +17,7 @@ from dif.problem.data import Storage, describe, map_tensors
 from dif.problem.perturbation import Addition, Entries, Perturbation, Removal, Reweighting
 from dif.problem.term import SampleSum, Term
 from dif.runtime.guard import convert_errors
-from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_count, check_instance, check_labels, check_list
+from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_callable, check_count, check_labels, check_list
 
 # Entry of `fallbacks` that changes how a loss is evaluated, but not what can be done with it
 PLAIN_ATTENTION = "attention by plain products: the faster kernels can be differentiated only once"
@@ -40,6 +40,8 @@ class Samples:
         outputs: The outputs of the model for a batch, `outputs(params, batch)` → (n, ...); the loss then takes these
             instead of the params, `loss(outputs, batch)`. Gauss–Newton curvature needs the two separately, and `fit`
             uses it where the Hessian is expensive.
+        check: Called with the data of samples that are added or replace others, and raises an error where the loss is
+            not meant for them, such as for labels in another coding.
 
     >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
     >>> train.mean(), len(train)
@@ -53,21 +55,16 @@ class Samples:
         name: str = "samples",
         batch_size: int | None = None,
         outputs: Callable[[Any, Any], Tensor] | None = None,
+        check: Callable[[Any], None] | None = None,
     ) -> None:
-        if not callable(loss):
-            raise InvalidInputError(
-                f"`loss` of Samples {name!r} must be a callable loss(params, batch), not of type {type(loss).__name__}."
-            )
-        if outputs is not None and not callable(outputs):
-            raise InvalidInputError(
-                f"`outputs` of Samples {name!r} must be a callable outputs(params, batch), not of type "
-                f"{type(outputs).__name__}."
-            )
+        check_callable(loss, "loss(params, batch)", f"Samples {name!r}")
+        if outputs is not None:
+            check_callable(outputs, "outputs(params, batch)", f"Samples {name!r}")
         if batch_size is not None:
             batch_size = check_count(batch_size, f"`batch_size` of Samples {name!r}")
         self.loss = loss if outputs is None else lambda params, batch: loss(outputs(params, batch), batch)
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
-        self.name = name
+        self.name, self.check = name, check
         self.storage = Storage.of(data, name)
         self.population: Samples = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
@@ -107,7 +104,18 @@ class Samples:
         With `weights`, one number ≥ 0 per sample, it is the weighted mean Σ wᵢℓᵢ / Σ wᵢ. After a removal it is the
         weighted mean of the remaining samples.
         """
-        return self._over(where, normalised=True) if weights is None else self._weighted_mean(where, weights)
+        if weights is None:
+            return self._over(where, normalised=True)
+        given = self._vector(weights, "weights")
+        members = torch.where(self._mask(where), given, 0.0)
+        if bool((given < 0).any()) or not bool((members > 0).any()):
+            raise InvalidInputError(
+                f"The vector `weights` of {self.name!r} must have no entry below 0 and at least one above 0 where "
+                f"the mask is true, not {int((given < 0).sum())} below 0 and {int((members > 0).sum())} above 0; "
+                "Samples.weighted takes any sign."
+            )
+        words = f"weighted mean of {'' if where is None else f'{int((members > 0).sum())} of '}{self.name}"
+        return Term(sums=((1.0, SampleSum(self, members / members.sum(), True, False, words)),))
 
     def sum(self, where: Any = None) -> Term:
         """Return the summed loss over all samples, or over those where the mask is true; it is never renormalised."""
@@ -129,14 +137,14 @@ class Samples:
         each mean stays (the paper's ε).
         """
         entries = Entries.of([self.check_indices(indices)])
-        return Perturbation.of(Removal(self, entries, renormalise, _terms(terms)))
+        return Perturbation.of(Removal(self, entries, renormalise, terms))
 
     def remove_each(
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per sample, of all samples or of those listed."""
         index = torch.arange(len(self)) if indices is None else torch.tensor(self.check_indices(indices))
-        return Perturbation.of(Removal(self, Entries.singles(index), renormalise, _terms(terms)))
+        return Perturbation.of(Removal(self, Entries.singles(index), renormalise, terms))
 
     def remove_groups(
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
@@ -144,14 +152,14 @@ class Samples:
         """Return one removal per group of samples."""
         listed = check_list(groups, "groups", "lists of indices")
         entries = Entries.of([self.check_indices(group) for group in listed])
-        return Perturbation.of(Removal(self, entries, renormalise, _terms(terms)))
+        return Perturbation.of(Removal(self, entries, renormalise, terms))
 
     def reweight(self, dw: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """Return one perturbation that adds dw[i] to the weight of sample i in each term in which that is not 0.
 
         The added weight is multiplied by the coefficient of the term.
         """
-        return Perturbation.of(Reweighting(self, self._vector(dw, "dw"), _terms(terms)))
+        return Perturbation.of(Reweighting(self, self._vector(dw, "dw"), terms))
 
     def add(
         self,
@@ -169,7 +177,7 @@ class Samples:
         """
         new = self._new_samples(data, "new")
         entries = Entries.of([list(range(len(new)))])
-        return Perturbation.of(Addition(self, entries, renormalise, _terms(terms), new, self._like(like, len(new))))
+        return Perturbation.of(Addition(self, entries, renormalise, terms, new, self._like(like, len(new))))
 
     def replace(self, indices: int | Iterable[int], data: Any, *, terms: Sequence[Any] | None = None) -> Perturbation:
         """Return one perturbation that replaces the data of these samples, for example with a corrected label."""
@@ -180,9 +188,9 @@ class Samples:
                 f"There must be as many new as old samples of {self.name!r}, not {len(new)} for {len(index)}; the "
                 "data of one are data[i:i+1]."
             )
-        removal = Removal(self, Entries.of([index]), False, _terms(terms))
+        removal = Removal(self, Entries.of([index]), False, terms)
         entries = Entries.of([list(range(len(new)))])
-        addition = Addition(self, entries, False, _terms(terms), new, torch.tensor(index))
+        addition = Addition(self, entries, False, terms, new, torch.tensor(index))
         return Perturbation.of(removal) + Perturbation.of(addition)
 
     def _new_samples(self, data: Any, kind: str) -> Samples:
@@ -195,6 +203,9 @@ class Samples:
                 f"The new data for {self.name!r} must have the structure {old_structure}, not {new_structure}; the "
                 "data of one sample are data[i:i+1]."
             )
+        if (check := self.population.check) is not None:
+            for _, batch in new.batches():
+                check(batch)
         new.name = name
         return new
 
@@ -204,19 +215,6 @@ class Samples:
         weights = members.double() / members.sum() if normalised else members.double()
         words = f"{'mean' if normalised else 'sum'} of {'' if everyone else f'{int(members.sum())} of '}{self.name}"
         return Term(sums=((1.0, SampleSum(self, weights, normalised, everyone, words)),))
-
-    def _weighted_mean(self, where: Any, weights: Any) -> Term:
-        """Return the weighted mean over the samples of a mask; None means all samples."""
-        given = self._vector(weights, "weights")
-        members = torch.where(self._mask(where), given, 0.0)
-        if bool((given < 0).any()) or not bool((members > 0).any()):
-            raise InvalidInputError(
-                f"The vector `weights` of {self.name!r} must have no entry below 0 and at least one above 0 where "
-                f"the mask is true, not {int((given < 0).sum())} below 0 and {int((members > 0).sum())} above 0; "
-                "Samples.weighted takes any sign."
-            )
-        words = f"weighted mean of {'' if where is None else f'{int((members > 0).sum())} of '}{self.name}"
-        return Term(sums=((1.0, SampleSum(self, members / members.sum(), True, False, words)),))
 
     def _mask(self, where: Any) -> Tensor:
         """Return a mask as a boolean tensor, (n,); None means all samples."""
@@ -251,9 +249,8 @@ class Samples:
         """Return the index of an old sample for each new one, (count,)."""
         if like is None:
             return None
-        if hasattr(like, "tolist"):
-            like = like.tolist()  # type: ignore[union-attr]
-        index = [i for old in (like if isinstance(like, Iterable) else [like]) for i in self.check_indices([old])]  # type: ignore[list-item]
+        given: Any = like.tolist() if hasattr(like, "tolist") else like  # type: ignore[union-attr]
+        index = [i for old in (given if isinstance(given, Iterable) else [given]) for i in self.check_indices([old])]
         if len(index) not in (1, count):
             raise InvalidInputError(
                 f"`like` must have 1 or {count} indices, one for each new sample, not {len(index)}."
@@ -275,12 +272,12 @@ class Samples:
         except torch.linalg.LinAlgError:  # pyright: ignore[reportPrivateImportUsage]
             # outside the domain of the loss, for example a matrix that has no Cholesky factor
             out = torch.full((count,), float("nan")).to(next(iter(params.values())))
-        shape = tuple(out.shape) if isinstance(out, Tensor) else type(out).__name__
-        if shape != (count,):
-            returned = f"a tensor of shape {shape}" if isinstance(shape, tuple) else f"an object of type {shape}"
+        if not isinstance(out, Tensor) or out.shape != (count,):
+            kind = type(out).__name__
+            found = f"a tensor of shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"an object of type {kind}"
             raise InvalidInputError(
                 f"The loss of Samples {self.name!r} must return a tensor of shape ({count},) for a batch of {count}, "
-                f"one loss per sample without any mean or sum, not {returned}."
+                f"one loss per sample without any mean or sum, not {found}."
             )
         return out
 
@@ -348,18 +345,3 @@ class Samples:
         other.storage = storage
         other.population = other if population is None else population
         return other
-
-
-def expect_samples(thing: object) -> Samples:
-    """Return Samples; refuse other objects."""
-    return check_instance(thing, Samples, "samples")
-
-
-def _terms(terms: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    """Return the terms that a perturbation acts on as a tuple; None means all."""
-    if terms is None:
-        return None
-    listed = tuple(terms) if isinstance(terms, list | tuple) else (terms,)
-    if not listed:
-        raise InvalidInputError("`terms` must list problem.objective or constraints of the problem, at least one.")
-    return listed

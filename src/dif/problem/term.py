@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dif.errors import InvalidInputError
 from dif.problem.perturbation import Perturbation, Shift
-from dif.runtime.inputs import as_numbers, as_tensor, check_number
+from dif.runtime.inputs import as_numbers, as_tensor, check_callable, check_number
 
 Samples = Any  # a dif.Samples, which makes terms
 
@@ -31,14 +31,18 @@ class Kind(Enum):
         return {"==": "=", "<=": "≤"}[self.value]
 
 
-@dataclass(frozen=True, eq=False)
 class Kinds:
     """The kinds of all rows: f = τ with any λ on equal rows; f ≤ τ, λ ≥ 0 and λ(f − τ) = 0 on the others.
 
     In the methods, c is f − τ, slack is τ − f and force is λ; slack and force may be scaled by their caller.
+
+    Attributes:
+        equal: Which rows are equalities, (m,) bool.
+        one_sided: Rows that can switch between binding and inactive, (m,) bool.
     """
 
-    equal: Tensor  # (m,) bool
+    def __init__(self, equal: Tensor) -> None:
+        self.equal, self.one_sided = equal, ~equal
 
     @classmethod
     def of(cls, rows: Iterable[tuple[Kind, int]], device: torch.device) -> Kinds:
@@ -50,11 +54,6 @@ class Kinds:
     def take(self, rows: Tensor) -> Kinds:
         """Return the kinds of some rows."""
         return Kinds(self.equal[rows])
-
-    @property
-    def one_sided(self) -> Tensor:
-        """Rows that can switch between binding and inactive, (m,) bool."""
-        return ~self.equal
 
     def project(self, lam: Tensor) -> Tensor:
         """Return the admissible multipliers nearest to λ, (..., m)."""
@@ -184,15 +183,15 @@ class Term(Expression):
         """Return itself."""
         return self
 
+    def __repr__(self) -> str:
+        formula = replace(self, name=None).label
+        return f"Term({formula})" if self.name is None else f"Term({self.name}: {formula})"
+
     @property
     def label(self) -> str:
         """Its name; without one, what it consists of."""
-        return self._formula() if self.name is None else self.name
-
-    def __repr__(self) -> str:
-        return f"Term({self._formula()})" if self.name is None else f"Term({self.name}: {self._formula()})"
-
-    def _formula(self) -> str:
+        if self.name is not None:
+            return self.name
         summands = [(c, s.words) for c, s in self.sums] + [(c, f.name) for c, f in self.functions]
         text = " + ".join(name if c == 1.0 else f"{c:g}·{name}" for c, name in summands)
         shown = f"{float(self.constant):g}" if self.constant.dim() == 0 else f"<{self.constant.numel()} constants>"
@@ -214,10 +213,7 @@ class Function(Expression):
     kinks: dict[int, Any] = field(default_factory=dict, init=False)  # the last search for kinks; see `Samples`
 
     def __post_init__(self) -> None:
-        if not callable(self.fn):
-            raise InvalidInputError(
-                f"`fn` of Function {self.name!r} must be a callable fn(params), not of type {type(self.fn).__name__}."
-            )
+        check_callable(self.fn, "fn(params)", f"Function {self.name!r}")
 
     def as_term(self) -> Term:
         """Return a Term of one summand."""

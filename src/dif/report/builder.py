@@ -20,18 +20,18 @@ from dif.derivatives.fingerprint import READ, encode_tensor, hash_all
 from dif.derivatives.program import Targets
 from dif.errors import DifError, InvalidInputError, count_words
 from dif.estimators.directional import DirectionalInfluence
-from dif.optimality.judgement import NOTE, Certificate
+from dif.optimality.judgement import BAD, NOTE, Certificate
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.data import leaves
 from dif.problem.perturbation import Perturbation
 from dif.problem.term import Expression
-from dif.report.page import render
+from dif.report.page import MAX_SAMPLES, render
 from dif.report.subjects import Subjects, list_entries
 from dif.report.words import Verdict, explain_constraint, write_formulas
 from dif.results.change import Agreement
-from dif.results.influence import Influence
+from dif.results.influence import TRUSTED, Influence
 from dif.runtime.archive import damage_error, open_atomically, read_document, write_document
-from dif.runtime.inputs import expect_path
+from dif.runtime.inputs import check_instance, expect_path
 
 _ROUNDING = 1e-13  # scores below this are rounding errors, relative to the target or to the mean loss
 
@@ -50,7 +50,7 @@ class Report:
     histogram: dict[str, list[float]]
     by_group: list[dict[str, Any]]
     terms: list[str]
-    samples: list[dict[str, Any]]  # the most influential samples, in order
+    samples: list[dict[str, Any]]  # those without a score, then the most influential, in order
     run: dict[str, str]
     model: dict[str, str]  # hashes of the model file and of the data, and what else identifies the model
     mark: str  # fingerprint of the solution, the target and the displayed data; empty if nobody asks for it
@@ -63,9 +63,10 @@ class Report:
     agreement: dict[str, Any] | None = None  # agreement of scores and retraining
 
     def with_actual(self, indices: Sequence[int], actual: Influence, command: str = "") -> Report:
-        """Return the report with the changes that retraining without some of the samples gave."""
-        failed = actual.diagnostics.get("failed", {})
-        column = actual.targets.index(self.target) if self.target in actual.targets else 0
+        """Return the report with the changes that retraining without some of the samples gave, if of its target."""
+        if self.target not in actual.targets:
+            return self
+        failed, column = actual.diagnostics.get("failed", {}), actual.targets.index(self.target)
         rows = zip(indices, actual.perturbations, actual.values[:, column].tolist(), strict=True)
         retrained = [{"index": i, "actual": finite(x), "failed": failed.get(label, "")} for i, label, x in rows]
         run = self.run | ({"retraining command": command} if command else {})
@@ -76,25 +77,25 @@ class Report:
 
         Changes of samples that it does not list are kept, for other reports on the target.
         """
-        known = {entry["index"]: entry for entry in (*self.retrained, *retrained)}
-        found = {i: {"actual": entry["actual"], "failed": entry["failed"]} for i, entry in known.items()}
-        samples = [sample | found.get(sample["index"], {}) for sample in self.samples]
+        known = {entry["index"]: dict(entry) for entry in (*self.retrained, *retrained)}
+        samples = [sample | known.get(sample["index"], {}) for sample in self.samples]
         pairs = [(s["score"], s["actual"]) for s in samples if s.get("actual") is not None and s["score"] is not None]
-        predicted, actual = np.array(pairs, dtype=float).reshape(-1, 2).T
+        predicted, actual = torch.tensor(pairs, dtype=torch.float64).reshape(-1, 2).T
         agreement = compared = None
         if len(pairs) > 1 and not self.negligible:
-            measured = asdict(Agreement.of(torch.tensor(predicted), torch.tensor(actual)))
-            agreement = {key: finite(value) for key, value in measured.items()} | {"n": len(pairs)}
+            agreement = {key: finite(value) for key, value in asdict(Agreement.of(predicted, actual)).items()}
+            agreement |= {"n": len(pairs)}
         if pairs:
-            size, off = (float(np.linalg.norm(x)) for x in (actual, predicted - actual))
-            wrong = int((np.sign(predicted) != np.sign(actual)).sum())
-            error = off / size if size else float(off > 0)
-            compared = {"n": len(pairs), "relative_error": error, "wrong_signs": wrong}
-        verdict = Verdict.of(self.certificate, self.assessment, compared, self.unanswered, self.kinked)
+            size, off = float(actual.norm()), float((predicted - actual).norm())
+            wrong = int((predicted.sign() != actual.sign()).sum())
+            compared = {"n": len(pairs), "relative_error": off / size if size else float(off > 0), "wrong_signs": wrong}
+        instead = sum(s["score"] is None and s.get("actual") is not None for s in samples)
+        verdict = Verdict.of(self.certificate, self.assessment, compared, self.unanswered, self.kinked, instead)
         if self.certificate["holds"] and self.negligible and not self.kinked:
             text = f"No sample is predicted to change {self.target} by more than rounding error"
             verdict = Verdict(NOTE, f"{text}, so there is no ranking.")
-        kept = [dict(entry) for entry in known.values()]
+        bad, kept = verdict.sign == BAD, list(known.values())
+        samples = [s | {"doubtful": bad or (s["expected_error"] or 0.0) > TRUSTED} for s in samples]
         return replace(self, samples=samples, agreement=agreement, retrained=kept, verdict=asdict(verdict))
 
     @property
@@ -108,11 +109,6 @@ class Report:
     def remarks(self) -> list[str]:
         """Notes that a reader of the ranking needs."""
         remarks = []
-        if self.negligible:
-            remarks.append(
-                f"No sample is predicted to change {self.target} by more than rounding error (relative "
-                f"{_ROUNDING:g}), so the order of the ranking means nothing."
-            )
         for key, problem in (("why", "cannot be scored"), ("failed", "could not be retrained")):
             missing = [sample for sample in self.samples if sample.get(key)]
             if missing:
@@ -120,23 +116,15 @@ class Report:
                 remarks.append(f"{number} {problem}. The first is {first['name']}: {first[key]}")
         return remarks
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as JSON; the file is complete or not written at all."""
-        save_reports(path, [self])
-
     @classmethod
     def load(cls, path: str | os.PathLike[str], target: str | None = None) -> Report:
-        """Read the newest report on a target (None: on any target) from a file that `save` or `dif score` wrote."""
+        """Read the newest report on a target (None: on any target) from a file that `dif score` wrote."""
         reports = [report for report in load_reports(path) if target in (None, report.target)]
         if not reports:
             raise InvalidInputError(
                 f"Report file {os.fspath(path)!r} has no answer about {target!r}. Run `dif score` with that target."
             )
         return reports[-1]
-
-    def write_html(self, path: str | os.PathLike[str]) -> None:
-        """Write the report as one HTML file that works offline."""
-        write_html(path, [self])
 
 
 def save_reports(path: str | os.PathLike[str], reports: Sequence[Report]) -> None:
@@ -176,7 +164,6 @@ def finite(x: Any) -> float | None:
 
 _MOST_TARGETS = 20  # targets of one report at most
 _AGREEING = 1e-6  # relative difference up to which scores count as the sum of their parts by term
-_MAX_LISTED = 1000  # samples that a report lists, if no more are asked for
 _MAX_IMAGES = 300  # listed samples with an image
 _BINS = 41  # bins of the histogram
 
@@ -213,31 +200,23 @@ def write_report(
     Returns:
         The path of the file.
     """
-    if not isinstance(influence, Influence):
-        raise InvalidInputError(
-            f"`influence` is of type {type(influence).__name__}; it must be the scores of an estimator."
-        )
     file = expect_path(path)
-    if not isinstance(title, str):
-        raise InvalidInputError(f"`title` is of type {type(title).__name__}; it must be text.")
+    check_instance(influence, Influence, "influence")
+    check_instance(title, str, "title")
     if solution is None and influence.origin is None:
         raise InvalidInputError(
             f"These scores of {influence.estimator} do not know the solution that they were computed at. Call "
             "dif.report.write_report(path, influence, solution)."
         )
-    at = expect_solution(influence.origin.solution if solution is None and influence.origin is not None else solution)
+    at = expect_solution(influence.origin.solution if solution is None and influence.origin else solution)
     terms = _find_terms(influence, targets)
-    places = {} if retrained is None else _match_retrained(influence, retrained)
+    rows = [] if retrained is None else _match_retrained(influence, retrained)
     subjects = Subjects.of(
         influence.carried_out, at, names=names, groups=groups, features=features, images=images, index=influence.index
     )
     reports = build_reports(influence, subjects, terms, title=title)
     if retrained is not None:
-        indices = [places[label] for label in retrained.perturbations]
-        reports = [
-            report.with_actual(indices, retrained) if report.target in retrained.targets else report
-            for report in reports
-        ]
+        reports = [report.with_actual(rows, retrained) for report in reports]
     write_html(file, reports[::-1])  # the first target is shown first
     return file
 
@@ -261,16 +240,11 @@ def build_reports(
     """
     solution = subjects.solution
     explainer = _find_explainer(influence, solution)
-    certificate = _describe_certificate(subjects, _find_margins(influence, explainer))
-    known = [term for term in terms if term is not None]
-    values = (
-        Targets(known, solution).values(solution.theta).tolist() if len(known) == len(terms) else [None] * len(terms)
-    )
     common: dict[str, Any] = {
         "title": title,
         "estimator": influence.estimator,
         "method": method or influence.estimator,
-        "certificate": certificate,
+        "certificate": _describe_certificate(influence, subjects, explainer),
         "total": len(influence),
         "run": _describe_run(command),
         "model": dict(model or {"data": hash_data(solution)}),
@@ -279,18 +253,19 @@ def build_reports(
     }
     reports = []
     for column, (target, term) in enumerate(zip(influence.targets, terms, strict=True)):
-        listed = [entry.index for entry in influence.top(max(top, min(_MAX_LISTED, len(influence))), column)]
-        parts = None if term is None else _split_scores(influence, explainer, term, column, listed)
+        listed = [entry.index for entry in influence.top(max(top, MAX_SAMPLES), column)]
+        compiled = None if term is None else Targets(term, solution)
+        names, parts = ([], {}) if term is None else _split_scores(influence, explainer, term, column, listed)
         report = Report(
             target=target,
             assessment=_clean_assessment(influence, column),
-            value=values[column],
+            value=None if compiled is None else float(compiled.values(solution.theta)[0]),
             histogram=_bin_scores(influence.values[:, column].double()),
             by_group=_summarize_groups(subjects, influence.values[:, column].tolist()),
-            terms=[] if parts is None else list(parts.targets),
+            terms=names,
             samples=_describe_samples(influence, subjects, column, listed, parts),
             loss=term is not None and is_loss(term, solution),
-            kinked="" if term is None else "; ".join(map(str, Targets(term, solution).kinks(solution.theta))),
+            kinked="" if compiled is None else "; ".join(map(str, compiled.kinks(solution.theta))),
             **common,
         )
         reports.append(report.with_retrained())
@@ -317,12 +292,9 @@ def _find_terms(influence: Influence, targets: Any) -> list[Expression | None]:
     return terms
 
 
-def _match_retrained(influence: Influence, retrained: Any) -> dict[str, int]:
-    """Return the row of each scored perturbation by its label; refuse retrained scores of other ones."""
-    if not isinstance(retrained, Influence):
-        raise InvalidInputError(
-            f"`retrained` is of type {type(retrained).__name__}; it must be the scores of dif.Retraining."
-        )
+def _match_retrained(influence: Influence, retrained: Any) -> list[int]:
+    """Return the row of each retrained perturbation among those that were scored; refuse others."""
+    check_instance(retrained, Influence, "retrained")
     places = {label: row for row, label in enumerate(influence.perturbations)}
     known = [label for label in retrained.perturbations if label in places]
     if len(known) < len(retrained) or not set(influence.targets) & set(retrained.targets):
@@ -330,7 +302,7 @@ def _match_retrained(influence: Influence, retrained: Any) -> dict[str, int]:
             f"`retrained` must be about the perturbations and targets that were scored: of its {len(retrained)} "
             f"perturbations {len(known)} were, and its targets are {', '.join(retrained.targets)}."
         )
-    return places
+    return [places[label] for label in known]
 
 
 def _find_explainer(influence: Influence, solution: Solution) -> Any:
@@ -346,33 +318,25 @@ def _find_explainer(influence: Influence, solution: Solution) -> Any:
     return None
 
 
-def _find_margins(influence: Influence, explainer: Any) -> Any:
-    """Return how far the perturbations with an answer move the constraints; None where that is unknown."""
-    answered = torch.isfinite(influence.values).any(1)
-    if explainer is None or not bool(answered.any()):
-        return None
-    with suppress(DifError):
-        return explainer.margins((influence if bool(answered.all()) else influence[answered]).carried_out)
-    return None
-
-
 def _split_scores(
     influence: Influence, explainer: Any, term: Expression, column: int, listed: list[int]
-) -> Influence | None:
-    """Return the listed scores by term, those without an answer left out; None where they would not add up."""
-    known = influence.values[listed, column].double()
-    known = known[torch.isfinite(known)]  # those without an answer are listed last
-    if explainer is None or not len(known):
-        return None
+) -> tuple[list[str], dict[int, list[float]]]:
+    """Return the names of the terms, and the parts of each listed score; nothing where they would not add up."""
+    rows = [row for row in listed if bool(torch.isfinite(influence.values[row, column]))]
     with suppress(DifError):
-        parts = explainer.by_term(term, influence[listed[: len(known)]].carried_out)
-        if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
-            return parts
-    return None
+        if explainer is not None and rows:
+            known, parts = influence.values[rows, column].double(), explainer.by_term(term, influence[rows].carried_out)
+            if bool(((parts.values.sum(1) - known).abs() <= _AGREEING * known.abs().max()).all()):
+                return list(parts.targets), dict(zip(rows, parts.values.tolist(), strict=True))
+    return [], {}
 
 
-def _describe_certificate(subjects: Subjects, margins: Any) -> dict[str, Any]:
+def _describe_certificate(influence: Influence, subjects: Subjects, explainer: Any) -> dict[str, Any]:
     """Return the certificate as plain numbers and text, with a formula and an explanation of each constraint."""
+    answered, margins = torch.isfinite(influence.values).any(1), None
+    with suppress(DifError):
+        if explainer is not None and bool(answered.any()):
+            margins = explainer.margins((influence if bool(answered.all()) else influence[answered]).carried_out)
     certificate = Certificate.of(subjects.solution, margins).to_dict()
     formulas = write_formulas(subjects.solution, subjects.sets)
     for row, formula in zip(certificate["constraints"], formulas, strict=True):
@@ -381,11 +345,11 @@ def _describe_certificate(subjects: Subjects, margins: Any) -> dict[str, Any]:
 
 
 def _describe_samples(
-    influence: Influence, subjects: Subjects, column: int, listed: Sequence[int], parts: Influence | None
+    influence: Influence, subjects: Subjects, column: int, listed: Sequence[int], parts: Mapping[int, list[float]]
 ) -> list[dict[str, Any]]:
     """Return what the report says of each listed sample."""
     values, errors = influence.values[:, column].double(), influence.expected_error
-    reasons, split = influence.diagnostics.get("unanswered", {}), [] if parts is None else parts.values.tolist()
+    reasons = influence.diagnostics.get("unanswered", {})
     losses = [{name: finite(loss[i]) for name, loss in subjects.losses.items()} for i in listed]
     return [
         {
@@ -397,9 +361,9 @@ def _describe_samples(
             "losses": losses[k],
             "expected_error": finite(errors[i]),
             "why": reasons.get(influence.perturbations[i], ""),  # why it has no score
-            "parts": [finite(x) for x in split[k]] if k < len(split) else [],
+            "parts": [finite(x) for x in parts.get(i, ())],
             "features": subjects.feature(i),
-            "image": subjects.encode_image(i) if k < _MAX_IMAGES else None,
+            "image": subjects.image(i) if k < _MAX_IMAGES else None,
         }
         for k, i in enumerate(listed)
     ]

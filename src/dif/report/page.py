@@ -17,7 +17,7 @@ from typing import Any
 from dif.optimality.judgement import BAD, GOOD
 from dif.report.words import format_number, format_percent
 
-_MAX_SAMPLES = 1000  # samples of a report that the page lists
+MAX_SAMPLES = 1000  # samples that a report lists, if no more are asked for, and its page at most
 _MAX_BYTES = 4_000_000  # size of the samples of all reports on the page, in bytes
 _MAX_CSV = 400_000  # size of the CSV files of all reports on the page, in bytes; larger ones have no features
 # How the page calls the state of a constraint; the words of experts are folded away
@@ -26,6 +26,7 @@ _SIGN = {GOOD: "✓", BAD: "✗"}  # symbol of a verdict; "!" for the others
 _HASH = 16  # characters of a hash that the head of the page shows
 # What identifies a model, and how the page calls it
 _MODEL = {"file": "model file", "file hash": "SHA-256 of the model file", "data": "SHA-256 of the data"}
+_IDENTITY = ("file hash", "data", "solution")  # of these a model that is still the same has the same
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")  # beginnings of a cell that spreadsheets take for a formula
 
 
@@ -57,7 +58,7 @@ def render(reports: Sequence[Mapping[str, Any]]) -> str:
     answers = [dict(report) for report in reversed(reports)]
     newest, page = answers[0], files("dif") / "report" / "page"
     shown = [answer | {"samples": _list_samples(answer, _MAX_BYTES / len(answers))} for answer in answers]
-    outdated = [not _is_same_model(answer, newest) for answer in answers]
+    outdated = [any(answer["model"].get(key) != newest["model"].get(key) for key in _IDENTITY) for answer in answers]
     parts: dict[str, object] = {
         "title": f"{newest['title']}: influence on {', '.join(answer['target'] for answer in answers)}",
         "heading": f"{newest['title']}: what each training sample does",
@@ -81,15 +82,11 @@ def _hash_source(text: str) -> str:
 def _list_samples(answer: Mapping[str, Any], room: float) -> list[dict[str, Any]]:
     """Return the samples of a report that the page lists; beyond `room` bytes, without features and image."""
     listed = []
-    for sample in answer["samples"][:_MAX_SAMPLES]:
+    for sample in answer["samples"][:MAX_SAMPLES]:
         size = len(json.dumps(sample, ensure_ascii=False).encode())
         listed.append(sample if size <= room else sample | {"features": {}, "image": None})
         room -= size if size <= room else 0
     return listed
-
-
-def _is_same_model(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(one["model"].get(key) == other["model"].get(key) for key in ("file hash", "data", "solution"))
 
 
 def _wrap(k: int, tag: str, *parts: object) -> Markup:
@@ -216,9 +213,9 @@ def _format_constraints(certificate: Mapping[str, Any]) -> Markup:
 
 
 def _describe_state(row: Mapping[str, Any]) -> str:
-    if row["relation"] == "=":
+    if row["relation"] == "=" and row["state"] != "violated":
         return "must be met exactly"
-    return "violated" if row["slack"] < 0 else _STATE[row["state"]]
+    return _STATE.get(row["state"], "violated")
 
 
 def _format_cards(rows: Sequence[Mapping[str, str]], numbers: Sequence[str]) -> Markup:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from dif import BoundCurve, Change, Influence, InvalidInputError, Run, Solution
-from dif.errors import count_words, few
-from dif.optimality.solution import expect_solution
-from dif.report.subjects import expect_column
+from dif import BoundCurve, Change, Influence, InvalidInputError, Run
+from dif.errors import few
+from dif.report.subjects import expect_column, list_entries
+from dif.results.influence import TRUSTED
 from dif.results.selection import find_column
-from dif.runtime.inputs import as_numbers, check_count, write_label
+from dif.runtime.inputs import as_numbers, check_instance, write_label
 from dif.solving.continuation import Path
 
 BLUE, ORANGE, GREEN, GREY = "#2563eb", "#ea7317", "#15803d", "#6b7280"  # colours of all plots
@@ -43,67 +42,33 @@ def predicted_vs_actual(
     return ax
 
 
-def landscape(solution: Solution, ax: Any = None, span: float = 0.6, levels: int = 18) -> Any:
-    """Plot objective and feasible region around a solution with two parameters."""
-    solution = expect_solution(solution)
-    program, centre = solution.program, solution.theta
-    if len(centre) != 2:
-        raise InvalidInputError(
-            f"The solution has {count_words(len(centre), 'parameter')}; a landscape is drawn of problems with 2."
-        )
-    ax, axis = draw_on(ax), torch.linspace(-span, span, 81).to(centre)
-    values = torch.stack([program.rows.values(centre + torch.stack([u, v])) for v in axis for u in axis])
-    size = (len(axis), len(axis))
-    x, y = (axis + centre[0]).numpy(), (axis + centre[1]).numpy()
-    ax.contour(x, y, values[:, 0].reshape(size).numpy(), levels=levels, cmap="Greys", linewidths=0.8, alpha=0.8)
-    if program.m:
-        gap = (values[:, 1:] - program.tau).T.reshape(-1, *size).numpy()
-        for j in torch.nonzero(program.kinds.equal).reshape(-1).tolist():
-            ax.contour(x, y, gap[j], levels=[0.0], colors=[ORANGE], linewidths=1.6)
-        if bool(program.kinds.one_sided.any()):
-            rows = [gap[j] for j in torch.nonzero(program.kinds.one_sided).reshape(-1).tolist()]
-            worst = np.max([_refine(row) for row in rows], axis=0)
-            fine = (np.linspace(axis[0], axis[-1], len(worst)) for axis in (x, y))
-            where = (*fine, worst)
-            ax.contourf(*where, levels=[-np.inf, 0.0], colors=[BLUE], alpha=0.10)
-            ax.contour(*where, levels=[0.0], colors=[BLUE], linewidths=1.2)
-    ax.plot(*centre.numpy(), marker="o", color="black", markersize=6, zorder=5)
-    ax.set_aspect("equal")
-    ax.set_xlabel("θ₁")
-    ax.set_ylabel("θ₂")
-    return ax
-
-
-def arrow(start: Tensor, change: Tensor, ax: Any, label: str, colour: str, style: str = "-") -> Any:
-    """Draw a change of two parameters as an arrow."""
-    begin, end = start.numpy(), (start + change).numpy()
-    if np.linalg.norm(end - begin) > 0:
-        shape = {"arrowstyle": "-|>", "color": colour, "lw": 2, "linestyle": style, "shrinkA": 0, "shrinkB": 0}
-        ax.annotate("", xy=end, xytext=begin, arrowprops=shape, zorder=6)
-    ax.plot([], [], color=colour, linestyle=style, linewidth=2, label=label)
-    return ax
-
-
 def ranking(
     influence: Influence, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None
 ) -> Any:
     """Draw the k perturbations with the largest effect on a target as bars, largest on top.
 
-    They are named by `names`, by the index of the user's DataFrame, or by their labels.
+    They are named by `names`, by the index of the user's DataFrame, or by their labels. Bars of scores that cannot be
+    trusted are hatched.
     """
-    influence = _expect_influence(influence)
+    influence = check_instance(influence, Influence, "influence")
     top = influence.top(k, target)[::-1]
     values = [entry.value for entry in top]
     labels = [entry.label if entry.name is None else write_label(entry.name) for entry in top]
     if names is not None:
         given = expect_column(names, "`names`", {len(influence)}, per="perturbation")
         labels = [str(given[entry.index]) for entry in top]
-    return _draw_bars(ax, values, labels, _describe(influence, _find_target(influence, target)))
+    column = _find_target(influence.targets, target)
+    ax = _draw_bars(ax, values, labels, _describe(influence, column))
+    untrusted, errors = _is_untrusted(influence, column), influence.expected_error
+    for bar, entry in zip(ax.patches[-len(top) :], top, strict=True):
+        if untrusted or errors[entry.index] > TRUSTED:
+            bar.set(hatch="//", fill=False, edgecolor=bar.get_facecolor())
+    return ax
 
 
 def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, target: int | str = 0) -> Any:
     """Draw a box plot of the scores of each group, labelled with their sum."""
-    influence, place = _expect_influence(influence), _find_target(influence, target)
+    place = _find_target(check_instance(influence, Influence, "influence").targets, target)
     groups, ax = expect_column(groups, "`groups`", {len(influence)}, per="perturbation"), draw_on(ax)
     column = influence.values[:, place].numpy()
     named = sorted({str(group) for group in groups})
@@ -120,44 +85,10 @@ def by_group(influence: Influence, groups: Sequence[object], ax: Any = None, tar
     return ax
 
 
-def by_term(parts: Influence, ax: Any = None, k: int = 12, names: Sequence[str] | None = None) -> Any:
-    """Draw the k largest scores as bars stacked by term, from the result of `DirectionalInfluence.by_term`."""
-    parts = _expect_influence(parts)
-    k = check_count(k, "k")
-    given = parts.perturbations if names is None else expect_column(names, "`names`", {len(parts)}, per="perturbation")
-    ax, total = draw_on(ax), parts.values.sum(1)
-    order = torch.argsort(torch.nan_to_num(total.abs(), nan=-1.0), descending=True)[:k].flip(0).tolist()
-    above, below = np.zeros(len(order)), np.zeros(len(order))
-    for column, name in enumerate(parts.targets):
-        values = parts.values[order, column].numpy()
-        if not np.any(values):
-            continue
-        left = np.where(values > 0, above, below)
-        ax.barh(range(len(order)), values, left=left, label=name, height=0.7)
-        above, below = above + np.maximum(values, 0), below + np.minimum(values, 0)
-    ax.plot(total[order].numpy(), range(len(order)), "k|", markersize=12, label="total")
-    ax.set_yticks(range(len(order)), [str(given[i]) for i in order])
-    ax.axvline(0.0, color=GREY, linewidth=1)
-    ax.set_xlabel(parts.estimator)
-    ax.legend(frameon=False, fontsize=8)
-    return ax
-
-
 def parameter_change(change: Change, ax: Any = None, k: int = 15) -> Any:
     """Draw the k largest entries of Δθ, the change of the parameters, as bars, largest on top."""
     largest = change.largest(k)[::-1]
     return _draw_bars(ax, [value for _, value in largest], [name for name, _ in largest], "Δθ")
-
-
-def multipliers(solution: Solution, change: Change, ax: Any = None) -> Any:
-    """Draw Δλ, the change of the multiplier (price) of each constraint."""
-    ax = draw_on(ax)
-    names, values = solution.program.names, change.multipliers.flat.detach().cpu().numpy()
-    ax.bar(range(len(values)), values, color=_colours(values))
-    ax.set_xticks(range(len(values)), names, rotation=30, ha="right")
-    ax.axhline(0.0, color=GREY, linewidth=1)
-    ax.set_ylabel("Δλ")
-    return ax
 
 
 def path(followed: Path, ax: Any = None, change: Change | None = None, most: int = 4) -> Any:
@@ -203,9 +134,8 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
 
     Each step sees its own batch, so the curves are noisy.
     """
-    if not isinstance(run, Run):
-        raise InvalidInputError(f"`run` must be a dif.Run, from dif.Training(...).run(), not {type(run).__name__}.")
-    panels: list[Any] = _open_figure(3) if axes is None else list(axes) if _is_list(axes) else [axes]
+    check_instance(run, Run, "run", "it comes from dif.Training(...).run()")
+    panels: list[Any] = _open_figure(3) if axes is None else list_entries(axes) or [axes]
     if len(panels) != 3 or not all(map(_is_axes, panels)):
         raise InvalidInputError(f"`axes` must be 3 axes of matplotlib, or None for a new figure, not {len(panels)}.")
     recorded, names = run.history, run.end.program.names
@@ -224,10 +154,7 @@ def history(run: Run, axes: Sequence[Any] | None = None) -> Sequence[Any]:
 
 def bound_curve(curve: BoundCurve, ax: Any = None, target: int | str | None = None) -> Any:
     """Plot the price of a constraint (target=None) or a target against the bound of the constraint, with the kinks."""
-    column = None if target is None else find_column(target, curve.targets)
-    if target is not None and column is None:
-        known = ", ".join(curve.targets) or "it has none"
-        raise InvalidInputError(f"`target` must be None or one of the curve's targets ({known}), not {target!r}.")
+    column = None if target is None else _find_target(curve.targets, target)
     ax, values = draw_on(ax), curve.price if column is None else curve.values[:, column]
     ax.plot(curve.bounds, values, marker="o", markersize=3, color=BLUE)
     for kink in curve.kinks:
@@ -256,22 +183,14 @@ def _open_figure(rows: int) -> list[Any]:
     return list(axes.reshape(-1))
 
 
-def _is_list(axes: Any) -> bool:
-    return isinstance(axes, Iterable) and getattr(axes, "ndim", 1) > 0
-
-
 def _is_axes(ax: Any) -> bool:
     return hasattr(ax, "plot") and hasattr(ax, "set_xlabel")
-
-
-def _colours(values: Iterable[float]) -> list[str]:
-    return [ORANGE if value > 0 else BLUE for value in values]
 
 
 def _draw_bars(ax: Any, values: Sequence[float], labels: Sequence[str], what: str) -> Any:
     """Draw one horizontal bar for each value, from below."""
     ax = draw_on(ax)
-    ax.barh(range(len(values)), values, color=_colours(values))
+    ax.barh(range(len(values)), values, color=[ORANGE if value > 0 else BLUE for value in values])
     ax.set_yticks(range(len(values)), labels)
     ax.axvline(0.0, color=GREY, linewidth=1)
     ax.set_xlabel(what)
@@ -284,35 +203,25 @@ def _mark(ax: Any, x: float, text: str) -> None:
     ax.annotate(text, (x, 1.0), xycoords=("data", "axes fraction"), rotation=90, va="top", fontsize=7)
 
 
-def _refine(grid: np.ndarray, factor: int = 10) -> np.ndarray:
-    """Interpolate values on a grid linearly, so that a corner of the maximum of several rows is drawn sharp."""
-    for _ in range(2):  # along one axis, then along the other
-        coarse, fine = np.arange(len(grid)), np.linspace(0, len(grid) - 1, factor * (len(grid) - 1) + 1)
-        grid = np.stack([np.interp(fine, coarse, column) for column in grid.T])
-    return grid
-
-
 def _numbers(values: Any) -> np.ndarray:
     """Return scores, a tensor or an array as a flat array."""
     return as_numbers(values.values if isinstance(values, Influence) else values, "changes").reshape(-1).numpy()
 
 
-def _expect_influence(influence: object) -> Influence:
-    """Return scores; refuse other objects."""
-    if not isinstance(influence, Influence):
-        raise InvalidInputError(f"`influence` must be the scores of an estimator, not {type(influence).__name__}.")
-    return influence
-
-
 def _describe(influence: Influence, column: int) -> str:
     """Return the label of an axis with the scores of one target."""
-    return f"change of {influence.targets[column]} ({influence.estimator})"
+    doubt = ", not trusted" if _is_untrusted(influence, column) else ""
+    return f"change of {influence.targets[column]} ({influence.estimator}{doubt})"
 
 
-def _find_target(influence: Influence, target: int | str) -> int:
+def _is_untrusted(influence: Influence, column: int) -> bool:
+    return influence.trusted_by_target[influence.targets[column]] is False
+
+
+def _find_target(targets: Sequence[str], target: int | str) -> int:
     """Return the number of a target that is given by name or by number."""
-    place = find_column(target, influence.targets)
+    place = find_column(target, targets)
     if place is None:
-        known = few(influence.targets, quoted=True)
+        known = few(targets, quoted=True) or "(there are none)"
         raise InvalidInputError(f"`target` must be one of the targets {known}, or its number, not {target!r}.")
     return place

@@ -64,22 +64,23 @@ class Subjects:
             raise InvalidInputError(
                 f"`features`{where} is of type {type(features).__name__}; it must be a dict of columns or a data frame."
             )
-        plain = cls(perturbations, solution)
-        count = len(perturbations) if plain.train is None else len(plain.train)
-        tables = {} if features is None else {key: (f"features[{key!r}]", column) for key, column in features.items()}
-        given = {"names": names, "groups": groups, "images": images, **dict(tables.values())}
-        if index is not None:
-            everyone = index if plain.train is None else plain.train.population.storage.labels(torch.arange(count))
-            for name, column in {"features": features, **given}.items():
-                _check_labels(column, name, index, everyone)
-            given["names"] = [write_label(label) for label in everyone] if names is None else names
-        read = {
-            name: expect_column(column, f"`{name}`{where}", {len(perturbations), count})
-            for name, column in given.items()
-            if column is not None or name.startswith("features")
-        }
-        shown = None if features is None else {str(key): read[name] for key, (name, _) in tables.items()}
-        subjects = cls(perturbations, solution, read.get("names"), read.get("groups"), shown, read.get("images"))
+        train = cls(perturbations, solution).train
+        count, everyone = (len(perturbations) if train is None else len(train)), index
+        if index is not None and train is not None:
+            everyone = train.population.storage.labels(torch.arange(count))
+
+        def read(name: str, column: Any) -> list[Any]:
+            _check_labels(column, name, index, everyone)
+            return expect_column(column, f"`{name}`{where}", {len(perturbations), count})
+
+        _check_labels(features, "features", index, everyone)
+        if names is None and index is not None:
+            names = [write_label(label) for label in everyone]
+        given = {"names": names, "groups": groups, "images": images}
+        columns: dict[str, Any] = {name: read(name, column) for name, column in given.items() if column is not None}
+        if features is not None:
+            columns["features"] = {str(key): read(f"features[{key!r}]", column) for key, column in features.items()}
+        subjects = cls(perturbations, solution, **columns)
         subjects._check_display(where)
         return subjects
 
@@ -148,26 +149,19 @@ class Subjects:
             for j, value in enumerate(part.reshape(-1).tolist())
         }
 
-    def image(self, i: int) -> Tensor | None:
-        """Return the pixels of subject i, (height, width) or (height, width, 3), 0 … 255; None if it has no image."""
-        if self.images is not None:
-            return _as_bytes(torch.as_tensor(self._pick(self.images, i)).detach().cpu())
-        candidates = [leaf.detach().cpu() for leaf in self._leaves(i) if leaf.dim() in (2, 3)]
-        images = [leaf for leaf in candidates if min(leaf.shape[-2:]) >= 5 or min(leaf.shape[:2]) >= 5]
-        return _as_bytes(images[0]) if images else None
-
-    def encode_image(self, i: int) -> dict[str, Any] | None:
+    def image(self, i: int) -> dict[str, Any] | None:
         """Return the image of subject i with its pixels in base64; None if it has no image."""
-        pixels = self.image(i)
+        if self.images is not None:
+            found = [torch.as_tensor(self._pick(self.images, i))]
+        else:
+            found = [leaf for leaf in self._leaves(i) if leaf.dim() in (2, 3)]
+            found = [leaf for leaf in found if min(leaf.shape[-2:]) >= 5 or min(leaf.shape[:2]) >= 5]
+        pixels = _as_bytes(found[0].detach().cpu()) if found else None
         if pixels is None:
             return None
         data = base64.b64encode(pixels.contiguous().numpy().tobytes()).decode()
-        return {
-            "height": pixels.shape[0],
-            "width": pixels.shape[1],
-            "channels": 1 if pixels.dim() == 2 else 3,
-            "data": data,
-        }
+        height, width, *channels = pixels.shape
+        return {"height": height, "width": width, "channels": 3 if channels else 1, "data": data}
 
     def _check_display(self, where: str) -> None:
         """Refuse features or images that cannot be shown, judged by the first."""
@@ -258,11 +252,11 @@ def _check_labels(column: Any, name: str, index: Any, everyone: Any) -> None:
     Args:
         column: What the user gave.
         name: The argument.
-        index: Labels of the perturbations.
+        index: Labels of the perturbations; None without any.
         everyone: Labels of all samples; of the perturbations, if these are no removals.
     """
     found = read_labels(column)
-    if found is None:
+    if found is None or index is None:
         return
     whole = everyone is not index and len(found) == len(everyone)  # then its rows are in the order of the data
     labels, source = (everyone, "X") if whole else (index, "scores")

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from dif.errors import count_words
@@ -16,6 +15,7 @@ from dif.optimality.solution import Solution
 from dif.problem.samples import Samples
 from dif.problem.term import Function, SampleSum
 from dif.report.subjects import SampleSets
+from dif.results.change import name_entry
 from dif.results.influence import TRUSTED
 
 _DIGITS = 4  # significant digits of a number, here and in report.js
@@ -108,19 +108,9 @@ def _split_function(function: Function, row: int | None, solution: Solution) -> 
     used = torch.nonzero(coefficients).reshape(-1).tolist()
     if not 0 < len(used) <= _MOST_COEFFICIENTS:
         return [(1.0, f"{name} ({len(used)} coefficients)")]
-    parameters = solution.program.parameters
-    layout = [(n, s) for n, s in zip(parameters.names, parameters.shapes, strict=True) if function.of in (None, n)]
-    return [(float(coefficients[i]), _name_entry(i, layout)) for i in used]
-
-
-def _name_entry(i: int, layout: Sequence[tuple[str, torch.Size]]) -> str:
-    """Return the name of entry i of the flat parameters with these names and shapes, such as w[2]."""
-    for name, shape in layout:
-        if i < shape.numel():
-            place = np.unravel_index(i, tuple(shape)) if shape else ()
-            return f"{name}[{', '.join(map(str, place))}]" if shape else name
-        i -= shape.numel()
-    return f"θ[{i}]"
+    everything = solution.program.parameters.tensors(solution.theta)
+    acted_on = {name: tensor for name, tensor in everything.items() if function.of in (None, name)}
+    return [(float(coefficients[i]), name_entry(acted_on, i)) for i in used]
 
 
 def _join(summands: Sequence[tuple[float, str]]) -> str:
@@ -135,10 +125,10 @@ def _join(summands: Sequence[tuple[float, str]]) -> str:
 
 def explain_constraint(row: Mapping[str, Any], objective: float) -> str:
     """Say what a constraint does to the model, from a row of the certificate and the value of the objective."""
+    if row["state"] == "violated":
+        return f"Violated by {format_number(abs(row['slack']))}."
     if row["relation"] == "=":
         return f"Must be met exactly, so it always shapes the model.{_price(row, objective, 'Moving')}"
-    if row["slack"] < 0:
-        return f"Violated by {format_number(-row['slack'])}."
     doubt = " Whether it is reached is uncertain." if row["uncertain"] else ""
     near = row["largest"] is not None and row["largest"] >= (
         row["multiplier"] if row["state"] == "binding" else row["slack"]
@@ -179,7 +169,7 @@ class Verdict:
     @classmethod
     def of(
         cls, certificate: Mapping[str, Any], assessment: Mapping[str, Any] | None, retrained: Mapping[str, Any] | None,
-        unanswered: tuple[int, str] | None = None, kinked: str = "",
+        unanswered: tuple[int, str] | None = None, kinked: str = "", instead: int = 0,
     ) -> Verdict:  # fmt: skip
         """Judge by the strongest evidence: a failed certificate, then retrainings, then expected errors.
 
@@ -189,6 +179,7 @@ class Verdict:
             retrained: Results of retraining: `n`, `relative_error`, `wrong_signs`; None where nothing was retrained.
             unanswered: How many removals have no answer, and the reason for the first of them.
             kinked: What is not smooth about the target; empty where it is smooth.
+            instead: How many of the removals without an answer were carried out by training again.
         """
         verdict = _judge(certificate, assessment, retrained)
         if kinked and verdict.sign == BAD:
@@ -197,7 +188,10 @@ class Verdict:
             count, reason = unanswered
             have = "has" if count == 1 else "have"
             words = f"{verdict.words} {count_words(count, 'removal')} {have} no answer: {reason.rstrip('.')}."
-            verdict = cls(NOTE, words, verdict.cure)
+            if instead:
+                which = "it" if count == 1 else "each of them" if instead == count else f"{instead} of them"
+                words += f" The model was trained again without {which}."
+            verdict = cls(NOTE if instead < count else verdict.sign, words, verdict.cure)
         return verdict
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,9 +10,8 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.program import PerConstraint, Program
-from dif.errors import InvalidInputError
+from dif.errors import InvalidInputError, format_table
 from dif.runtime.inputs import as_numbers, check_count
-from dif.runtime.text import TextTable
 
 
 @dataclass(frozen=True)
@@ -70,6 +70,16 @@ def _ranks(x: Tensor) -> Tensor:
     return (torch.cumsum(counts, 0) - (counts - 1) / 2)[place].double()
 
 
+def name_entry(theta: Mapping[str, Tensor], position: int) -> str:
+    """Return the name of one entry of flat θ, such as "w[0, 2]"."""
+    for name, tensor in theta.items():
+        if position < tensor.numel():
+            place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(position), tensor.shape))
+            return f"{name}[{place}]" if place else name
+        position -= tensor.numel()
+    raise IndexError(position)
+
+
 _SHOWN = 5  # entries of Δθ that are printed, the largest
 
 
@@ -85,22 +95,14 @@ class Change:
     @classmethod
     def of(cls, program: Program, dtheta: Tensor, dlam: Tensor, diagnostics: dict[str, Any]) -> Change:
         """Build from Δθ, (d,), and Δλ, (m,)."""
-        return cls(program.parameters.tensors(dtheta), PerConstraint.of(program, dlam), dtheta, diagnostics)
+        multipliers = PerConstraint(dlam, program.problem, program.shapes)
+        return cls(program.parameters.tensors(dtheta), multipliers, dtheta, diagnostics)
 
     def largest(self, k: int) -> list[tuple[str, float]]:
         """Return the name and the change of the k parameters that change most, such as ("w[0, 2]", 0.1)."""
         check_count(k, "k")
         order = torch.argsort(torch.nan_to_num(self.flat.abs(), nan=-1.0), descending=True, stable=True)[:k].tolist()
-        return [(self._name(i), float(self.flat[i])) for i in order]
-
-    def _name(self, position: int) -> str:
-        """Return the name of one entry of flat θ."""
-        for name, tensor in self.theta.items():
-            if position < tensor.numel():
-                place = ", ".join(str(int(i)) for i in torch.unravel_index(torch.tensor(position), tensor.shape))
-                return f"{name}[{place}]" if place else name
-            position -= tensor.numel()
-        raise IndexError(position)
+        return [(name_entry(self.theta, i), float(self.flat[i])) for i in order]
 
     def plot(self, ax: Any = None, k: int = 15) -> Any:
         """Draw the k largest changes of parameters as bars, on new axes if `ax` is None; return the axes."""
@@ -111,11 +113,11 @@ class Change:
     def __str__(self) -> str:
         size, shown = float(self.flat.norm()), self.largest(_SHOWN)
         more = f", the {_SHOWN} largest of {len(self.flat)} entries" if len(self.flat) > _SHOWN else ""
-        parameters = TextTable(("parameter", "Δθ"), tuple((name, f"{value:+.4g}") for name, value in shown))
+        parameters = format_table(("parameter", "Δθ"), tuple((name, f"{value:+.4g}") for name, value in shown))
         text = f"Change of the solution: ‖Δθ‖ = {size:.4g}{more}\n{parameters}"
         rows = tuple(
             (name if value.dim() == 0 else f"{name}[{i}]", f"{number:+.4g}")
             for name, value in self.multipliers.items()
             for i, number in enumerate(value.reshape(-1).tolist())
         )
-        return f"{text}\n{TextTable(('constraint', 'Δλ'), rows)}" if rows else text
+        return f"{text}\n{format_table(('constraint', 'Δλ'), rows)}" if rows else text

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dif.errors import format_table
 from dif.runtime.inputs import write_label
-from dif.runtime.text import TextTable
 
 MOST_TARGETS = 6  # targets that are shown
 
@@ -37,24 +37,27 @@ def format_summary(
     shown = list(targets)[:MOST_TARGETS]
     left_out = f"… and {len(targets) - len(shown)} more targets" if len(targets) > len(shown) else ""
     described = tuple(_describe(name, values[:, t]) for t, name in enumerate(shown))
-    spread = TextTable(("target", "lowest", "highest", "median size"), described)
+    spread = format_table(("target", "lowest", "highest", "median size"), described)
     rankings = []
     for t, (name, top) in enumerate(zip(shown, tops, strict=True)):
-        table = TextTable(_headings(top, ["change"]), _rows(top, values[:, t : t + 1]), left=_words(top))
+        table = format_table(_headings(top, ["change"]), _rows(top, values[:, t : t + 1]), left=_words(top))
         rankings.append(f"Largest changes of {name}:\n{table}")
-    return "\n\n".join(part for part in (f"{heading}\n{trust}".strip(), str(spread), left_out, *rankings) if part)
+    return "\n\n".join(part for part in (f"{heading}\n{trust}".strip(), spread, left_out, *rankings) if part)
 
 
 def format_html(heading: str, trust: str, targets: Sequence[str], values: Tensor, top: Sequence[Ranked]) -> str:
     """Return the heading, a sentence about trust, and the scores of the highest-ranked perturbations as HTML."""
     shown = list(targets)[:MOST_TARGETS]
-    table = TextTable(_headings(top, shown), _rows(top, values[:, : len(shown)]))
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in _headings(top, shown))
+    rows = _rows(top, values[:, : len(shown)])
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     left_out = [
         f"{count - number} more {what}"
         for number, count, what in ((len(top), len(values), "perturbations"), (len(shown), len(targets), "targets"))
         if count > number
     ]
-    parts = (escape(heading), escape(trust), table.to_html(), f"… and {', '.join(left_out)}" if left_out else "")
+    parts = (escape(heading), escape(trust), table, f"… and {', '.join(left_out)}" if left_out else "")
     return "".join(f"<p>{part}</p>" if not part.startswith("<table") else part for part in parts if part)
 
 
@@ -76,7 +79,8 @@ def _headings(top: Sequence[Ranked], columns: Sequence[str]) -> tuple[str, ...]:
 
 def _rows(top: Sequence[Ranked], values: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the cells of a ranking."""
-    return tuple(
-        (*(write_label(entry.name), entry.label)[2 - _words(top) :], *(f"{float(v):+.4g}" for v in values[entry.index]))
-        for entry in top
-    )
+    rows, skipped = [], 2 - _words(top)
+    for entry in top:
+        numbers = [f"{v:+.4g}" if v == v else "no answer" for v in values[entry.index].tolist()]
+        rows.append((*(write_label(entry.name), entry.label)[skipped:], *numbers))
+    return tuple(rows)

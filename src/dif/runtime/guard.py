@@ -134,7 +134,7 @@ def is_single_process() -> bool:
 
 def span(n: int) -> slice:
     """Return the range of the n samples that this process evaluates."""
-    if is_single_process():
+    if not _groups:
         return slice(0, n)
     rank, world = processes.get_rank(_groups[0]), processes.get_world_size(_groups[0])
     return slice(rank * n // world, (rank + 1) * n // world)
@@ -142,7 +142,7 @@ def span(n: int) -> slice:
 
 def sum_over_processes(part: Tensor) -> Tensor:
     """Add up the parts of all processes; every process gets the bit-identical sum."""
-    if is_single_process():
+    if not _groups:
         return part
     total = part.contiguous().clone()
     processes.all_reduce(total, group=_groups[0])
@@ -151,7 +151,7 @@ def sum_over_processes(part: Tensor) -> Tensor:
 
 def gather_rows(rows: Tensor, n: int) -> Tensor:
     """Collect the rows of all processes, in the order of the samples, (n, …)."""
-    if is_single_process():
+    if not _groups:
         return rows
     all_rows = rows.new_zeros((n, *rows.shape[1:]))
     all_rows[span(n)] = rows
@@ -195,11 +195,12 @@ def retry_with_smaller_batches(sweep: Callable[P, R]) -> Callable[P, R]:
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         while True:
             try:
-                with convert_errors("loss or function"):
-                    return sweep(*args, **kwargs)
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error) or _short[0] >= _HALVINGS or not is_single_process():
-                    raise
+                return sweep(*args, **kwargs)
+            except Exception as error:
+                short = isinstance(error, RuntimeError | MemoryError) and is_out_of_memory(error)
+                if not short or _short[0] >= _HALVINGS or not is_single_process():
+                    with convert_errors("loss or function"):
+                        raise
                 reason = str(error).splitlines()[0].rstrip(".")
             _short[0] += 1
             gc.collect()

@@ -34,19 +34,14 @@ def read_frame(frame: Any, what: str) -> np.ndarray:
             f"The DataFrame that was given as {what} has columns that are not numbers: {few(wrong)}; leave them "
             "out, or encode them: frame.drop(columns=[…]), pandas.get_dummies(frame, dtype=float)."
         )
-    dtypes = {values.dtype for _, _, values in columns}
-    shared = len(dtypes) == 1 and next(iter(dtypes)).kind == "f"
-    return frame.to_numpy(dtype=next(iter(dtypes)) if shared else np.float64)
+    dtype, *others = {values.dtype for _, _, values in columns}
+    return frame.to_numpy(dtype=dtype if dtype.kind == "f" and not others else np.float64)
 
 
 def _check_missing(frame: Any, what: str) -> None:
     """Refuse columns of a nullable dtype, such as Int64, that lack entries; NaN in other columns is found later."""
-    nullable = [
-        (name, column)
-        for name, column in frame.items()
-        if not isinstance(column.dtype, np.dtype) and getattr(column.dtype, "kind", "") in _NUMBERS
-    ]
-    missing = [f"{name} ({column.dtype}, {count})" for name, column in nullable if (count := int(column.isna().sum()))]
+    nullable = {k: c for k, c in frame.items() if not isinstance(c.dtype, np.dtype) and c.dtype.kind in _NUMBERS}
+    missing = [f"{name} ({c.dtype}, {count})" for name, c in nullable.items() if (count := int(c.isna().sum()))]
     if missing:
         raise InvalidInputError(
             f"The DataFrame that was given as {what} has columns with missing entries: {few(missing)}; leave those "
@@ -107,10 +102,7 @@ def check_order(**columns: Any) -> Any:
     """
     first, index = "", None
     for name, column in columns.items():
-        found = getattr(column, "index", None)
-        if not hasattr(found, "equals"):
-            continue
-        if index is None:
+        if index is None and hasattr(found := getattr(column, "index", None), "equals"):
             first, index = name, found
         check_labels(column, index, f"`{name}`", f"`{first}`")
     return index
@@ -162,7 +154,7 @@ def read_numbers(column: Any, name: str, count: int | None = None, *, negative: 
         numbers = torch.as_tensor(values.astype(np.float64))
     except (TypeError, ValueError):  # text
         numbers = torch.full((len(values),), torch.nan, dtype=torch.float64)
-    wrong = ~numbers.isfinite() if negative else ~(numbers.isfinite() & (numbers >= 0))
+    wrong = ~(numbers.isfinite() & ((numbers >= 0) | negative))
     if wrong.any():
         raise InvalidInputError(
             f"`{name}` must contain finite numbers{'' if negative else ' ≥ 0'}, not "
@@ -326,6 +318,13 @@ def check_list(values: Any, what: str, of: str) -> list[Any]:
     return listed
 
 
+def check_callable(value: object, call: str, owner: str) -> None:
+    """Refuse a value that cannot be called as in `call`, such as "fn(params)", which begins with its name."""
+    if not callable(value):
+        name, found = call.split("(")[0], type(value).__name__
+        raise InvalidInputError(f"`{name}` of {owner} must be a callable {call}, not of type {found}.")
+
+
 def check_instance(value: object, kind: type[T], what: str, cure: str = "") -> T:
     """Return a value that must be an instance of a public class of dif, or have the members of a public interface.
 
@@ -344,19 +343,19 @@ def check_instance(value: object, kind: type[T], what: str, cure: str = "") -> T
 
 def expect_path(path: Any, name: str = "path") -> Path:
     """Return the path of a file; refuse other objects, and an existing folder."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInputError(f"`{name}` must be the path of a file, not {path!r}.")
-    if Path(path).is_dir():
-        raise InvalidInputError(f"`{name}` must be the path of a file, not of the folder {os.fspath(path)!r}.")
-    return Path(path)
+    return _read_path(path, name, "file", "folder")
 
 
 def expect_folder(path: Any, name: str) -> Path:
     """Return the path of a folder, which is created if it is missing; refuse other objects, and a file."""
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInputError(f"`{name}` must be the path of a folder, not {path!r}.")
-    if Path(path).exists() and not Path(path).is_dir():
-        raise InvalidInputError(f"`{name}` must be the path of a folder, not of the file {os.fspath(path)!r}.")
-    folder = Path(path)
+    folder = _read_path(path, name, "folder", "file")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _read_path(path: Any, name: str, kind: str, other: str) -> Path:
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidInputError(f"`{name}` must be the path of a {kind}, not {path!r}.")
+    if Path(path).exists() and Path(path).is_dir() != (kind == "folder"):
+        raise InvalidInputError(f"`{name}` must be the path of a {kind}, not of the {other} {os.fspath(path)!r}.")
+    return Path(path)

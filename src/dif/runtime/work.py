@@ -12,10 +12,6 @@ from functools import partial
 from html import escape
 from typing import Any, Protocol, TypeVar
 
-from joblib import Parallel, delayed
-from joblib import wrap_non_picklable_objects as wrapped
-from joblib.parallel import get_active_backend
-
 from dif.errors import InvalidInputError
 from dif.runtime.inputs import as_index
 
@@ -164,6 +160,10 @@ def run_in_order(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Ite
 
 def _run(work: Callable[..., R], tasks: dict[int, Any], jobs: int) -> Iterator[tuple[int, R]]:
     """Run numbered tasks with joblib, and yield results as they finish where the backend can."""
+    from joblib import Parallel, delayed  # slow to import
+    from joblib import wrap_non_picklable_objects as wrapped
+    from joblib.parallel import get_active_backend
+
     streams = getattr(get_active_backend(prefer="processes")[0], "supports_return_generator", False)
     # work and task are pickled together, so that shared objects stay shared; wrapped, because losses are often lambdas
     calls = [delayed(wrapped(partial(_run_one, work, number, task)))() for number, task in tasks.items()]

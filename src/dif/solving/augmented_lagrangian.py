@@ -61,9 +61,9 @@ class AugmentedLagrangian:
         self.violation = float("inf")  # smallest so far, complementarity included
         self.start_size = max(float((self.root * theta).norm()), H0.noise, float((J[0] / self.root).norm())) or 1.0
         self.radius, self.smallest_radius = self.start_size, torch.finfo(theta.dtype).eps * self.start_size
-        distances = self._violations(f, J)[1]
-        self.nearest = float(distances.max()) if len(distances) else 0.0  # least violation so far, as a step in √D·θ
+        self.nearest = float("inf")  # least violation so far, as a step in √D·θ
         self.largest_violation = float("inf")  # after the last round
+        self._find_violated(f, J)
         self.stuck = False  # whether a larger penalty no longer reduces the violation
         self.sketch_cost = _SKETCH_COST
         self.raised = 0  # how often the penalty was raised
@@ -74,16 +74,12 @@ class AugmentedLagrangian:
         """Return λ + ρ(f − τ), projected onto the admissible multipliers."""
         return self.program.kinds.project(self.lam + self.penalty / self.row_scale * (f[1:] - self.program.tau))
 
-    def _value(self, f: Tensor) -> Tensor:
-        """Return the augmented Lagrangian for row values f."""
-        lam = self._next_multipliers(f)
-        return f[0] + ((lam**2 - self.lam**2) * self.row_scale).sum() / (2 * self.penalty)
-
     def _evaluate(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return the augmented Lagrangian at θ and its gradient."""
         self.limits.used += 1
         f, gradient = self.program.rows.pullback(theta, lambda f: self.program.weights(self._next_multipliers(f)))
-        return self._value(f), gradient
+        lam = self._next_multipliers(f)
+        return f[0] + ((lam**2 - self.lam**2) * self.row_scale).sum() / (2 * self.penalty), gradient
 
     def run_round(self) -> bool:
         """Minimise over θ, update λ, and raise ρ unless the violation fell; return False if θ diverged."""
@@ -111,11 +107,9 @@ class AugmentedLagrangian:
             self.penalty *= 10.0
             self.raised += 1
         self.violation = min(violation, self.violation)
-        violations, distances = self._violations(f, J)
-        self.nearest = min(self.nearest, float(distances.max()) if constrained else 0.0)
-        largest = float(violations.max()) if constrained else 0.0
-        self.stuck = constrained and largest > 0.8 * self.largest_violation
-        self.largest_violation = largest
+        before = self.largest_violation
+        self._find_violated(f, J)
+        self.stuck = constrained and self.largest_violation > 0.8 * before
         self.accuracy = max(self.accuracy * 0.1, 1e-12)
         return True
 
@@ -288,22 +282,22 @@ class AugmentedLagrangian:
 
     def check_feasible(self, tol: float) -> None:
         """Raise an InfeasibleError where no further progress is possible because no point is feasible."""
-        f, J = self.program.rows.gradients(self.theta)
-        violations, distances = self._violations(f, J)
-        if len(violations) == 0:
-            return
-        worst = int(distances.argmax())
         allowed = max(1e-5, 1e3 * tol) * max(self.start_size, self._size())
-        if self.stuck and float(distances[worst]) > allowed and self.nearest > allowed:
+        if self.stuck and self.distance > allowed and self.nearest > allowed:
             raise InfeasibleError(
-                f"The least infeasible point found violates {self.program.names[worst]!r} by {violations[worst]:.4g}.",
+                f"The least infeasible point found violates {self.program.names[self.row]!r} by {self.violated:.4g}.",
                 "At least one point must satisfy all constraints.",
                 "The constraints contradict each other, or no point near the start satisfies them.",
                 "Loosen that bound, or drop one of the constraints in conflict with it.",
             )
 
-    def _violations(self, f: Tensor, J: Tensor) -> tuple[Tensor, Tensor]:
-        """Measure how far each row is from being satisfied: its violation, and that as a step in √D·θ, both (m,)."""
+    def _find_violated(self, f: Tensor, J: Tensor) -> None:
+        """Find the row that is farthest from being satisfied: its violation, and that as a step in √D·θ."""
         violations = self.program.kinds.violation(f[1:] - self.program.tau)
+        if len(violations) == 0:
+            return
         norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
-        return violations, violations / torch.where(norms > 0, norms, 1.0)
+        distances = violations / torch.where(norms > 0, norms, 1.0)
+        self.row = int(distances.argmax())
+        self.distance, self.violated = float(distances[self.row]), float(violations[self.row])
+        self.nearest, self.largest_violation = min(self.nearest, self.distance), float(violations.max())

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dif.derivatives.weight_change import BatchedProgram
 from dif.linalg.anderson import Extrapolation
-from dif.linalg.conjugate_gradients import ConjugateGradients, conjugate_gradients
+from dif.linalg.conjugate_gradients import conjugate_gradients
+from dif.linalg.solvers import ConjugateGradients
 from dif.optimality.judgement import residuals
 from dif.optimality.kkt_system import KKTSystem, Solve, complete_step
 from dif.optimality.solution import Solution
@@ -152,7 +153,7 @@ class BatchedNewton:
 
     def _start(self, P: int, tol: float) -> Ends:
         theta, lam = self.at.theta.expand(P, -1).clone(), self.at.lam.expand(P, -1).clone()
-        goal = torch.full((P,), max(tol, 16 * self.at.scales.rounding), dtype=torch.float64)
+        goal = torch.full((P,), max(tol, self.at.scales.floor), dtype=torch.float64)
         objective = theta.new_full((P,), float("nan"))  # not measured yet
         return Ends(theta, lam, objective, torch.full_like(goal, float("inf")), goal, torch.zeros(P, dtype=torch.long))
 
@@ -166,7 +167,7 @@ class BatchedNewton:
         solve = None if self.at.curvature.assembled else self.solver.approximate
         for programs, goal in stages:
             now.residual[:] = float("inf")
-            now.goal[:] = max(goal, 16 * self.at.scales.rounding)
+            now.goal[:] = max(goal, self.at.scales.floor)
             self._iterate_chord(programs, now, max_iter, solve)
         ends.steps[which] += now.steps
         better = now.residual < ends.residual[which]
@@ -194,7 +195,7 @@ class BatchedNewton:
         since = torch.zeros_like(ends.steps)  # steps since then
         had_force = torch.zeros((len(stack), m), dtype=torch.bool, device=ends.lam.device)  # rows with a positive λ
         further = 1e-3 if self.at.curvature.cheap else 1.0  # continue this far below the goal where steps are cheap
-        aim = (further * ends.goal).clamp(min=16 * self.at.scales.rounding)
+        aim = (further * ends.goal).clamp(min=self.at.scales.floor)
         theta, lam = ends.theta.clone(), ends.lam.clone()
         for _ in range(max_iter):
             programs = stack.take(live)

@@ -133,7 +133,7 @@ class PathFollower:
         Direction.resolve_single(self.at.program, self.perturbation)  # refuses several perturbations
         self.end_program = self._perturbed_program(1.0)
         self.one_sided = self.at.program.kinds.one_sided
-        self.goal = max(self.tol, 16 * self.at.scales.rounding)
+        self.goal = max(self.tol, self.at.scales.floor)
 
     def run(self, stops: Sequence[float] = (1.0,)) -> Path:
         """Follow the solution from ε = 0 to the last stop, with a point at each stop (ascending)."""
@@ -243,7 +243,8 @@ class PathFollower:
 
     def _margins(self, point: PathPoint, active: Tensor) -> Tensor:
         """Return what must stay ≥ 0 of each row, scaled, (m,): the multiplier of active rows, the slack of others."""
-        margins = torch.where(active, self.at.scales.multiplier(point.lam), self.at.scales.slack(point.c))
+        slack, force = self.at.scales.steps(point.c, point.lam)
+        margins = torch.where(active, force, slack)
         return torch.where(self.one_sided, margins, 1.0)
 
     def _locate(self, low: PathPoint, high: PathPoint, active: Tensor) -> tuple[PathPoint, int]:

@@ -17,12 +17,12 @@ from dif.derivatives.checks import check_derivatives, explain
 from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
-from dif.errors import DegenerateError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
-from dif.linalg.conjugate_gradients import SolverSeries
+from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
 from dif.linalg.lanczos import lanczos
-from dif.optimality.judgement import KKT, Scales, judge_feasibility, residuals
+from dif.linalg.solvers import SolverSeries
+from dif.optimality.judgement import ENDLESS, KKT, Scales, falls_without_end, judge_multipliers, residuals
 from dif.optimality.kkt_system import kkt_step
-from dif.optimality.solution import Solution, check_gradients, check_tolerance, describe_program
+from dif.optimality.solution import Solution, check_gradients, describe_program
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.runtime.archive import check_folder, read_archive, write_archive
@@ -95,6 +95,8 @@ _SLOW = 0.5  # factor by which a step must reduce the residual to continue where
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
 _ROUNDING = 1e-6  # relative size of a negative multiplier of an inequality that counts as zero
+_DESCENT = 200  # steps from the start, where the augmented Lagrangian has led nowhere
+_DAMPED = 1e-4  # first damping of such a step, relative to the mean curvature; its inverse is the last
 _SADDLE = -1e-6  # curvature in scaled coordinates below which a stationary point counts as a saddle
 
 
@@ -113,7 +115,8 @@ def fit(
 
     Far from the solution, the augmented Lagrangian is minimised by L-BFGS in coordinates scaled by the curvature, with
     trust-region steps where the curvature is negative or L-BFGS is slow. Near the solution, Newton's method on the
-    optimality conditions takes over. A network that is trained on mini-batches first gets there sooner:
+    optimality conditions takes over. Where that ends infeasible, or worse than a feasible start, steps of sequential
+    quadratic programming are made from the start. A network that is trained on mini-batches first gets there sooner:
     `run = dif.Training(problem, model, dif.Adam(0.01), epochs=20).run()`, then
     `dif.fit(problem, run.params, multipliers=run.multipliers)`.
 
@@ -152,9 +155,8 @@ def fit(
     with progress("fit", None, show_progress) as report:
         result = solve(program, start, limits, tol=tol, report=report, save=save)
     solution = Solution.of_program(program, result.theta, result.lam)
-    infeasible = judge_feasibility(solution)
-    if infeasible is not None:
-        infeasible.check()
+    if program.m and (multipliers := judge_multipliers(solution)).error is InfeasibleError:
+        multipliers.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta)
@@ -165,39 +167,33 @@ def fit(
 
 def _warn_unfinished(result: Found, solution: Solution) -> None:
     """Say where a solve ended that has not reached its tolerance, and what to do about it."""
-    point = "nearly a solution" if solution.converged else "not a solution"
+    kkt, program, point = solution.kkt, solution.program, "not a solution"
+    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
+    if solution.converged:
+        point = "nearly a solution"
+    elif falls_without_end(solution):
+        advice = f"{ENDLESS}: there is no minimum. Add a ridge, or bounds on the parameters."
+    elif solution.kinks:
+        advice = explain(solution.kinks)
+    elif kkt.feasibility >= max(kkt.stationarity, kkt.complementarity):
+        row = int(program.kinds.violation(-solution.scales.steps(solution.c, solution.lam)[0]).argmax())
+        violated = f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}"
+        advice = f"{violated}; if no point satisfies the constraints, loosen that bound. {advice}"
     if result.negative_curvature is not None:
         lowest = result.negative_curvature[0]
         point = f"a saddle point (the curvature along one direction is {lowest:.3g} in scaled coordinates, below 0)"
     warn(
         f"`fit` stopped after {result.iterations} iterations ({result.stopped_by}), before reaching its tolerance. "
-        f"The KKT residual is {solution.kkt.residual:.3g} ({solution.kkt}); it must be at most {result.goal:.1g}. "
-        f"The point is {point}. {_advise(solution)}",
+        f"The KKT residual is {kkt.residual:.3g} ({kkt}); it must be at most {result.goal:.1g}. "
+        f"The point is {point}. {advice}",
         NotConvergedWarning,
-    )
-
-
-def _advise(solution: Solution) -> str:
-    """Say what to do about an unfinished solve."""
-    if solution.kinks and not solution.converged:
-        return explain(solution.kinks)
-    kkt = solution.kkt
-    advice = "Raise max_iter or max_seconds, start nearer to the solution, or add a ridge if the curvature vanishes."
-    if solution.converged or kkt.feasibility < max(kkt.stationarity, kkt.complementarity):
-        return advice
-    program = solution.program
-    row = int(program.kinds.violation(-solution.scales.slack(solution.c)).argmax())
-    return (
-        f"It violates {program.names[row]!r} by {float(solution.c[row].abs()):.3g}; if no point satisfies the "
-        f"constraints, loosen that bound. {advice}"
     )
 
 
 def resolve_tolerance(tol: float | None, theta: Tensor) -> float:
     """Return the relative KKT residual to reach; None: 1e-10 in float64, 1e-5 in float32."""
-    if tol is None:
-        return 1e-10 if theta.dtype == torch.float64 else 1e-5
-    return check_tolerance(tol)
+    default = 1e-10 if theta.dtype == torch.float64 else 1e-5
+    return default if tol is None else check_number(tol, "tol")
 
 
 def check_limits(max_iter: int, max_seconds: float | None) -> None:
@@ -269,9 +265,26 @@ def solve(
         best = _alternate(newton, rounds, best, save)
         # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
         end, phase = best if best.reached else rounds, (rounds.penalty, rounds.accuracy)
+    if limits.find_reached() is None and _ended_badly(program, start, best):
+        descent = Found(start.theta, start.lam)
+        newton.descend(descent)
+        newton.polish(descent, lambda at: save(at.theta, at.lam, *phase))
+        if descent.reached or descent.residual < best.residual:
+            end = best = descent
     best.iterations, best.stopped_by = limits.used, best.stopped_by or limits.find_reached() or "converged"
     save(end.theta, end.lam, *phase)
     return best
+
+
+def _ended_badly(program: Program, start: FitState, end: Found) -> bool:
+    """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start."""
+    if not (program.m and Curvature(program.rows, start.theta, program.weights(start.lam)).cheap):
+        return False
+    before, after = (program.rows.values(theta) for theta in (start.theta, end.theta))
+    rounding = torch.finfo(before.dtype).eps ** 0.5 * (1 + program.tau.abs())
+    feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, after))
+    worse = float(after[0] - before[0]) > float(rounding.min()) * float(before[0].abs())
+    return (not end.reached and not met) or (feasible and (worse or not met))
 
 
 def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: Callable[..., None]) -> Found:
@@ -303,13 +316,13 @@ def _estimate_curvature(H: Curvature) -> Tensor | None:
     return H.metric_matrix(0) if H.has_gauss_newton else None
 
 
-def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature) -> tuple[KKT, Tensor, Tensor]:
+def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature, tol: float) -> tuple[KKT, Tensor, Tensor]:
     """Return the KKT residuals at (θ, λ), in the units of a Hessian nearby, with f and its gradients."""
     f, J = program.rows.gradients(theta)
     scales = Scales.of(theta, J, H.own, H.noise)
-    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds)
+    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds, tol)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
-        kkt = replace(kkt, stationarity=float("nan"))
+        kkt = replace(kkt, residual=float("nan"))
     return kkt, f, J
 
 
@@ -330,9 +343,46 @@ class Newton:
         program = self.program
         H = Curvature(program.rows, at.theta, program.weights(at.lam))
         G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
-        lowest, direction = lanczos(H, G, H.scale().sqrt())
+        lowest, direction = lanczos(H.product, G, H.scale().sqrt())
         if lowest < _SADDLE:
             at.negative_curvature = lowest, direction
+
+    def descend(self, at: Found) -> None:
+        """Go from a point towards a solution by sequential quadratic programming, near the linearised constraints.
+
+        Steps are damped until the model is convex, and shortened until the objective, with a price on violations above
+        the multipliers, falls as predicted (Han and Powell). From a feasible point a step always exists.
+        """
+        program, kinds, damping = self.program, self.program.kinds, 0.0
+        price, (f, J) = torch.zeros_like(at.lam), program.rows.gradients(at.theta)
+        H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        for _ in range(_DESCENT):
+            c, unit = f[1:] - program.tau, float(H.scale().mean())
+            move = self._step(at, f, J, H.with_rows(J[:0], J[:0, 0], damping))
+            if move is None:
+                damping = max(10 * damping, _DAMPED * unit)
+                if damping > unit / _DAMPED:
+                    return
+                continue
+            omega, change = move.tensor_split([len(at.theta)])
+            price = torch.maximum(price, 2 * (at.lam + change).abs())
+            before, length = f[0] + price @ kinds.violation(c), 1.0
+            predicted = float(J[0] @ omega - price @ kinds.violation(c))
+            while length > _SHORTEST:
+                trial = program.rows.values(at.theta + length * omega)
+                merit = trial[0] + price @ kinds.violation(trial[1:] - program.tau)
+                if float(merit - before) <= 1e-4 * length * predicted:
+                    break
+                length *= 0.5
+            else:
+                return
+            at.theta, at.lam = at.theta + length * omega, kinds.project(at.lam + length * change)
+            if -predicted <= torch.finfo(f.dtype).eps ** 0.75 * (1 + float(before.abs())):
+                return
+            if length == 1.0:
+                damping = 0.1 * damping if damping > _DAMPED * unit else 0.0
+            f, J = program.rows.gradients(at.theta)
+            H = Curvature(program.rows, at.theta, program.weights(at.lam))
 
     def _iterate(self, at: Found, save: Callable[[Found], None]) -> bool:
         """Make steps while the residual falls; `at` is moved to the best point.
@@ -346,10 +396,10 @@ class Newton:
         """
         program, d, convex = self.program, len(at.theta), False
         units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        trial = kkt, f, J = _measure(program, at.theta, at.lam, units)
-        at.residual, at.goal = kkt.residual, max(self.goal, 16 * kkt.rounding)
+        trial = kkt, f, J = _measure(program, at.theta, at.lam, units, self.goal)
+        at.residual, at.goal = kkt.residual, kkt.goal
         far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-        if far or not _is_finite(kkt):
+        if far or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
         z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
 
@@ -359,8 +409,8 @@ class Newton:
 
         def judge(_: Tensor, points: Tensor) -> Tensor:
             nonlocal trial
-            trial = _measure(program, points[0, :d], points[0, d:], units)
-            return torch.tensor([trial[0].residual if _is_finite(trial[0]) else float("inf")], dtype=torch.float64)
+            trial = _measure(program, points[0, :d], points[0, d:], units, self.goal)
+            return torch.tensor([trial[0].residual], dtype=torch.float64)
 
         def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
             nonlocal f, J, H, units, convex
@@ -370,8 +420,7 @@ class Newton:
                 return torch.tensor([not stop])
             kkt, f, J = trial
             slow = kkt.residual > _SLOW * at.residual
-            at.theta, at.lam, at.residual = z[0, :d].clone(), z[0, d:].clone(), kkt.residual
-            at.goal = max(self.goal, 16 * kkt.rounding)
+            at.theta, at.lam, at.residual, at.goal = z[0, :d].clone(), z[0, d:].clone(), kkt.residual, kkt.goal
             save(at)
             if not H.cheap and (at.reached or slow):
                 return torch.tensor([False])
@@ -401,7 +450,3 @@ class Newton:
             self.solver.restart()
             return None
         return torch.cat([omega, lam - at.lam])
-
-
-def _is_finite(kkt: KKT) -> bool:
-    return kkt.residual < float("inf")  # False for NaN too

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.fingerprint import hash_all, hash_direction, hash_targets
-from dif.derivatives.losses import cost
 from dif.derivatives.program import Targets
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
@@ -20,11 +19,8 @@ from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.guard import numbers_at_once
 from dif.runtime.work import Reporter, progress
 from dif.training.run import Run
-from dif.training.step import State
-from dif.training.weights import Record, RunPerturbation
-
-_VECTORS = 3  # of the size of the state that a step needs for each perturbation
-_LAYERS = 64  # of the size of the batch that a step of the user's is assumed to need, since it cannot be measured
+from dif.training.step import Batch, Moves, Pulled, State
+from dif.training.weights import RunPerturbation
 
 
 def rerun(
@@ -51,15 +47,7 @@ def rerun(
 
 def runs_at_once(run: Run) -> int:
     """Return how many perturbed runs fit into memory together."""
-    program, theta, batch = run.loop.program, run.theta, run.loop.batch(0)
-    numbers = _VECTORS * sum(x.numel() for x in leaves(run.loop.initial))
-    for part in batch:
-        if run.loop.step.problem is None:
-            numbers += _LAYERS * sum(x.numel() for x in leaves(part.data))
-        else:
-            each = cost(part.samples, program.parameters, theta)
-            numbers += len(part.index) * (each.inputs + 2 * each.elements)
-    return max(1, 4 * numbers_at_once(theta) // numbers)
+    return max(1, 4 * numbers_at_once(run.theta) // run.loop.step.memory(run.loop.initial, run.loop.batch(0)))
 
 
 _KIND = "sweep"  # of file
@@ -68,17 +56,14 @@ _SECONDS = 20.0  # between two checkpoints of a sweep
 
 @dataclass
 class Sweep:
-    """The derivatives found on the way back from the last step to step t."""
+    """What was found on the way back from the last step to step t."""
 
     t: int
     adjoint: State  # of the state before step t
-    record: Record
+    effects: Tensor  # (P, T, 1 + m) changes of the targets through each row
+    kept: dict[int, Pulled]  # by step, what effects are computed from; only if the run is in a folder
     growth: float = 0.0  # largest norm of the adjoint on the way, compared with the end
     zeros: int = 0  # times that a multiplier of an inequality fell to zero
-
-    def tensors(self) -> list[Tensor]:
-        """Return all tensors that the rest of the sweep depends on."""
-        return [*leaves(self.adjoint), *self.record.a, *self.record.b, self.record.tau]
 
 
 def sweep_back(run: Run, change: RunPerturbation, targets: Targets, show_progress: bool) -> Sweep:
@@ -98,41 +83,55 @@ def sweep_back(run: Run, change: RunPerturbation, targets: Targets, show_progres
             for sweep in _go_back(run, change, Q[begin : begin + size], file):
                 report(steps * number + run.loop.length - sweep.t)
                 found[number:] = [sweep]
-    return Sweep(change.since, {}, Record.join([s.record for s in found]), max(s.growth for s in found), found[0].zeros)
+    effects = torch.cat([sweep.effects for sweep in found], 1)
+    return Sweep(change.since, {}, effects, {}, max(s.growth for s in found), found[0].zeros)
 
 
 def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) -> Iterator[Sweep]:
-    """Yield the sweep after each step, with the derivatives up to there."""
-    loop, first = run.loop, float(Q.norm())
-    sweep = Sweep(loop.length, loop.step.make_adjoint(Q, run.state), Record(change, len(Q)))
+    """Yield the sweep after each step, with the effects up to there."""
+    step, first = run.loop.step, float(Q.norm())
+    effects = Q.new_zeros((len(change), len(Q), 1 + run.loop.program.m))
+    sweep = Sweep(run.loop.length, step.make_adjoint(Q, run.state), effects, {})
+
+    def add(t: int, batch: Batch, pulled: Pulled, moves: Moves) -> None:
+        if len(moves.owners):
+            effects.index_add_(0, moves.owners.to(Q.device), step.effects(t, batch, pulled, moves))
+
     if file is not None:
         _load(file, sweep)
+        for t, pulled in sweep.kept.items():
+            batch = change.batch(t)
+            add(t, batch, pulled, change.moves(t, batch))
     yield sweep
     written = time.monotonic()
     for t, before, after in run.states.backwards(change.since, sweep.t):
         batch = change.batch(t)
-        sweep.adjoint, gradients = loop.step.pull_back(t, before, after, batch, sweep.adjoint)
-        sweep.record.add(batch, gradients)
+        moves = change.moves(t, batch)
+        sweep.adjoint, pulled = step.pull_back(t, before, after, batch, sweep.adjoint, moves)
+        add(t, batch, pulled, moves)
         sweep.t = t
-        size = float(loop.step.read_point(sweep.adjoint)[0].norm())
+        size = float(step.read_point(sweep.adjoint)[0].norm())
         sweep.growth = max(sweep.growth, size / first if first else 0.0)
-        lam, then = (loop.step.read_point(state)[1] for state in (before, after))
+        lam, then = (step.read_point(state)[1] for state in (before, after))
         sweep.zeros += int(((then == 0) & (lam > 0)).sum())
-        if file is not None and (t == change.since or time.monotonic() - written > _SECONDS):
-            _save(file, sweep)
-            written = time.monotonic()
+        if file is not None:
+            sweep.kept[t] = pulled
+            if t == change.since or time.monotonic() - written > _SECONDS:
+                _save(file, sweep)
+                written = time.monotonic()
         yield sweep
 
 
 def _identify(run: Run, change: RunPerturbation, targets: Targets) -> str:
-    """Return a hash of all that a sweep depends on."""
-    added = hash_direction(change.direction) if change.extras else []
+    """Return a hash of all that a sweep depends on, with perturbations that add samples or are of a user's step."""
+    moved = hash_direction(change.direction) if change.extras or run.loop.step.problem is None else []
     about = f"{change.since} {[extra.steps for extra in change.extras.values()]}".encode()
-    return hash_all([about, run.point.identity, *hash_targets(targets), *added]).hex()
+    return hash_all([about, run.point.identity, *hash_targets(targets), *moved]).hex()
 
 
 def _save(file: Path, sweep: Sweep) -> None:
-    arrays = {f"tensor_{k}": x for k, x in enumerate(sweep.tensors())}
+    arrays = {f"adjoint_{k}": x for k, x in enumerate(leaves(sweep.adjoint))}
+    arrays |= {f"{t}_{k}": x for t, pulled in sweep.kept.items() for k, x in enumerate(pulled)}
     about = {"file": file.name, "t": sweep.t, "growth": sweep.growth, "zeros": sweep.zeros}
     write_archive(file, _KIND, arrays, about)
 
@@ -143,8 +142,13 @@ def _load(file: Path, sweep: Sweep) -> None:
         arrays, about = read_archive(file, _KIND, file=file.name)
     except (FileNotFoundError, InvalidInputError):
         return
-    tensors = iter([torch.from_numpy(arrays[f"tensor_{k}"]) for k in range(len(arrays))])
+    adjoint = []
+    for name, array in arrays.items():  # in the order in which they were written
+        step, tensor = name.split("_")[0], torch.from_numpy(array)
+        if step == "adjoint":
+            adjoint.append(tensor)
+        else:
+            sweep.kept[int(step)] = (*sweep.kept.get(int(step), ()), tensor.to(sweep.effects))
+    each = iter(adjoint)
+    sweep.adjoint = map_tensors(sweep.adjoint, lambda like: next(each).to(like))
     sweep.t, sweep.growth, sweep.zeros = about["t"], about["growth"], about["zeros"]
-    sweep.adjoint = map_tensors(sweep.adjoint, lambda like: next(tensors).to(like))
-    for tensor in sweep.tensors()[len(leaves(sweep.adjoint)) :]:
-        tensor.copy_(next(tensors))

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
+from dif.derivatives.losses import cost
 from dif.derivatives.program import Program
 from dif.errors import InvalidInputError
-from dif.problem.data import map_tensors
+from dif.problem.data import leaves, map_tensors
 from dif.problem.problem import Problem
 from dif.runtime.inputs import check_number
-from dif.training.step import Batch, Observation, State, WeightGradients, Weights, default_weights
+from dif.training.step import VECTORS, Batch, Moves, Observation, Pulled, State, Weights
 
 Memory = tuple[Tensor, ...]
+
+_MEMBER = 1e-6  # members of a mean in a batch below which it counts as empty: they are counted with their weights
 
 
 @runtime_checkable
@@ -213,7 +216,7 @@ class TrainingStep:
     def _advance(self, t: int, state: State, batch: Batch, weights: Weights | None) -> tuple[State, Tensor, Tensor]:
 
         def lagrangian(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            f, violations, _ = self._rows(theta, self._losses(theta, batch), batch, weights)
+            f, violations = self._rows(theta, self._losses(theta, batch), batch, weights)
             return f[0] + state["lam"] @ violations, (f[0], violations)
 
         g, (objective, violations) = grad(lagrangian, has_aux=True)(state["theta"])
@@ -228,6 +231,12 @@ class TrainingStep:
             return self.advance(t, state, batch, Weights(a, b, dtau))
 
         return vmap(advance)(states, weights.a, weights.b, weights.dtau)
+
+    def memory(self, state: State, batch: Batch) -> int:
+        """Return how many numbers a step needs for one more state."""
+        each = [cost(part.samples, self.program.parameters, state["theta"]) for part in batch]
+        losses = sum(len(part.index) * (x.inputs + 2 * x.elements) for part, x in zip(batch, each, strict=True))
+        return VECTORS * sum(x.numel() for x in leaves(state)) + losses
 
     def read_point(self, state: State) -> tuple[Tensor, Tensor]:
         """Return θ and λ of a state."""
@@ -245,104 +254,168 @@ class TrainingStep:
         return [part.samples.losses(params, part.data, len(part.index)) for part in batch]
 
     def _rows(
-        self, theta: Tensor, losses: Sequence[Tensor], batch: Batch, weights: Weights | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows f, (1 + m,), f − τ of the constraints, (m,), and the sums of each row, (1 + m, K)."""
-        rows = self.program.rows
+        self, theta: Tensor, losses: Sequence[Tensor], batch: Batch, weights: Weights | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows f, (1 + m,), and f − τ of the constraints, (m,), 0 for those that are not present."""
+        rows, (members, empty, present) = self.program.rows, self._count_members(batch, weights)
         if weights is None:
-            parts = [part.U @ ell for part, ell in zip(batch, losses, strict=True)]
+            parts = [0.0 if part.extra else part.U @ ell for part, ell in zip(batch, losses, strict=True)]
         else:
             parts = [((part.U * a) * ell).sum(-1) for part, a, ell in zip(batch, weights.a, losses, strict=True)]
-        empty, divisor, present = self._count_members(batch, weights)
-        sums = torch.where(empty, 0.0, self._add_up(parts, batch, weights) / divisor)
-        f, start = (rows.C[:, : len(rows.means)] * sums).sum(1), len(rows.means)
+        means = torch.where(empty, 0.0, self._add_up(batch, parts) / members)
+        f, start = (rows.C[:, : len(rows.means)] * means).sum(1), len(rows.means)
         for function in rows.functions:
             value = function(theta).double().to(theta.dtype)  # in forward mode a scalar's tangent may be float64
             f = f + rows.C[:, start : start + function.size] @ value
             start += function.size
         tau = self.program.tau if weights is None else self.program.tau + weights.dtau
-        return f, torch.where(present, f[1:] - tau, 0.0), sums
+        return f, torch.where(present, f[1:] - tau, 0.0)
 
-    def _count_members(self, batch: Batch, weights: Weights | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return which means have no members in the batch, what sums are divided by, and which constraints are present.
+    def _count_members(self, batch: Batch, weights: Weights | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what sums are divided by, which means have no members, and which constraints are present.
 
-        The first two are (1 + m, K), the last is (m,). A constraint is present unless one of its means has no members.
+        The first two are (K,), with weights (1 + m, K), the last is (m,). A constraint is present unless one of its
+        means has no members.
         """
         rows = self.program.rows
         if weights is None:
-            parts = [part.U.sum(1) for part in batch]
+            parts = [0.0 if part.extra else part.U.sum(1) for part in batch]
         else:
             parts = [(part.U * b).sum(-1) for part, b in zip(batch, weights.b, strict=True)]
-        members = self._add_up(parts, batch, weights)
+        members = self._add_up(batch, parts)
         empty = rows.means & (members == 0)
-        divisor = torch.where(rows.means & ~empty, members, 1.0)
-        return empty, divisor, ~(empty & (rows.C[:, : len(rows.means)] != 0)).any(1)[1:]
+        present = ~(empty & (rows.C[:, : len(rows.means)] != 0)).any(1)[1:]
+        return torch.where(rows.means & ~empty, members, 1.0), empty, present
 
-    def _add_up(self, sums: Sequence[Tensor], batch: Batch, weights: Weights | None) -> Tensor:
-        """Add up the sums of all parts of each table, (1 + m, K); without weights extra samples do not count."""
-        rows = self.program.rows
-        totals = [self.program.tau.new_zeros((1 + self.program.m, len(table.U))) for table in rows.tables]
-        for part, values in zip(batch, sums, strict=True):
-            if weights is not None or not part.extra:
-                totals[part.table] = totals[part.table] + values
-        return torch.cat(totals, 1)
+    def _add_up(self, batch: Batch, sums: Sequence[Any]) -> Tensor:
+        """Add up the sums of all parts of each table, (…, k), and join the tables, (…, K)."""
+        pairs = [(part.table, values) for part, values in zip(batch, sums, strict=True)]
+        tables = range(len(self.program.rows.tables))
+        return torch.cat([sum(values for number, values in pairs if number == table) for table in tables], -1)  # type: ignore[arg-type]
 
-    # Derivatives
+    # Derivatives, and finite changes of the weights
 
-    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, dweights: Weights) -> State:
-        """Return the tangent of the state after step t, for tangents of the state before it and of the weights."""
-        keys = ("theta", "lam", "memory")
+    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, moves: Moves) -> State:
+        """Return how the state after step t changes with the state before it and under a perturbation."""
+        theta, lam, memory = state["theta"], state["lam"], state["memory"]
 
-        def after(theta: Tensor, lam: Tensor, memory: Any, a: Any, b: Any, dtau: Tensor) -> Any:
-            now = {"theta": theta, "lam": lam, "memory": memory}
-            then = self.advance(t, now, batch, Weights(a, b, dtau))
-            return tuple(then[key] for key in keys)
+        def lagrangian(theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
+            f, violations = self._rows(theta, self._losses(theta, batch), batch)
+            return f[0] + lam @ violations, violations
 
-        weights = default_weights(self.program, batch)
-        at = (*(state[key] for key in keys), weights.a, weights.b, weights.dtau)
-        along = (*(tangent[key] for key in keys), dweights.a, dweights.b, dweights.dtau)
-        moved = jvp(after, at, along)[1]
-        like = state["theta"]  # in forward mode the tangent of a scalar may be float64
-        return {key: map_tensors(value, lambda x: x.to(like)) for key, value in zip(keys, moved, strict=True)}
+        def change(theta: Tensor) -> tuple[Tensor, Tensor]:
+            losses = self._losses(theta, batch)
+            rows = self._rows(theta, losses, batch)[0] - self._bounds
+            moved = self._change_rows(batch, moves, [values[None] for values in losses], rows[None])[0, 0]
+            return self.program.weights(lam) @ moved, moved[1:]
+
+        like = lambda x: x.to(theta)  # noqa: E731  (in forward mode the tangent of a scalar may be float64)
+        (g, violations), (dg, df) = map_tensors(
+            jvp(grad(lagrangian, has_aux=True), (theta, lam), (tangent["theta"], tangent["lam"])), like
+        )
+        ahead = lam + self.dual.lr * violations
+        passed = self.program.kinds.has_force(ahead) | ~self._count_members(batch)[2]
+        dlam = torch.where(passed, tangent["lam"] + self.dual.lr * df, 0.0)
+        if len(moves.owners):
+            more, df = grad(change, has_aux=True)(theta)
+            dg, dlam = dg + more, dlam + self._ascend(ahead, df, moves.exact)[0]
+        update = lambda x, m, g: self.optimizer.update(x, m, g, self.factors[t], t)  # noqa: E731
+        moved = jvp(update, (theta, memory, g), (tangent["theta"], tangent["memory"], dg))[1]
+        return map_tensors({"theta": moved[0], "lam": dlam, "memory": moved[1]}, like)
 
     def pull_back(
-        self, t: int, state: State, after: State, batch: Batch, adjoint: State
-    ) -> tuple[State, WeightGradients]:
-        """Return the adjoints of the state before step t, and of its weights, for T adjoints of the state after it.
+        self, t: int, state: State, after: State, batch: Batch, adjoint: State, moves: Moves
+    ) -> tuple[State, Pulled]:
+        """Return the adjoints of the state before step t, for T of the state after it, and what `effects` needs.
 
         The derivative of ∇θL along (u, ν) in (θ, λ) is ∇²L·u + Gᵀν. It comes from one pass of forward over reverse
-        mode for all targets, together with the slopes ∇ℓᵢ·u of the samples. Everything else acts on each coordinate,
-        sample or row by itself.
+        mode for all targets, together with the slopes ∇ℓᵢ·u of the samples, which say how much the targets move along
+        with a change of ∇θL. Everything else acts on each coordinate, sample or row by itself.
         """
         theta, lam, memory = state["theta"], state["lam"], state["memory"]
         g = self.optimizer.recover_gradient(theta, memory, after["memory"])
         factor = self.factors[t]
         pull = vjp(lambda x, m, g: self.optimizer.update(x, m, g, factor, t), theta, memory, g)[1]
         d_theta, d_memory, u = vmap(pull)((adjoint["theta"], adjoint["memory"]))  # (T, d)
-        _, divisor, present = self._count_members(batch, None)
+        present = self._count_members(batch)[2]
         passed = self.program.kinds.has_force(after["lam"]) | ~present  # rows whose λ was not projected
         d_lam = torch.where(passed, adjoint["lam"], 0.0)  # (T, m)
-        nu = self.dual.lr * present * d_lam
 
         def lagrangian(theta: Tensor, lam: Tensor) -> tuple[Tensor, Any]:
             losses = self._losses(theta, batch)
-            f, violations, sums = self._rows(theta, losses, batch, None)
-            return f[0] + lam @ violations, (tuple(losses), violations, sums)
+            f, violations = self._rows(theta, losses, batch)
+            return f[0] + lam @ violations, (f, *losses)
 
         def along(u: Tensor, nu: Tensor) -> tuple[Any, Any]:
             at, moved = jvp(grad(lagrangian, has_aux=True), (theta, lam), (u, nu))[:2]
             return moved, at[1]
 
-        (change, (slopes, d_rows, d_sums)), (losses, _, sums) = vmap(along, out_dims=(0, None))(u, nu)  # type: ignore[arg-type]
-        before = {"theta": d_theta + change, "lam": d_lam + d_rows, "memory": d_memory}
-        weight = torch.cat([lam.new_ones(1), lam * present])  # (1 + m,)
-        nu_rows = torch.cat([nu.new_zeros((len(nu), 1)), nu], 1)  # (T, 1 + m), 0 for the objective
-        mean = (weight[:, None] * d_sums + nu_rows[..., None] * sums) * self.program.rows.means  # (T, 1 + m, K)
-        by_a, by_b = [], []
-        for part, ell, slope in zip(batch, losses, slopes, strict=True):
+        nu = self.dual.lr * present * d_lam
+        (change, (df, *slopes)), (f, *losses) = vmap(along, out_dims=(0, None))(u, nu)  # type: ignore[arg-type]
+        before = {"theta": d_theta + change, "lam": d_lam + torch.where(present, df[:, 1:], 0.0), "memory": d_memory}
+        pairs = [(f - self._bounds, df), *zip(losses, slopes, strict=True)]
+        return before, (lam, adjoint["lam"], *(torch.cat([x[None], dx]) for x, dx in pairs))
+
+    def effects(self, t: int, batch: Batch, pulled: Pulled, moves: Moves) -> Tensor:
+        """Return by how much perturbations change the targets through each row of step t, (Q, T, 1 + m)."""
+        lam, d_lam, rows, *values = pulled
+        change = self._change_rows(batch, moves, values, rows)  # (Q, 1 + T, 1 + m)
+        violations = torch.where(self._count_members(batch)[2], rows[0, 1:], 0.0)
+        total = change[:, 1:] * self.program.weights(lam)
+        total[:, :, 1:] += self._ascend(lam + self.dual.lr * violations, change[:, 0, 1:], moves.exact)[:, None] * d_lam
+        return total
+
+    @property
+    def _bounds(self) -> Tensor:
+        """0 for the objective and τ for the constraints, (1 + m,)."""
+        return torch.cat([self.program.tau.new_zeros(1), self.program.tau])
+
+    def _ascend(self, ahead: Tensor, df: Tensor, exact: Tensor) -> Tensor:
+        """Return the changes of λ after the step, (Q, m), for changes of f − τ; `ahead` is λ before its projection."""
+        kinds, moved = self.program.kinds, self.dual.lr * df
+        finite = kinds.project(ahead + moved) - kinds.project(ahead)
+        return torch.where(exact.to(ahead.device)[:, None], finite, torch.where(kinds.has_force(ahead), moved, 0.0))
+
+    def _change_rows(self, batch: Batch, moves: Moves, values: Sequence[Tensor], rows: Tensor) -> Tensor:
+        """Return by how much perturbations change N functions of each row, (Q, N, 1 + m).
+
+        A mean S/D over members in the batch becomes (S + δS)/(D + δD). It changes by (δS − δD·S/D)/(D + δD), to first
+        order by the same over D. A mean that loses its last member is left out, and a constraint without it is 0.
+
+        Args:
+            batch: The samples of the step.
+            moves: The perturbations.
+            values: The N functions of each sample, (N, B) for each part: its loss, or slopes of it.
+            rows: The same functions of the rows, (N, 1 + m), of those not present, too. The first is f − τ.
+        """
+        means, C, device = self.program.rows.means, self.program.rows.C[:, : len(self.program.rows.means)], rows.device
+        divisor, empty, present = self._count_members(batch)
+        before = [0.0 if part.extra else x @ part.U.T for part, x in zip(batch, values, strict=True)]
+        mean = torch.where(empty, 0.0, self._add_up(batch, before) / divisor)  # (N, K)
+        owners, places = ([getattr(m, name).to(device) for m in moves.parts] for name in ("owner", "place"))
+        touched = [part.U.T[place][:, None] for part, place in zip(batch, places, strict=True)]  # (E, 1, k)
+
+        def add_up(entries: list[Tensor]) -> Tensor:
+            """Add up the entries of each perturbation, (Q, 1 + m, K)."""
+            zeros = (x.new_zeros((len(moves.owners), *x.shape[1:])) for x in entries)
+            return self._add_up(batch, [zero.index_add(0, *x) for zero, *x in zip(zeros, owners, entries, strict=True)])
+
+        exact = moves.exact.to(device)[:, None, None]
+        more = add_up([m.db * u for m, u in zip(moves.parts, touched, strict=True)])
+        left = self._add_up(batch, [0 * p.U[:, 0] if p.extra else (p.U != 0).sum(1).to(rows) for p in batch])
+        left = left + exact * add_up([m.db * (u != 0) for m, u in zip(moves.parts, touched, strict=True)])
+        gone = means & (left.abs() < _MEMBER)
+        share = C / torch.where(means & ~gone, torch.where(empty, 0.0, divisor) + exact * more, 1.0)
+        change = torch.einsum("qjk,nk->qnj", -torch.where(gone, C, share * more) * means, mean)
+        for part, x, m, u, owner, place in zip(batch, values, moves.parts, touched, owners, places, strict=True):
             columns = self.program.rows.columns(part.table)
-            share = (self.program.rows.C[:, columns] / divisor[:, columns])[..., None] * part.U  # (1 + m, k, B)
-            moved = weight[:, None] * slope[:, None] + nu_rows[..., None] * ell  # (T, 1 + m, B)
-            by_a.append(share * moved[:, :, None])
-            by_b.append(-share * mean[:, :, columns, None])
-        return before, WeightGradients(tuple(by_a), tuple(by_b), -nu)
+            kept = torch.where(gone, 0.0, share)[:, :, columns][owner]  # (E, 1 + m, k)
+            entries = x[:, place].T[..., None] * (kept * m.da * u).sum(2)[:, None]  # (E, N, 1 + m)
+            change = change.index_add(0, owner, entries)
+        bounds = torch.zeros_like(change)
+        bounds[:, 0, 1:] = moves.dtau
+        still = ~(gone & (C != 0)).any(2)
+        still[:, 0] = True  # the objective
+        return torch.where(still[:, None], rows + change - bounds, 0.0) - torch.where(
+            torch.cat([present.new_ones(1), present]), rows, 0.0
+        )

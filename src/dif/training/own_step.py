@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -19,11 +19,15 @@ from dif.problem.parameters import BoundModule, Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.problem.term import Term
-from dif.runtime.guard import convert_errors, is_unsupported
+from dif.runtime.guard import convert_errors, is_unsupported, numbers_at_once
 from dif.runtime.inputs import as_tensor, check_list
 from dif.training.run import Keep, Loop, Run, carry_out
-from dif.training.step import Batch, State, WeightGradients, Weights, default_weights
+from dif.training.step import VECTORS, Batch, Moves, Pulled, State, Weights, default_weights
 
+_LAYERS = 64  # of the size of the batch that a step is assumed to need, since it cannot be measured
+_EXACT_BATCH = (
+    64  # samples in a batch up to which the step is repeated without each of them; beyond, its derivative counts
+)
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 0.1}  # relative error of a derivative against differences
 
 
@@ -57,6 +61,11 @@ class UserStep:
             return _combine(moved, torch.stack)
         return self._map(states, batch, weights)
 
+    def memory(self, state: State, batch: Batch) -> int:
+        """Return how many numbers a step needs for one more state."""
+        batches = sum(x.numel() for part in batch for x in leaves(part.data))
+        return VECTORS * sum(x.numel() for x in leaves(state)) + _LAYERS * batches
+
     def read_point(self, state: State) -> tuple[Tensor, Tensor]:
         """Return the params as θ, and no multipliers."""
         theta = flatten_params(state, self.program.parameters)
@@ -72,31 +81,77 @@ class UserStep:
     # Derivatives, by autograd alone, so that the step may use it, too
 
     def pull_back(
-        self, t: int, state: State, after: State, batch: Batch, adjoint: State
-    ) -> tuple[State, WeightGradients]:
-        """Return the adjoints of the state before step t, and of its weights, for T adjoints of the state after it."""
+        self, t: int, state: State, after: State, batch: Batch, adjoint: State, moves: Moves
+    ) -> tuple[State, Pulled]:
+        """Return the adjoints of the state before step t, for T of the state after it, and what `effects` needs.
+
+        That is the derivative in the weights of each part, (T, B), and the effects of the exact moves, (Q, T).
+        """
         before, weights, then = self._trace(state, batch)
         inputs, outputs, weighing = _variables(before) + weights, _variables(then), leaves(adjoint)
         T = len(weighing[0])
-        weighing = [w for w, x in zip(weighing, leaves(then), strict=True) if x.requires_grad]
-        found = [_pull(outputs, inputs, [w[k] for w in weighing]) for k in range(T)]
+        along = [w for w, x in zip(weighing, leaves(then), strict=True) if x.requires_grad]
+        found = [_pull(outputs, inputs, [w[k] for w in along]) for k in range(T)]
         columns = iter([torch.stack(column) for column in zip(*found, strict=True)])
         like = weights[0]
         back = map_tensors(before, lambda x: next(columns) if x.requires_grad else like.new_zeros((T, *x.shape)))
-        by_a = tuple(next(columns)[:, None, None] for _ in weights)
-        zero = tuple(torch.zeros_like(a) for a in by_a)
-        return back, WeightGradients(by_a, zero, like.new_zeros((T, 0)))
+        exact = [like.new_zeros((0, T))]
+        for changes in self._change_exactly(t, state, batch, moves):
+            pairs = zip(leaves(changes), weighing, strict=True)
+            exact.append(sum(dx.reshape(len(dx), -1).to(w) @ w.reshape(T, -1).T for dx, w in pairs))  # type: ignore[arg-type]
+        return back, (*columns, torch.cat(exact))
 
-    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, dweights: Weights) -> State:
-        """Return the tangent of the state after step t: the derivative of Jᵀu in u is J."""
+    def effects(self, t: int, batch: Batch, pulled: Pulled, moves: Moves) -> Tensor:
+        """Return by how much perturbations change the targets, (Q, T, 1)."""
+        *slopes, exact = pulled
+        total = exact.new_zeros((len(moves.owners), exact.shape[1]))
+        for slope, moved in zip(slopes, moves.parts, strict=True):
+            where = moved.place.to(total.device)
+            total.index_add_(0, moved.owner.to(total.device), slope[:, where].T * moved.da[:, 0])
+        total[self._find_exact(batch, moves)] = exact
+        return total[:, :, None]
+
+    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, moves: Moves) -> State:
+        """Return how the state after step t changes with the state before it and under a perturbation."""
+        changes, start = list(self._change_exactly(t, state, batch, moves)), default_weights(self.program, batch)
+        after = moves.carry_out(start, torch.arange(len(moves.owners)), 1)
+        da = [torch.zeros_like(x) if changes else y[0] - x for x, y in zip(start.a, after.a, strict=True)]
+        pushed = self.differentiate(state, batch, tangent, da)
+        each = iter(leaves(changes[0]) if changes else [])
+        return map_tensors(pushed, lambda x: x + next(each)[0]) if changes else pushed
+
+    def differentiate(self, state: State, batch: Batch, tangent: State, da: Sequence[Tensor]) -> State:
+        """Return the derivative of the state after a step along changes of the state before it and of the weights.
+
+        It is linear in them: the derivative of Jᵀu in u is J.
+        """
         before, weights, then = self._trace(state, batch)
         inputs, outputs = _variables(before) + weights, _variables(then)
         along = [v for v, x in zip(leaves(tangent), leaves(before), strict=True) if x.requires_grad]
-        along += [a[0, 0] for a in dweights.a]
+        along += [a[0, 0] for a in da]
         u = [torch.zeros_like(x).requires_grad_() for x in outputs]
         columns = _pull(outputs, inputs, u, create_graph=True)
         moved = iter(_pull(columns, u, along))
         return map_tensors(then, lambda x: next(moved) if x.requires_grad else torch.zeros_like(x))
+
+    def _find_exact(self, batch: Batch, moves: Moves) -> Tensor:
+        """Return which moves are carried out, (Q,) bool: those that are exact, in batches that are not too large."""
+        return moves.exact & (sum(len(part.index) for part in batch if not part.extra) <= _EXACT_BATCH)
+
+    def _change_exactly(self, t: int, state: State, batch: Batch, moves: Moves) -> Iterator[State]:
+        """Yield by how much exact moves change the state after a step, (q, …), as many at once as fit into memory."""
+        which = torch.nonzero(self._find_exact(batch, moves)).reshape(-1)
+        if len(which) == 0:
+            return
+        start, Q = default_weights(self.program, batch), len(moves.owners)
+        weights = moves.carry_out(start, torch.arange(Q), Q)
+        like = weights.dtau
+        for some in which.split(max(1, numbers_at_once(like) // self.memory(state, batch))):
+            a = tuple(torch.cat([x[None], y[some.to(y.device)]]) for x, y in zip(start.a, weights.a, strict=True))
+            P = len(some) + 1  # and the step as it is
+            states = map_tensors(state, lambda x, P=P: x.expand(P, *x.shape))
+            after = self.advance_many(t, states, batch, Weights(a, a, like.new_zeros((P, 0))))
+            yield map_tensors(after, lambda x: x[1:] - x[:1])
 
     def _trace(self, state: State, batch: Batch) -> tuple[State, list[Tensor], State]:
         """Return the state before a step and its weights, both tracked by autograd, and the state after it."""
@@ -231,7 +286,7 @@ def _compare_with_differences(
         point = map_tensors(state, lambda x: x + h * next(along) if x.is_floating_point() else (next(along), x)[1])
         return _join_leaves(step.advance(t, point, batch, _shift(weights, da, h)))
 
-    slopes = _join_leaves(step.push_forward(t, state, batch, tangent, Weights(da, weights.b, weights.dtau)))
+    slopes = _join_leaves(step.differentiate(state, batch, tangent, da))
     expected, _, bend = difference(at, at(0.0), h)
     return float(((slopes - expected).abs() - 0.5 * bend).clamp(min=0).norm()), float(expected.norm())
 

@@ -12,6 +12,9 @@ from dif.derivatives.program import Program
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 
+ROUNDING = 1e-14  # size up to which a weight counts as 0, as what three thirds of a removal leave
+VECTORS = 3  # of the size of the state that a step needs for each state
+
 State = dict[str, Any]  # tensors in nested dicts, tuples and lists: parameters, multipliers, the optimiser's memory
 
 
@@ -28,6 +31,7 @@ class Part:
 
 
 Batch = tuple[Part, ...]
+Pulled = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,39 @@ class Weights:
     dtau: Tensor
 
 
-@dataclass(frozen=True)
-class WeightGradients:
-    """Derivatives of T targets with respect to the weights of one step."""
+@dataclass(frozen=True, eq=False)
+class PartMoves:
+    """Changes of the weights of one part of a batch: E entries, no two for one perturbation and sample."""
 
-    a: tuple[Tensor, ...]  # for each part of the batch, (T, 1 + m, k, B)
-    b: tuple[Tensor, ...]
-    tau: Tensor  # (T, m)
+    owner: Tensor  # (E,) position of the perturbation among those that change the step
+    place: Tensor  # (E,) position of the sample in the part
+    da: Tensor  # (E, 1 + m, k)
+    db: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Moves:
+    """The perturbations that change one step, and how they change its weights and bounds.
+
+    Where samples are gone or new altogether, the step changes by its difference with and without them: `exact`.
+    Elsewhere the change counts to first order, in proportion to the changes of the weights.
+    """
+
+    owners: Tensor  # (Q,) numbers of the perturbations
+    parts: tuple[PartMoves, ...]
+    dtau: Tensor  # (Q, m)
+    exact: Tensor  # (Q,) bool
+
+    def carry_out(self, start: Weights, at: Tensor, P: int) -> Weights:
+        """Return the weights of P runs, (P, 1 + m, k, B) for each part, of which number at_q has perturbation q."""
+        a, b, dtau = [], [], self.dtau.new_zeros((P, self.dtau.shape[1]))
+        for moved, *pair in zip(self.parts, start.a, start.b, strict=True):
+            where = tuple(index.to(dtau.device) for index in (at[moved.owner], moved.place))
+            for side, x, dx in zip((a, b), pair, (moved.da, moved.db), strict=True):
+                weights = x.movedim(-1, 0).repeat(P, 1, 1, 1).index_put(where, dx, accumulate=True)  # (P, B, 1 + m, k)
+                side.append(torch.where(weights.abs() <= ROUNDING, 0.0, weights).movedim(1, -1))
+        dtau[at.to(dtau.device)] = self.dtau
+        return Weights(tuple(a), tuple(b), dtau)
 
 
 @dataclass(frozen=True)
@@ -87,14 +117,25 @@ class Step(Protocol):
         """Return the states after step t, for P states and the weights of each, all with a first dimension P."""
         ...
 
-    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, dweights: Weights) -> State:
-        """Return the tangent of the state after step t, for tangents of the state before it and of the weights."""
+    def push_forward(self, t: int, state: State, batch: Batch, tangent: State, moves: Moves) -> State:
+        """Return how the state after step t changes with the state before it and under a perturbation.
+
+        To first order in the state; in the weights as `Moves` says.
+        """
         ...
 
     def pull_back(
-        self, t: int, state: State, after: State, batch: Batch, adjoint: State
-    ) -> tuple[State, WeightGradients]:
-        """Return the adjoints of the state before step t, and of its weights, for T adjoints of the state after it."""
+        self, t: int, state: State, after: State, batch: Batch, adjoint: State, moves: Moves
+    ) -> tuple[State, Pulled]:
+        """Return the adjoints of the state before step t, for T of the state after it, and what `effects` needs."""
+        ...
+
+    def effects(self, t: int, batch: Batch, pulled: Pulled, moves: Moves) -> Tensor:
+        """Return by how much perturbations change the targets through each row of step t, (Q, T, 1 + m)."""
+        ...
+
+    def memory(self, state: State, batch: Batch) -> int:
+        """Return how many numbers a step needs for one more state."""
         ...
 
     def read_point(self, state: State) -> tuple[Tensor, Tensor]:

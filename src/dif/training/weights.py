@@ -7,15 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dif.derivatives.weight_change import Direction, mark_rows
+from dif.derivatives.weight_change import Direction
 from dif.errors import InvalidInputError
 from dif.problem.data import describe
 from dif.problem.perturbation import Addition, Perturbation
 from dif.problem.weights import Move, SumChange
 from dif.training.run import Loop, fetch
-from dif.training.step import Batch, Part, WeightGradients, Weights, default_weights
-
-_ROUNDING = 1e-14  # size up to which a weight counts as 0, as what three thirds of a removal leave
+from dif.training.step import ROUNDING, Batch, Moves, Part, PartMoves, Weights, default_weights
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,20 +21,27 @@ class StepMove:
     """A move of weights relative to those that the samples have in the run: the change of a, and of b in means."""
 
     owner: Tensor | None  # (E,) perturbation of each entry; None: all perturbations
-    index: Tensor  # (E,) samples of the table; new ones are numbered behind them
+    index: Tensor  # (E,) samples of the table, in order; new ones are numbered behind them
     da: Tensor  # (E, k)
     renormalise: bool
 
-    def add_to(self, moved: Tensor, index: Tensor, begin: int) -> None:
-        """Add it to the moves of the samples `index` under perturbations begin, begin + 1, …, (P, B, k)."""
-        which, place = _match(self.index, index)
+    def find(self, index: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the entries of perturbations begin … end − 1 on the samples `index`, which may have repetitions.
+
+        Returns the perturbation of each, the place of its sample in `index`, and the change of its weights, (E, k).
+        """
+        first, last = torch.searchsorted(self.index, index), torch.searchsorted(self.index, index, right=True)
+        count = last - first
+        place = torch.repeat_interleave(torch.arange(len(index)), count)
+        which = torch.arange(len(place)) + torch.repeat_interleave(last - count.cumsum(0), count)
         if self.owner is None:
-            moved.index_add_(1, place.to(moved.device), self.da[which.to(moved.device)].expand(len(moved), -1, -1))
-            return
-        owner = self.owner[which] - begin
-        mine = (owner >= 0) & (owner < len(moved))
-        at = (owner[mine].to(moved.device), place[mine].to(moved.device))
-        moved.index_put_(at, self.da[which[mine].to(moved.device)], accumulate=True)
+            owner = torch.repeat_interleave(torch.arange(begin, end), len(place))
+            place, which = place.repeat(end - begin), which.repeat(end - begin)
+        else:
+            mine = (self.owner[which] >= begin) & (self.owner[which] < end)
+            place, which = place[mine], which[mine]
+            owner = self.owner[which]
+        return owner, place, self.da[which.to(self.da.device)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +74,7 @@ class RunPerturbation:
         self.loop, self.perturbation, self.since = loop, perturbation, since
         self.direction = Direction(loop.program, perturbation)  # refuses what does not belong to the problem
         self.dtau = self.direction.dtau  # (P, m)
+        self.whole = any(factor == 1.0 for factor, _ in perturbation.pieces)  # then bounds move by a finite amount
         self.extras: dict[tuple[int, int], Extra] = {}  # by addition and table
         self.sizes = [len(table.samples) for table in loop.program.rows.tables]  # samples, with the new ones
         self.changes = tuple(map(self._resolve, self.direction.changes.sums))
@@ -80,18 +86,22 @@ class RunPerturbation:
         program = self.loop.program
         (number,) = (t for t, table in enumerate(program.rows.tables) if table.samples is change.samples)
         moves = tuple(self._read(number, move) for move in change.moves)
-        return StepChange(number, change.factor * mark_rows(program, change.terms), moves)
+        mine = torch.isin(program.terms, torch.tensor(change.terms, device=program.tau.device))
+        return StepChange(number, change.factor * mine.to(program.tau), moves)
 
     def _read(self, number: int, move: Move) -> StepMove:
         """Return a move relative to the weights that the samples have in the run."""
         U, index = self.loop.program.rows.tables[number].U, move.entries.index
-        owner = None if len(move.entries) < len(self) else move.entries.owner
+        owner = None if len(self) > move.entries.P else move.entries.owner
         dw = move.dw.to(U)
         weights = U[:, index.to(U.device)].T if move.added is None else dw
         da = torch.where(weights != 0, dw / torch.where(weights != 0, weights, 1.0), 0.0)
         if move.added is not None:
             index = self._add_samples(number, move.added, index, dw).part.index[index]
-        return StepMove(owner, index, da, move.renormalise)
+        order = index.argsort(stable=True)
+        return StepMove(
+            owner if owner is None else owner[order], index[order], da[order.to(da.device)], move.renormalise
+        )
 
     def _add_samples(self, number: int, addition: Addition, index: Tensor, dw: Tensor) -> Extra:
         """Register new samples; each joins the batches of the sample it is like, or one batch drawn per epoch."""
@@ -143,79 +153,34 @@ class RunPerturbation:
 
         A sample that is removed by half takes part with half its weight, in the sum of a mean and in its divisor.
         """
-        default, moved = default_weights(self.loop.program, batch), self.move(t, batch, begin, end)
-        a, b = (
-            tuple(torch.where((x + dx).abs() <= _ROUNDING, 0.0, x + dx) for x, dx in zip(xs, dxs, strict=True))
-            for xs, dxs in ((default.a, moved.a), (default.b, moved.b))
-        )
-        return Weights(a, b, moved.dtau)
+        moves = self.moves(t, batch, begin, end)
+        return moves.carry_out(default_weights(self.loop.program, batch), moves.owners - begin, end - begin)
 
-    def move(self, t: int, batch: Batch, begin: int, end: int) -> Weights:
-        """Return by how much perturbations begin … end − 1 move the weights of step t, (P, 1 + m, k, B) each."""
-        default, P = default_weights(self.loop.program, batch), end - begin
-        a, b = ([x.new_zeros((P, *x.shape)) for x in default.a] for _ in range(2))
-        if t < self.since:
-            return Weights(tuple(a), tuple(b), torch.zeros_like(self.dtau[begin:end]))
-        for change in self.changes:
-            for number, part in enumerate(batch):
+    def moves(self, t: int, batch: Batch, begin: int = 0, end: int | None = None) -> Moves:
+        """Return by how much perturbations begin … end − 1 (None: all) move the weights of step t."""
+        end, R = len(self) if end is None else end, 1 + self.loop.program.m
+        found: list[list[tuple[Tensor, Tensor, Tensor, Tensor]]] = [[] for _ in batch]
+        for change in self.changes if t >= self.since else ():
+            for entries, part in zip(found, batch, strict=True):
                 for move in change.moves if part.table == change.table else ():
-                    moved = part.U.new_zeros((P, *part.U.T.shape))
-                    move.add_to(moved, part.index, begin)
-                    scaled = change.rows[:, None, None] * moved.mT[:, None]
-                    a[number] += scaled
-                    if move.renormalise:
-                        b[number] += scaled
-        return Weights(tuple(a), tuple(b), self.dtau[begin:end])
-
-
-def _match(wanted: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return all pairs (e, j) with wanted[e] = index[j], which may have repetitions, as two tensors."""
-    ordered, order = index.sort()
-    first, last = torch.searchsorted(ordered, wanted), torch.searchsorted(ordered, wanted, right=True)
-    count = last - first
-    which = torch.repeat_interleave(torch.arange(len(wanted)), count)
-    offset = torch.arange(len(which)) - torch.repeat_interleave(count.cumsum(0) - count, count)
-    return which, order[first[which] + offset]
-
-
-class Record:
-    """Derivatives of T targets with respect to the weights of a whole run, added up step by step."""
-
-    def __init__(self, change: RunPerturbation, T: int) -> None:
-        self.change = change
-        program = change.loop.program
-        shapes = [(T, 1 + program.m, len(t.U), n) for t, n in zip(program.rows.tables, change.sizes, strict=True)]
-        self.a, self.b = ([program.tau.new_zeros(shape) for shape in shapes] for _ in range(2))
-        self.tau = program.tau.new_zeros((T, program.m))
-
-    @classmethod
-    def join(cls, parts: list[Record]) -> Record:
-        """Return the record of all targets, for records of some of them."""
-        whole = cls(parts[0].change, sum(len(part.tau) for part in parts))
-        whole.a, whole.b = ([torch.cat(x) for x in zip(*(getattr(p, n) for p in parts), strict=True)] for n in "ab")
-        whole.tau = torch.cat([part.tau for part in parts])
-        return whole
-
-    def add(self, batch: Batch, gradients: WeightGradients) -> None:
-        """Add the derivatives of a step."""
-        for part, a, b in zip(batch, gradients.a, gradients.b, strict=True):
-            index = part.index.to(self.tau.device)
-            self.a[part.table].index_add_(3, index, a)
-            self.b[part.table].index_add_(3, index, b)
-        self.tau += gradients.tau
-
-    def by_row(self) -> Tensor:
-        """Return the change of each target under each perturbation through each row, (P, T, 1 + m)."""
-        dtau, (T, m) = self.change.dtau, self.tau.shape
-        total = self.tau.new_zeros((len(dtau), T, 1 + m))
-        total[:, :, 1:] += dtau[:, None] * self.tau
-        for change in self.change.changes:
-            a, b = self.a[change.table], self.b[change.table]
-            for move in change.moves:
-                slope = (a + b if move.renormalise else a)[..., move.index.to(total.device)]  # (T, 1 + m, k, E)
-                effect = ((slope * move.da.T).sum(2) * change.rows[:, None]).permute(2, 0, 1)  # (E, T, 1 + m)
-                if move.owner is None:
-                    total += effect.sum(0)
-                else:
-                    total.index_add_(0, move.owner.to(total.device), effect)
-        return total
+                    owner, place, da = move.find(part.index, begin, end)
+                    da = change.rows[:, None] * da[:, None]  # (E, 1 + m, k)
+                    entries.append((owner, place, da, da if move.renormalise else torch.zeros_like(da)))
+        dtau = self.dtau[begin:end] * (t >= self.since)
+        bounded = begin + torch.nonzero(dtau.any(1)).reshape(-1).cpu()
+        owners = torch.unique(torch.cat([bounded, *(entry[0] for entries in found for entry in entries)]))
+        exact = torch.isin(owners, bounded) if self.whole else torch.zeros_like(owners, dtype=torch.bool)
+        parts = []
+        for part, entries in zip(batch, found, strict=True):
+            none = part.U.new_zeros((0, R, len(part.U)))
+            columns = zip((owners[:0], owners[:0], none, none), *entries, strict=True)
+            owner, place, da, db = (torch.cat(column) for column in columns)
+            B = max(1, len(part.index))
+            key, entry = torch.unique(torch.searchsorted(owners, owner) * B + place, return_inverse=True)
+            sums = none.new_zeros((len(key), *none.shape[1:]))
+            da, db = (sums.index_add(0, entry.to(sums.device), d) for d in (da, db))
+            after = da + (0.0 if part.extra else 1.0)
+            whole = (da != 0) & ((after.abs() <= ROUNDING) | ((after - 1).abs() <= ROUNDING))
+            exact[(key // B)[whole.flatten(1).any(1).cpu()]] = True
+            parts.append(PartMoves(key // B, key % B, da, db))
+        return Moves(owners, tuple(parts), dtau[(owners - begin).to(dtau.device)], exact)

@@ -84,6 +84,7 @@
       byId("kind").querySelector(`[value=${kind}]`).textContent = `${kinds[kind]} (${means[kind]})`;
     }
     byId("l-line").hidden = !retrained;
+    byId("l-doubt").hidden = !samples.some((s) => s.doubtful);
     byId("how").textContent =
       (samples.length < report.total ? `The ${samples.length} of ${report.total} samples with the largest effect on ${report.target}.` : `All ${report.total} samples, those with the largest effect on ${report.target} first.`) +
       ` A score of +0.02 means ` +
@@ -123,9 +124,11 @@
       (s) => wanted.every((word) => words.get(s).includes(word)) && (kind === "all" || side(s.score) === kind),
     );
     const column = columns.find((c) => c.key === order.key);
-    const value = (s) => (order.size ? Math.abs(column.of(s) || 0) : column.of(s));
+    // by size, those without a score come first: they may be the strongest
+    const value = (s) => (order.size ? (column.of(s) === null ? Infinity : Math.abs(column.of(s))) : column.of(s));
     return found.sort((a, b) => {
       const [x, y] = [value(a), value(b)];
+      if (x === y) return 0;
       if (x === null || y === null) return (x === null) - (y === null);
       const ascending = column.text ? String(x).localeCompare(String(y), undefined, { numeric: true }) : x - y;
       return order.down ? -ascending : ascending;
@@ -160,6 +163,7 @@
       cell.className = (column.text ? "" : "number") + (column.minor ? " minor" : "") + (column.text || column.plain || value === null ? "" : " " + side(value));
       if (column.key === "name" && s.group !== null) cell.dataset.group = s.group; // shown on a phone
       if (column.key === "name") cell.scope = "row";
+      cell.classList.toggle("doubtful", column.key === "score" && s.score !== null && s.doubtful);
       line.append(cell);
     }
     line.addEventListener("click", () => {
@@ -279,7 +283,7 @@
       svg.append(touch);
     }
     for (const [place, s] of points.entries()) {
-      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}`, tabindex: place ? -1 : 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
+      const point = drawn("circle", { cx: px(x(s)), cy: py(s.score), r: 4.5, class: `fill-${side(s.score)}${s.doubtful ? " doubtful" : ""}`, tabindex: place ? -1 : 0, role: "button", "aria-label": `${s.name}, score ${signed(s.score)}`, "data-index": s.index });
       const reveal = () => {
         tip.textContent = `${s.name}: ${signed(s.score)}`;
         const box = point.getBoundingClientRect();

@@ -299,7 +299,11 @@ def test_removing_every_sample_of_a_term_is_refused():
     everywhere(TRAIN.remove(range(8), terms=[PROBLEM.objective], renormalise=False), first)
     DIF = estimator(dif.DirectionalInfluence)
     groups = TRAIN.remove_groups([[0], range(8)])
-    invalid(lambda: DIF.scores(TRAIN, groups), f"Perturbation 1 {everyone}", "Restrict the removal")
+    with pytest.warns(dif.FirstOrderWarning, match="1 of 2 perturbations have no answer"):
+        found = DIF.scores(TRAIN, groups)
+    assert f"Perturbation 1 {everyone}" in found.diagnostics["unanswered"][groups.labels[1]]
+    assert "Restrict the removal" in found.diagnostics["unanswered"][groups.labels[1]]
+    invalid(lambda: DIF.scores(TRAIN, groups[1]), first)
 
 
 def masked():

@@ -245,6 +245,33 @@ def test_small_targets_are_not_hidden_behind_large_ones():
     assert both.trusted is False
 
 
+@pytest.mark.parametrize("make", [dif.DirectionalInfluence, dif.NewtonInfluence, dif.AdaptiveInfluence])
+def test_a_target_that_a_constraint_pins_does_not_move(make):
+    """With two weights pinned, by an equality and by a bound, their changes of 1e-17 are no errors."""
+    X = torch.randn(200, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    y = X @ torch.tensor([1.0, 1.0, -0.3, 0.0], dtype=F64) + X[:, 0] ** 2
+    train = dif.Samples(squared, (X, y), name="train")
+    pinned, sign = [1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 1.0, 0.0]
+    solution = fit_problem(dif.Problem(train.mean(), [dif.linear(pinned) == 0.0, dif.linear(sign) >= 0.7]), d=4)
+    assert len(solution.active.binding) == 2
+    targets = {"pinned": dif.linear(pinned), "sign": dif.linear(sign), "free": dif.linear([0.0, 0.0, 0.0, 1.0])}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", dif.FirstOrderWarning)
+        scores = make(solution).scores(targets, 0.1 * train.remove_each(), **QUIET)
+    assert float(scores.values[:, :2].abs().max()) < 1e-14 < float(scores.values[:, 2].abs().max())
+    assert scores.trusted_by_target == {"pinned": True, "sign": True, "free": True}
+
+
+def test_a_minimised_target_counts_where_no_other_moves():
+    X = torch.randn(100, 3, dtype=F64, generator=torch.Generator().manual_seed(0))
+    train = dif.Samples(squared, (X, X[:, 0] + X[:, 1] ** 2), name="train")
+    solution = fit_problem(dif.Problem(train.mean()), d=3)
+    with pytest.warns(dif.FirstOrderWarning, match="These predictions cannot be trusted"):
+        alone = dif.DirectionalInfluence(solution).scores(train.mean(), train.remove_each(), **QUIET)
+    assert alone.trusted is False
+    assert "NOT trusted: the estimated relative error is " in alone.summary()
+
+
 def test_each_target_has_its_own_verdict(tmp_path):
     """A target that hardly moves, because it is minimised, takes no trust from a target that does."""
     X = torch.randn(200, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
@@ -256,8 +283,9 @@ def test_each_target_has_its_own_verdict(tmp_path):
     with pytest.warns(dif.FirstOrderWarning, match="The predictions for risk cannot be trusted.* other targets can"):
         scores = dif.DirectionalInfluence(solution).scores(targets, train.remove_each(), **QUIET)
     assert scores.trusted_by_target == {"coefficient": True, "risk": False}
-    assert scores.trusted is False
-    assert "NOT trusted (risk; the other targets are trusted): the estimated relative error is " in scores.summary()
+    assert scores.trusted is True  # to first order risk does not move, whatever is removed
+    assert "\nTrusted: the estimated relative error is 0.0" in scores.summary()
+    assert ". To first order risk does not move; its scores are not trusted." in scores.summary()
     actual = dif.Retraining(solution).scores(targets, train.remove_each(), **QUIET)
     off = (scores.values - actual.values).norm(dim=0) / actual.values.norm(dim=0)
     np.testing.assert_allclose(scores.diagnostics["assessment"]["by_target"], off, rtol=0.3, atol=0.02)

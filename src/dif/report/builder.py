@@ -253,7 +253,7 @@ def build_reports(
     }
     reports = []
     for column, (target, term) in enumerate(zip(influence.targets, terms, strict=True)):
-        listed = _list_rows(influence, column, max(top, MAX_SAMPLES))
+        listed = [entry.index for entry in influence.top(max(top, MAX_SAMPLES), column)]
         compiled = None if term is None else Targets(term, solution)
         names, parts = ([], {}) if term is None else _split_scores(influence, explainer, term, column, listed)
         report = Report(
@@ -316,13 +316,6 @@ def _find_explainer(influence: Influence, solution: Solution) -> Any:
     with suppress(DifError):
         return DirectionalInfluence(solution) if isinstance(influence.carried_out, Perturbation) else None
     return None
-
-
-def _list_rows(influence: Influence, column: int, most: int) -> list[int]:
-    """Return the rows that a report lists: those without an answer, which may be the strongest, then the strongest."""
-    answered = torch.isfinite(influence.values[:, column])
-    ranked = [entry.index for entry in influence.top(min(most, len(influence)), column)]
-    return [*torch.nonzero(~answered).reshape(-1).tolist(), *(row for row in ranked if answered[row])][:most]
 
 
 def _split_scores(

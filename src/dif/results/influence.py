@@ -221,9 +221,12 @@ class Influence:
         return self.carried_out.index if isinstance(self.carried_out, Perturbation) else self.saved_index
 
     def top(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
-        """Return the k perturbations that change a target most, in absolute value, largest first."""
+        """Return the k perturbations that change a target most, in absolute value, largest first.
+
+        Those without an answer (NaN) come before them: what they change is not known to be small.
+        """
         column = self._column(k, target)
-        return self._rank(column, torch.nan_to_num(column.abs(), nan=-1.0), k)  # those without an answer come last
+        return self._rank(column, column.abs(), k)
 
     def proponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that raise a target most, those that do not raise it left out.
@@ -231,7 +234,7 @@ class Influence:
         Of a loss, these removals are of the samples that helped most: the loss is higher without them.
         """
         column = self._column(k, target)
-        return self._rank(column, column, min(k, int((column > 0).sum())))
+        return self._rank(column, column.nan_to_num(nan=0.0), min(k, int((column > 0).sum())))
 
     def opponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that lower a target most, those that do not lower it left out.
@@ -239,11 +242,13 @@ class Influence:
         Of a loss, these removals are of the samples that harmed most: the loss is lower without them.
         """
         column = self._column(k, target)
-        return self._rank(column, -column, min(k, int((column < 0).sum())))
+        return self._rank(column, -column.nan_to_num(nan=0.0), min(k, int((column < 0).sum())))
 
     def _rank(self, column: Tensor, size: Tensor, k: int) -> list[Ranked]:
-        """Return the k perturbations with the largest size; NaN comes last."""
-        order = torch.argsort(torch.nan_to_num(size, nan=-float("inf")), descending=True, stable=True)[:k].tolist()
+        """Return the k perturbations with the largest size, after those without an answer."""
+        unknown = torch.nonzero(size.isnan()).reshape(-1)
+        order = torch.argsort(size.nan_to_num(nan=-float("inf")), descending=True, stable=True)
+        order = torch.cat([unknown, order[: len(order) - len(unknown)]])[:k].tolist()
         names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
         return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
 
@@ -340,7 +345,7 @@ class Influence:
             text = f"{verdict}: the estimated relative error is {assessment['pooled']:.2g}."
             text += f" To first order {few(still)} does not move; its scores are not trusted." if still else ""
         if self.unanswered:
-            text = f"{self.unanswered[0]} without an answer (NaN): {self.unanswered[1]} {text}"
+            text = f"{self.unanswered[0]} without an answer (NaN): {self.unanswered[1].rstrip('.')}. {text}"
         return text.strip()
 
     def plot(self, ax: Any = None, k: int = 15, target: int | str = 0, names: Sequence[str] | None = None) -> Any:

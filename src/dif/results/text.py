@@ -79,7 +79,8 @@ def _headings(top: Sequence[Ranked], columns: Sequence[str]) -> tuple[str, ...]:
 
 def _rows(top: Sequence[Ranked], values: Tensor) -> tuple[tuple[str, ...], ...]:
     """Return the cells of a ranking."""
-    return tuple(
-        (*(write_label(entry.name), entry.label)[2 - _words(top) :], *(f"{float(v):+.4g}" for v in values[entry.index]))
-        for entry in top
-    )
+    rows, skipped = [], 2 - _words(top)
+    for entry in top:
+        numbers = [f"{v:+.4g}" if v == v else "no answer" for v in values[entry.index].tolist()]
+        rows.append((*(write_label(entry.name), entry.label)[skipped:], *numbers))
+    return tuple(rows)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ import dif
 from dif.runtime.work import progress
 from studies import results
 
+MEDIANS = ("r", "error", "derivative r", "derivative error")  # over the runs and targets of a family
+COUNTS = ("targets", "off by more than 50 %", "of these not trusted", "off by less than 15 %", "of these trusted")
 ACTIVATIONS = {"tanh": nn.Tanh, "GELU": nn.GELU, "ReLU": nn.ReLU}
 
 
@@ -44,7 +47,7 @@ class Setting:
         """The rows of the table that it counts to."""
         if self.kind == "logistic":
             return f"logistic, group of {self.members} of {self.n}"
-        return self.kind if self.optimizer == "SGD" else f"{self.kind}, {self.optimizer}"
+        return f"{self.kind}, SGD" if self.optimizer == "SGD" else f"tanh and ReLU, {self.optimizer}"
 
 
 def settings() -> Iterator[Setting]:
@@ -93,48 +96,33 @@ def measure(setting: Setting) -> dict[str, Any]:
     return {
         "r": [each.pearson for each in found],
         "error": [each.relative_error for each in found],
-        "trusted": list(scores.trusted_by_target.values()),
+        "derivative r": [each.pearson for each in before],
+        "derivative error": [each.relative_error for each in before],
         "estimated": scores.diagnostics["assessment"]["by_target"],
-        "derivative": {"r": [each.pearson for each in before], "error": [each.relative_error for each in before]},
+        "trusted": list(scores.trusted_by_target.values()),
     }
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Count how often bad predictions of a target are not trusted, and good ones are; list the families."""
     verdicts = [pair for row in rows for pair in zip(row["error"], row["trusted"], strict=True)]
-    bad, good = (
-        [not trusted for error, trusted in verdicts if error > 0.5],
-        [t for error, t in verdicts if error < 0.15],
-    )
+    bad = [not trusted for error, trusted in verdicts if error > 0.5]
+    good = [trusted for error, trusted in verdicts if error < 0.15]
     families = []
     for family in dict.fromkeys(row["family"] for row in rows):
         mine = [row for row in rows if row["family"] == family]
-        column = lambda *keys, mine=mine: torch.tensor([_read(row, keys) for row in mine]).reshape(-1)  # noqa: E731
-        numbers = {
-            name: float(column(*keys).median())
-            for name, keys in {
-                "r": ("r",),
-                "error": ("error",),
-                "derivative r": ("derivative", "r"),
-                "derivative error": ("derivative", "error"),
-            }.items()
-        }
+        medians = {key: median(value for row in mine for value in row[key]) for key in MEDIANS}
         trusted = [verdict for row in mine for verdict in row["trusted"]]
-        families.append({"family": family, "runs": len(mine), **numbers, "trusted": sum(trusted), "of": len(trusted)})
-    return {
-        "families": families,
-        "targets": len(verdicts),
-        "off by more than 50 %": len(bad),
-        "of these not trusted": sum(bad),
-        "off by less than 15 %": len(good),
-        "of these trusted": sum(good),
-    }
+        families.append({"family": family, "runs": len(mine), **medians, "trusted": sum(trusted), "of": len(trusted)})
+    counts = dict(zip(COUNTS, (len(verdicts), len(bad), sum(bad), len(good), sum(good)), strict=True))
+    return {"families": families, **counts}
 
 
-def _read(row: dict[str, Any], keys: tuple[str, ...]) -> Any:
-    for key in keys:
-        row = row[key]
-    return row
+def format_families(families: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """Yield the rows of the table as text."""
+    for each in families:
+        numbers = (f"{each[key]:.1%}" if "error" in key else f"{each[key]:.3f}" for key in MEDIANS)
+        yield each["family"], str(each["runs"]), *numbers, f"{each['trusted']} of {each['of']}"
 
 
 def build_training(setting: Setting) -> tuple[dif.Samples, dict[str, dif.Term], dif.Training]:

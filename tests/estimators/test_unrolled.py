@@ -10,7 +10,8 @@ from trainings import Explicit, classify, logistic, state_problem, violations
 
 import dif
 from dif.derivatives.program import Targets
-from dif.training.adjoint import rerun
+from dif.derivatives.weight_change import Direction
+from dif.training import adjoint
 from dif.training.descent import TrainingStep
 
 F64 = torch.float64
@@ -22,6 +23,10 @@ OPTIMIZERS = {
     "Adam": dif.Adam(0.02, eps_root=1e-6),
     "AdamW": dif.AdamW(0.02, eps_root=1e-6, weight_decay=0.1),
 }
+
+
+def rerun(run, perturbation, since=0):
+    return adjoint.rerun(run, Direction(run.loop.program, perturbation), since)
 
 
 def train_model(optimizer, epochs=3):

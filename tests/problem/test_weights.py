@@ -305,9 +305,9 @@ def test_a_training_run_on_all_samples_at_once(kind):
     options = {"batch_size": N, "epochs": 2, "dual": dif.Ascent(0.1)}
     run = dif.Training(problem, start, dif.SGD(0.01), **options).run(show_progress=False)
     perturbation = KINDS[kind][0](train, problem)
-    change = RunPerturbation(run.loop, perturbation)
+    change = RunPerturbation(run.loop, Direction(run.loop.program, perturbation))
     batch = change.batch(0)
-    weights, dense = change.weights(0, batch, 0, 1), np.zeros((5, 2, N + KINDS[kind][2]))
+    weights, dense = change.weights(0, batch), np.zeros((5, 2, N + KINDS[kind][2]))
     rows, divisors = run.loop.program.rows, {}
     for number in range(len(rows.tables)):
         mine = [p for p, part in enumerate(batch) if part.table == number]

@@ -220,7 +220,7 @@ class Retraining:
             numbers = range(begin, min(begin + size, direction.P))
             if not all(p in cached for p in numbers):
                 chunk = direction[begin : numbers.stop]
-                ((thetas, lams),) = rerun(run, chunk.perturbation)
+                ((thetas, lams),) = rerun(run, chunk)
                 ends = [Found(theta, lam, residual=0.0, goal=1.0) for theta, lam in zip(thetas, lams, strict=True)]
                 cached |= dict(zip(numbers, ends, strict=True))
                 if self._cache is not None:

@@ -61,8 +61,8 @@ class UnrolledInfluence:
     def change(self, perturbation: Perturbation) -> Change:
         """Predict Δθ and Δλ at the end of the run, by one sweep forwards."""
         loop = self.run.loop
-        Direction.resolve_single(loop.program, perturbation)  # refuses several
-        change, tangent = self._resolve(perturbation), map_tensors(loop.initial, torch.zeros_like)
+        change = RunPerturbation(loop, Direction.resolve_single(loop.program, perturbation), self.since)
+        tangent = map_tensors(loop.initial, torch.zeros_like)
         for t in range(self.since, loop.length):
             batch = change.batch(t)
             tangent = loop.step.push_forward(t, self.run.states[t], batch, tangent, change.moves(t, batch))
@@ -101,7 +101,7 @@ class UnrolledInfluence:
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
                 rows, weights = _choose(values, [touched for _, touched, _ in groups], count)
-                about |= self._carry_out(rows, weights, targets, perturbations, values)
+                about |= self._carry_out(rows, weights, targets, change.direction, values)
             yield values, about
 
         def complete(influence: Influence) -> None:
@@ -128,7 +128,7 @@ class UnrolledInfluence:
         return Influence(values, perturbations, names, title, {"since": self.since})
 
     def _resolve(self, perturbations: Perturbation) -> RunPerturbation:
-        return RunPerturbation(self.run.loop, perturbations, self.since)
+        return RunPerturbation(self.run.loop, Direction(self.run.loop.program, perturbations), self.since)
 
     def _warn_few(self, groups: Sequence[tuple[int, Tensor, float]]) -> None:
         """Say which perturbed groups have few members in a batch, where their constraint has a force."""
@@ -146,7 +146,7 @@ class UnrolledInfluence:
                 )
 
     def _carry_out(
-        self, rows: list[int], weights: Tensor, targets: Targets, perturbations: Perturbation, values: Tensor
+        self, rows: list[int], weights: Tensor, targets: Targets, direction: Direction, values: Tensor
     ) -> dict[str, Any]:
         """Carry out some of the perturbations and return the diagnostics "probe" and "assessment".
 
@@ -154,7 +154,7 @@ class UnrolledInfluence:
         wrong signs if that is larger.
         """
         at, predicted = self.run.point, values[rows]
-        moves = torch.cat([theta for theta, _ in rerun(self.run, perturbations.pick(rows), self.since)]) - at.theta
+        moves = torch.cat([theta for theta, _ in rerun(self.run, direction.pick(rows), self.since)]) - at.theta
         actual = differences(at, targets, moves)
         still = torch.maximum(actual.abs(), predicted.abs()) <= _measure_rounding(at, targets, moves)  # (p, T)
         a, p = (torch.where(still, 0.0, x) for x in (actual, predicted))
@@ -169,7 +169,7 @@ class UnrolledInfluence:
         found["pooled"] = max(found["by_target"])
         a, p = (a / units).reshape(-1), (p / units).reshape(-1)
         probe = {
-            "perturbations": [perturbations[row].labels[0] for row in rows],
+            "perturbations": direction.pick(rows).perturbation.labels,
             "predicted": predicted.tolist(),
             "actual": actual.tolist(),
             "relative_error": float((a - p).norm() / a.norm().clamp(min=tiny)),

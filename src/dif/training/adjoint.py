@@ -12,36 +12,29 @@ from torch import Tensor
 
 from dif.derivatives.fingerprint import hash_all, hash_direction, hash_targets
 from dif.derivatives.program import Targets
+from dif.derivatives.weight_change import Direction
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
-from dif.problem.perturbation import Perturbation
 from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.guard import numbers_at_once
-from dif.runtime.work import Reporter, progress
+from dif.runtime.work import progress
 from dif.training.run import Run
 from dif.training.step import Batch, Moves, Pulled, State
 from dif.training.weights import RunPerturbation
 
 
-def rerun(
-    run: Run, perturbations: Perturbation, since: int = 0, report: Reporter = lambda done, text="": None
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield θ, (P, d), and λ, (P, m), at the end of the perturbed runs, chunk by chunk.
+def rerun(run: Run, direction: Direction, since: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield θ, (P, d), and λ, (P, m), at the end of perturbed runs, chunk by chunk.
 
-    Args:
-        run: The run whose start and batches are used.
-        perturbations: What is carried out.
-        since: First step at which it is carried out; the steps before are those of the run.
-        report: Called with the number of perturbed runs done, in parts of runs.
+    They have the start and the batches of the run, and are perturbed from step `since` on.
     """
-    loop, change, size = run.loop, RunPerturbation(run.loop, perturbations, since), runs_at_once(run)
-    for begin in range(0, len(perturbations), size):
-        end = min(begin + size, len(perturbations))
-        state = map_tensors(run.states[change.since], lambda t, P=end - begin: t.expand(P, *t.shape))
-        for t in range(change.since, loop.length):
+    loop, size = run.loop, runs_at_once(run)
+    for begin in range(0, direction.P, size):
+        change = RunPerturbation(loop, direction[begin : begin + size], since)
+        state = map_tensors(run.states[since], lambda t, P=change.direction.P: t.expand(P, *t.shape))
+        for t in range(since, loop.length):
             batch = change.batch(t)
-            state = loop.step.advance_many(t, state, batch, change.weights(t, batch, begin, end))
-            report(begin + (end - begin) * (t + 1) / loop.length)
+            state = loop.step.advance_many(t, state, batch, change.weights(t, batch))
         yield loop.step.read_point(state)
 
 
@@ -90,7 +83,7 @@ def sweep_back(run: Run, change: RunPerturbation, targets: Targets, show_progres
 def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) -> Iterator[Sweep]:
     """Yield the sweep after each step, with the effects up to there."""
     step, first = run.loop.step, float(Q.norm())
-    effects = Q.new_zeros((len(change), len(Q), 1 + run.loop.program.m))
+    effects = Q.new_zeros((change.direction.P, len(Q), 1 + run.loop.program.m))
     sweep = Sweep(run.loop.length, step.make_adjoint(Q, run.state), effects, {})
 
     def add(t: int, batch: Batch, pulled: Pulled, moves: Moves) -> None:

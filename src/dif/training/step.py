@@ -12,7 +12,6 @@ from dif.derivatives.program import Program
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 
-ROUNDING = 1e-14  # size up to which a weight counts as 0, as what three thirds of a removal leave
 VECTORS = 3  # of the size of the state that a step needs for each state
 
 State = dict[str, Any]  # tensors in nested dicts, tuples and lists: parameters, multipliers, the optimiser's memory
@@ -41,6 +40,11 @@ class Weights:
     a: tuple[Tensor, ...]
     b: tuple[Tensor, ...]
     dtau: Tensor
+
+
+def is_rounding(weights: Tensor) -> Tensor:
+    """Return which weights count as 0, as those that three thirds of a removal leave."""
+    return weights.abs() <= 64 * torch.finfo(weights.dtype).eps
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,7 +77,7 @@ class Moves:
             where = tuple(index.to(dtau.device) for index in (at[moved.owner], moved.place))
             for side, x, dx in zip((a, b), pair, (moved.da, moved.db), strict=True):
                 weights = x.movedim(-1, 0).repeat(P, 1, 1, 1).index_put(where, dx, accumulate=True)  # (P, B, 1 + m, k)
-                side.append(torch.where(weights.abs() <= ROUNDING, 0.0, weights).movedim(1, -1))
+                side.append(torch.where(is_rounding(weights), 0.0, weights).movedim(1, -1))
         dtau[at.to(dtau.device)] = self.dtau
         return Weights(tuple(a), tuple(b), dtau)
 

@@ -11,47 +11,37 @@ from torch import Tensor
 from dif.derivatives.weight_change import Direction
 from dif.errors import InvalidInputError
 from dif.problem.data import describe
-from dif.problem.perturbation import Addition, Perturbation
+from dif.problem.perturbation import Addition
 from dif.problem.weights import Move, SumChange
 from dif.training.run import Loop, fetch
-from dif.training.step import ROUNDING, Batch, Moves, Part, PartMoves, Weights, default_weights
+from dif.training.step import Batch, Moves, Part, PartMoves, Weights, default_weights, is_rounding
 
 
 @dataclass(frozen=True, eq=False)
 class StepMove:
     """A move of weights relative to those that the samples have in the run: the change of a, and of b in means."""
 
+    table: int
+    rows: Tensor  # (1 + m,) the factor in rows that are changed, else 0
     owner: Tensor | None  # (E,) perturbation of each entry; None: all perturbations
     index: Tensor  # (E,) samples of the table, in order; new ones are numbered behind them
     da: Tensor  # (E, k)
     renormalise: bool
 
-    def find(self, index: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the entries of perturbations begin … end − 1 on the samples `index`, which may have repetitions.
+    def find(self, index: Tensor, P: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the entries on the samples `index`, which may have repetitions.
 
-        Returns the perturbation of each, the place of its sample in `index`, and the change of its weights, (E, k).
+        Returns the perturbation of each, the place of its sample in `index`, and the changes of a and b, (E, 1 + m, k).
         """
         first, last = torch.searchsorted(self.index, index), torch.searchsorted(self.index, index, right=True)
         count = last - first
         place = torch.repeat_interleave(torch.arange(len(index)), count)
         which = torch.arange(len(place)) + torch.repeat_interleave(last - count.cumsum(0), count)
+        owner = torch.repeat_interleave(torch.arange(P), len(place)) if self.owner is None else self.owner[which]
         if self.owner is None:
-            owner = torch.repeat_interleave(torch.arange(begin, end), len(place))
-            place, which = place.repeat(end - begin), which.repeat(end - begin)
-        else:
-            mine = (self.owner[which] >= begin) & (self.owner[which] < end)
-            place, which = place[mine], which[mine]
-            owner = self.owner[which]
-        return owner, place, self.da[which.to(self.da.device)]
-
-
-@dataclass(frozen=True, eq=False)
-class StepChange:
-    """Actions that are carried out together on the sums of one table."""
-
-    table: int
-    rows: Tensor  # (1 + m,) the factor in rows that are changed, else 0
-    moves: tuple[StepMove, ...]
+            place, which = place.repeat(P), which.repeat(P)
+        da = self.rows[:, None] * self.da[which.to(self.da.device)][:, None]
+        return owner, place, da, da if self.renormalise else torch.zeros_like(da)
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,42 +57,34 @@ class RunPerturbation:
 
     Args:
         loop: The steps of the run.
-        perturbation: What is carried out.
+        direction: What is carried out, resolved on the program of the run.
         since: First step at which it takes effect.
     """
 
-    def __init__(self, loop: Loop, perturbation: Perturbation, since: int = 0) -> None:
-        self.loop, self.perturbation, self.since = loop, perturbation, since
-        self.direction = Direction(loop.program, perturbation)  # refuses what does not belong to the problem
-        self.dtau = self.direction.dtau  # (P, m)
-        self.whole = any(factor == 1.0 for factor, _ in perturbation.pieces)  # then bounds move by a finite amount
+    def __init__(self, loop: Loop, direction: Direction, since: int = 0) -> None:
+        self.loop, self.direction, self.since = loop, direction, since
+        self.whole = any(factor == 1.0 for factor, _ in direction.perturbation.pieces)  # then bounds move at once
         self.extras: dict[tuple[int, int], Extra] = {}  # by addition and table
         self.sizes = [len(table.samples) for table in loop.program.rows.tables]  # samples, with the new ones
-        self.changes = tuple(map(self._resolve, self.direction.changes.sums))
+        self.changes = tuple(self._read(change, move) for change in direction.changes.sums for move in change.moves)
 
-    def __len__(self) -> int:
-        return len(self.perturbation)
-
-    def _resolve(self, change: SumChange) -> StepChange:
+    def _read(self, change: SumChange, move: Move) -> StepMove:
+        """Return a move relative to the weights that the samples have in the run."""
         program = self.loop.program
         (number,) = (t for t, table in enumerate(program.rows.tables) if table.samples is change.samples)
-        moves = tuple(self._read(number, move) for move in change.moves)
-        mine = torch.isin(program.terms, torch.tensor(change.terms, device=program.tau.device))
-        return StepChange(number, change.factor * mine.to(program.tau), moves)
-
-    def _read(self, number: int, move: Move) -> StepMove:
-        """Return a move relative to the weights that the samples have in the run."""
-        U, index = self.loop.program.rows.tables[number].U, move.entries.index
-        owner = None if len(self) > move.entries.P else move.entries.owner
+        U, index = program.rows.tables[number].U, move.entries.index
         dw = move.dw.to(U)
         weights = U[:, index.to(U.device)].T if move.added is None else dw
         da = torch.where(weights != 0, dw / torch.where(weights != 0, weights, 1.0), 0.0)
         if move.added is not None:
             index = self._add_samples(number, move.added, index, dw).part.index[index]
-        order = index.argsort(stable=True)
-        return StepMove(
-            owner if owner is None else owner[order], index[order], da[order.to(da.device)], move.renormalise
+        order, mine = (
+            index.argsort(stable=True),
+            torch.isin(program.terms, torch.tensor(change.terms).to(program.terms)),
         )
+        rows = change.factor * mine.to(program.tau)
+        owner = None if move.entries.P < self.direction.P else move.entries.owner[order]
+        return StepMove(number, rows, owner, index[order], da[order.to(da.device)], move.renormalise)
 
     def _add_samples(self, number: int, addition: Addition, index: Tensor, dw: Tensor) -> Extra:
         """Register new samples; each joins the batches of the sample it is like, or one batch drawn per epoch."""
@@ -143,14 +125,14 @@ class RunPerturbation:
 
         That is their number, which perturbations change them, (P,) bool, and their members in a batch on average.
         """
-        rows, P = self.loop.program.rows, len(self)
+        rows, P = self.loop.program.rows, self.direction.P
         for number, table in enumerate(rows.tables):
             counts = [(table.U[:, steps[number].to(table.U.device)] != 0).sum(1) for steps in self.loop.indices]
             members = torch.stack(counts).double().mean(0)
             for k, column in enumerate(range(len(rows.means))[rows.columns(number)]):
                 if bool(rows.C[0, column] == 0) and bool((rows.C[1:, column] != 0).any()):
                     touched = torch.zeros(P, dtype=torch.bool)
-                    for move in (m for change in self.changes if change.table == number for m in change.moves):
+                    for move in (move for move in self.changes if move.table == number):
                         mine = (move.da[:, k] != 0).cpu()
                         touched[slice(P * bool(mine.any())) if move.owner is None else move.owner[mine]] = True
                     yield column, touched, float(members[k])
@@ -166,39 +148,31 @@ class RunPerturbation:
                 parts.append(Part(part.table, part.samples, data, part.index[place], U, extra=True))
         return tuple(parts)
 
-    def weights(self, t: int, batch: Batch, begin: int, end: int) -> Weights:
-        """Return the weights of perturbations begin … end − 1 at step t, (P, 1 + m, k, B) for each part.
+    def weights(self, t: int, batch: Batch) -> Weights:
+        """Return the weights of the perturbations at step t, (P, 1 + m, k, B) for each part.
 
         A sample that is removed by half takes part with half its weight, in the sum of a mean and in its divisor.
         """
-        moves = self.moves(t, batch, begin, end)
-        return moves.carry_out(default_weights(self.loop.program, batch), moves.owners - begin, end - begin)
+        moves = self.moves(t, batch)
+        return moves.carry_out(default_weights(self.loop.program, batch), moves.owners, self.direction.P)
 
-    def moves(self, t: int, batch: Batch, begin: int = 0, end: int | None = None) -> Moves:
-        """Return by how much perturbations begin … end − 1 (None: all) move the weights of step t."""
-        end, R = len(self) if end is None else end, 1 + self.loop.program.m
-        found: list[list[tuple[Tensor, Tensor, Tensor, Tensor]]] = [[] for _ in batch]
-        for change in self.changes if t >= self.since else ():
-            for entries, part in zip(found, batch, strict=True):
-                for move in change.moves if part.table == change.table else ():
-                    owner, place, da = move.find(part.index, begin, end)
-                    da = change.rows[:, None] * da[:, None]  # (E, 1 + m, k)
-                    entries.append((owner, place, da, da if move.renormalise else torch.zeros_like(da)))
-        dtau = self.dtau[begin:end] * (t >= self.since)
-        bounded = begin + torch.nonzero(dtau.any(1)).reshape(-1).cpu()
+    def moves(self, t: int, batch: Batch) -> Moves:
+        """Return by how much the perturbations move the weights of step t."""
+        P, dtau, begun = self.direction.P, self.direction.dtau * (t >= self.since), t >= self.since
+        found = [
+            [move.find(part.index, P) for move in self.changes if begun and move.table == part.table] for part in batch
+        ]
+        bounded = torch.nonzero(dtau.any(1)).reshape(-1).cpu()
         owners = torch.unique(torch.cat([bounded, *(entry[0] for entries in found for entry in entries)]))
-        exact = torch.isin(owners, bounded) if self.whole else torch.zeros_like(owners, dtype=torch.bool)
-        parts = []
+        exact, parts = torch.isin(owners, bounded) & self.whole, []
         for part, entries in zip(batch, found, strict=True):
-            none = part.U.new_zeros((0, R, len(part.U)))
+            none, B = part.U.new_zeros((0, 1 + dtau.shape[1], len(part.U))), max(1, len(part.index))
             columns = zip((owners[:0], owners[:0], none, none), *entries, strict=True)
             owner, place, da, db = (torch.cat(column) for column in columns)
-            B = max(1, len(part.index))
             key, entry = torch.unique(torch.searchsorted(owners, owner) * B + place, return_inverse=True)
             sums = none.new_zeros((len(key), *none.shape[1:]))
             da, db = (sums.index_add(0, entry.to(sums.device), d) for d in (da, db))
-            after = da + (0.0 if part.extra else 1.0)
-            whole = (da != 0) & ((after.abs() <= ROUNDING) | ((after - 1).abs() <= ROUNDING))
+            whole = is_rounding(da - 1 if part.extra else da + 1)  # new, or gone
             exact[(key // B)[whole.flatten(1).any(1).cpu()]] = True
             parts.append(PartMoves(key // B, key % B, da, db))
-        return Moves(owners, tuple(parts), dtau[(owners - begin).to(dtau.device)], exact)
+        return Moves(owners, tuple(parts), dtau[owners.to(dtau.device)], exact)

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy, linear, softplus
 
 from dif import Samples
+from dif.derivatives.linear_structure import evaluate_maps
 from dif.derivatives.losses import cost, structured_hessian, sweep_batches
 from dif.derivatives.rows import Rows
 from dif.problem.parameters import Parameters
@@ -187,7 +188,7 @@ def test_several_points_in_one_product_are_those_one_by_one(name):
     assert not plain.by_maps
     draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)  # noqa: E731
     thetas, W, mu = theta + 0.1 * draw(4, len(theta)), draw(4, 3, N), draw(4, 3)
-    assert mapped._evaluate_maps(thetas) is not None
+    assert evaluate_maps(plain.samples, layout, thetas, plain.batch)[0].shape == (4, N)
     thetas[0, 0] = float("nan")  # at one point, which must not spoil the others
     for verb, arguments in {
         "pull": (theta, W[0]),

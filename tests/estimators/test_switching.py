@@ -177,7 +177,7 @@ def test_of_many_rows_only_those_that_switch_are_solved_for(few, monkeypatch):
     from dif.optimality import kkt_system
 
     solved, systems, weights = [], [], []
-    solve, qp, stack = DenseCholesky.solve, kkt_system.solve_multipliers, Direction.stack_programs
+    solve, qp, stack = DenseCholesky.solve, kkt_system.solve_reduced_qp, Direction.stack_programs
 
     def stacked(self):
         programs = stack(self)
@@ -186,7 +186,7 @@ def test_of_many_rows_only_those_that_switch_are_solved_for(few, monkeypatch):
 
     monkeypatch.setattr("dif.estimators.directional._PARAMETERS", few)
     monkeypatch.setattr(DenseCholesky, "solve", lambda self, B: (solved.append(B.shape[1]), solve(self, B))[1])
-    monkeypatch.setattr(kkt_system, "solve_multipliers", lambda S, *given: (systems.append(len(S)), qp(S, *given))[1])
+    monkeypatch.setattr(kkt_system, "solve_reduced_qp", lambda S, *given: (systems.append(len(S)), qp(S, *given))[1])
     monkeypatch.setattr(Direction, "stack_programs", stacked)
     train, solution = bounded_many_times(600)
     assert 5 < len(solution.active.binding) <= 20

@@ -37,7 +37,7 @@ _METADATA = (
     "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_cuda", "is_sparse",
     "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_contiguous", "stride",
 )  # fmt: skip
-_BLOCK = 256  # rows of a Hessian that are multiplied at once, up to the diagonal
+_CACHED = 2**19  # entries of weighted inputs that are multiplied at once: 4 MiB in double precision
 _MAX_SHARING = 4  # entries of all maps per parameter beyond which the structure does not pay
 
 
@@ -195,14 +195,20 @@ def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, ta
     return map_tensors(out, _record)
 
 
+def _record_maps(run: Callable[[_Tape], Any]) -> _Tape:
+    """Return the tape of one run."""
+    tape = _Tape()
+    with torch.enable_grad():  # requires_grad marks what depends on θ
+        run(tape)
+    return tape
+
+
 def measure_maps(
     samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, count: int
 ) -> tuple[int, int] | None:
     """Return the inputs and outputs of all linear maps together (Σ p, Σ C); None if θ enters the loss otherwise."""
-    tape = _Tape()
     try:
-        with torch.enable_grad():
-            _run(samples, parameters, theta, batch, tape)
+        tape = _record_maps(partial(_run, samples, parameters, theta, batch))
     except Exception:  # an error of the loss itself is raised again where the loss is evaluated
         return None
     entries = sum(m.index.numel() for m in tape.maps)
@@ -220,9 +226,8 @@ def evaluate_maps(
     """
     P = len(thetas)
     traced = thetas[0] if P == 1 else torch.zeros_like(thetas[0])  # at 0, the maps have the values of their constants
-    tape, run = _Tape(), partial(_run, samples, parameters, traced, batch)
-    with torch.enable_grad():  # requires_grad marks what depends on θ
-        run(tape)
+    run = partial(_run, samples, parameters, traced, batch)
+    tape = _record_maps(run)
     Z = [value.detach()[None] for value in tape.values]
     if P > 1:
         for k, (m, value) in enumerate(zip(tape.maps, tape.values, strict=True)):
@@ -258,9 +263,7 @@ def assemble_hessian(
     """
     total, index, run = None, torch.zeros(0, dtype=torch.long), partial(_run, samples, parameters, theta)
     for place, batch in batches:
-        tape = _Tape()
-        with torch.enable_grad():  # requires_grad marks what depends on θ
-            run(batch, tape)
+        tape = _record_maps(partial(run, batch))
         K = _assemble_upper(tape.maps, _second_derivative(partial(run, batch), tape, w[place], elements))
         total = K if total is None else total + K
         index = torch.cat([m.index.T.reshape(-1) for m in tape.maps])
@@ -289,29 +292,36 @@ def _second_derivative(run: Callable[[_Tape], Tensor], tape: _Tape, w: Tensor, e
 
 
 def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
-    """Return the upper triangle of the Hessian in the entries of all maps, ordered by map and output."""
+    """Return the upper triangle of the Hessian in the entries of all maps, ordered by map and output.
+
+    Samples are taken in slices whose weighted inputs stay in the cache.
+    """
     starts = [0]
     for m in maps:
         starts.append(starts[-1] + m.index.numel())
-    K = S.new_zeros((starts[-1], starts[-1]))
-    inputs = [m.X.T.contiguous() for m in maps]  # (p, n): samples are contiguous
-    row = 0
+    K, row = S.new_zeros((starts[-1], starts[-1])), 0
     for k, left in enumerate(maps):
-        p = left.X.shape[1]
-        for a in range(left.outputs):
-            top, column = starts[k] + a * p, row + a
-            for right, X, start in zip(maps[k:], inputs[k:], starts[k:], strict=False):
-                first = a if right is left else 0  # first output of `right` in the upper triangle
-                last = column + right.outputs - first
-                weighted = (S[row + a, column:last, None, :] * X).reshape(-1, S.shape[2])
-                stop = start + right.index.numel()
-                for begin in range(0, p, _BLOCK):
-                    rows, skipped = (
-                        inputs[k][begin : begin + _BLOCK],
-                        begin if right is left else 0,
-                    )  # below the diagonal
-                    at = top + begin, start + first * len(X) + skipped
-                    K[at[0] : at[0] + len(rows), at[1] : stop] = rows @ weighted[skipped:].T
-                column = last
+        column = row
+        for right, start in zip(maps[k:], starts[k:], strict=False):
+            for a in range(left.outputs):
+                for b in range(a if right is left else 0, right.outputs):
+                    block = K[starts[k] + a * left.X.shape[1] :, start + b * right.X.shape[1] :]
+                    _add_product(block, left.X, S[row + a, column + b], right.X, upper=left is right and a == b)
+            column += right.outputs
         row += left.outputs
     return K
+
+
+def _add_product(K: Tensor, X: Tensor, s: Tensor, Y: Tensor, upper: bool) -> None:
+    """Add XᵀSY with the diagonal matrix S = diag(s) to the first entries of K; `upper` says that X is Y."""
+    most = max(1, _CACHED // Y.shape[1])
+    for place in range(0, len(s), most):
+        left, right, weights = (t[place : place + most] for t in (X, Y, s))
+        if not upper or K.is_cuda:
+            K[: X.shape[1], : Y.shape[1]].addmm_(left.T, right * weights[:, None])
+            continue
+        for sign in (1.0, -1.0):  # NumPy multiplies AᵀA with half of the work
+            signed = sign * weights > 0
+            if bool(signed.any()):
+                A = (left[signed] * weights[signed].abs().sqrt()[:, None]).numpy()
+                K[: X.shape[1], : Y.shape[1]].add_(torch.from_numpy(A.T @ A), alpha=sign)

@@ -132,30 +132,32 @@ class Differentiable(ABC):
 
     # At several θ (P, d), each with its own arguments
 
-    def stacked_values(self, thetas: Tensor) -> Tensor:
-        """Return the numbers at several θ, (P, n)."""
-        with torch.no_grad():
-            return self._map_thetas(lambda theta: (self(theta),), 1, thetas)[0]
-
-    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Wf, (P, k), and its Jacobian, (P, k, d), for f at several θ and weights W (P, k, n)."""
+    def evaluate_at(self, thetas: Tensor, W: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the numbers f at several θ, (P, n), and W∇f, (P, k, d), for weights W (P, k, n)."""
+        if W is None:
+            with torch.no_grad():
+                return self._map_thetas(lambda theta: (self(theta),), 1, thetas)[0], thetas[:, None][:, :0]
 
         def at(theta: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
             values, pull = vjp(self, theta)[:2]
-            return w @ values, self._map_columns(pull, theta, w.T)[0]
+            return values, self._map_columns(pull, theta, w.T)[0]
 
         values, jacobians = self._map_thetas(at, W.shape[1], thetas, W)
         return values, jacobians
 
+    def stacked_values(self, thetas: Tensor) -> Tensor:
+        """Return the numbers at several θ, (P, n)."""
+        return self.evaluate_at(thetas)[0]
+
+    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
+        """Return Wf, (P, k), and its Jacobian, (P, k, d), for f at several θ and weights W (P, k, n)."""
+        values, jacobians = self.evaluate_at(thetas, W)
+        return (W @ values[:, :, None])[:, :, 0], jacobians
+
     def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
         """Return Wf, (P, k), and the gradient of μᵀWf, (P, d), for f at several θ with W (P, k, n) and μ (P, k)."""
-
-        def at(theta: Tensor, w: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-            values, pull = vjp(self, theta)[:2]
-            return w @ values, pull(mu @ w)[0]
-
-        values, gradients = self._map_thetas(at, 1, thetas, W, mu)
-        return values, gradients
+        values, gradients = self.evaluate_at(thetas, mu[:, None] @ W)
+        return (W @ values[:, :, None])[:, :, 0], gradients[:, 0]
 
     def stacked_products(
         self, thetas: Tensor, w: Tensor, V: Tensor, mu: Tensor, more: Callable[..., Tensor] | None = None
@@ -233,40 +235,25 @@ class BatchLosses(Differentiable):
         """Return the losses, (count,), with their shape checked."""
         return self.samples.losses(self.parameters.bind(self.parameters.tensors(theta)), self.batch, self.count)
 
-    # By linear maps, in one matrix product, where vmap would multiply by one vector after the other
+    def evaluate_at(self, thetas: Tensor, W: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the losses at several θ, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d), for weights W (P, k, n).
 
-    def _evaluate_maps(self, thetas: Tensor, W: Tensor | None = None) -> tuple[Tensor, Tensor] | None:
-        """Return the losses at several θ, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d); None where that does not pay or fails."""
-        if not self.by_maps or NO_VMAP in self.fallbacks:
-            return None
-        try:
-            return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
-        except Exception as error:
-            if not is_unsupported(error):
-                raise
-            return None
+        A matrix product by linear maps is faster than vmap, which multiplies by one vector after the other.
+        """
+        if self.by_maps and NO_VMAP not in self.fallbacks:
+            try:
+                return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
+            except Exception as error:
+                if not is_unsupported(error):
+                    raise
+        return super().evaluate_at(thetas, W)
 
     def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Return the losses, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
-        found = self._evaluate_maps(theta[None], W[None]) if len(W) > 1 else None
-        return super().pull(theta, W) if found is None else (found[0][0], found[1][0])
-
-    def stacked_values(self, thetas: Tensor) -> Tensor:
-        """Return the losses at several θ, (P, n)."""
-        found = self._evaluate_maps(thetas)
-        return super().stacked_values(thetas) if found is None else found[0]
-
-    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Wℓ, (P, k), and its Jacobian, (P, k, d), at several θ with weights W (P, k, n)."""
-        found = self._evaluate_maps(thetas, W)
-        return super().stacked_pull(thetas, W) if found is None else ((W @ found[0][:, :, None])[:, :, 0], found[1])
-
-    def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Wℓ, (P, k), and the gradient of μᵀWℓ, (P, d), at several θ with W (P, k, n) and μ (P, k)."""
-        found = self._evaluate_maps(thetas, mu[:, None] @ W)
-        if found is None:
-            return super().stacked_gradients(thetas, W, mu)
-        return (W @ found[0][:, :, None])[:, :, 0], found[1][:, 0]
+        if not self.by_maps or len(W) < 2:
+            return super().pull(theta, W)
+        values, gradients = self.evaluate_at(theta[None], W[None])
+        return values[0], gradients[0]
 
     def sample_gradients(self, theta: Tensor) -> Tensor:
         """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""

@@ -91,6 +91,8 @@ class Checkpoint:
 
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
+_FAST = 0.1  # factor by which a step must reduce the residual for the next one to keep the Hessian
+_EXPENSIVE = 64  # parameters from which assembling the Hessian takes longer than a few gradients
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
@@ -419,17 +421,22 @@ class Newton:
                 convex = stop and H.cheap
                 return torch.tensor([not stop])
             kkt, f, J = trial
-            slow = kkt.residual > _SLOW * at.residual
+            slow, fast = kkt.residual > _SLOW * at.residual, kkt.residual < _FAST * at.residual
             at.theta, at.lam, at.residual, at.goal = z[0, :d].clone(), z[0, d:].clone(), kkt.residual, kkt.goal
             save(at)
             if not H.cheap and (at.reached or slow):
                 return torch.tensor([False])
-            H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
-            units = H if H.cheap else units
+            if not ((fast or at.reached) and H.cheap and d >= _EXPENSIVE):
+                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
+                units = H if H.cheap else units
             return torch.tensor([True])
 
-        damped_newton(z, residual, step, judge, proceed, sys.maxsize)
-        return convex
+        while True:
+            damped_newton(z, residual, step, judge, proceed, sys.maxsize)
+            kept = H.cheap and not torch.equal(H.theta, at.theta)
+            if at.reached or not kept or self.limits.find_reached() is not None:
+                return convex
+            units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
 
     def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature) -> Tensor | None:
         """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none."""

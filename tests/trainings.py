@@ -42,8 +42,8 @@ def violations(losses, group, first):
 class Explicit:
     """The steps of a training of `state_problem`, written out with weights of the samples: no code of dif.
 
-    A mean is Σ a ℓ / Σ b over the members in the batch, a group without members is left out. The state is (θ, velocity,
-    λ) of SGD with momentum.
+    A mean is Σ a ℓ / Σ b over the members in the batch, a group without members is left out; a and b are (B,), or
+    (3, B) for the mean of all and of each group. The state is (θ, velocity, λ) of SGD with momentum.
     """
 
     def __init__(self, X, y, group, lr=0.1, momentum=0.9, up=0.5, weight_decay=0.0):
@@ -59,12 +59,13 @@ class Explicit:
 
     def lagrangian(self, theta, lam, index, a, b, dtau):
         losses = logistic({"W": theta[:6].reshape(3, 2), "v": theta[6:]}, (self.X[index], self.y[index]))
+        (a, *above), (b, *below) = a.expand(3, -1), b.expand(3, -1)
         mean = (a * losses).sum() / b.sum()
         rows = []
-        for g in range(2):
+        for g, a_g, b_g in zip(range(2), above, below, strict=True):
             mine = self.group[index] == g
-            there = bool((b[mine] != 0).any())
-            rows.append((a * losses)[mine].sum() / b[mine].sum() - mean - 0.01 - dtau[g] if there else 0 * mean)
+            there = bool((b_g[mine] != 0).any())
+            rows.append((a_g * losses)[mine].sum() / b_g[mine].sum() - mean - 0.01 - dtau[g] if there else 0 * mean)
         rows = torch.stack([*rows, theta[0] - 0.1 - dtau[2]])
         return mean + 0.005 * theta.square().sum() + lam @ rows, rows
 

@@ -204,10 +204,10 @@ def test_multipliers_keyed_by_constraint():
     assert torch.equal(dif.Solution(problem, solution.params, keyed).lam, solution.lam)
 
 
-def test_what_could_not_be_answered_ranks_last():
+def test_what_could_not_be_answered_comes_first():
     values = torch.tensor([[float("nan")], [0.1], [-0.5]], dtype=F64)
     influence = dif.Influence(values, ("a", "b", "c"), ("t",), "none")
-    assert [r.label for r in influence.top(3)] == ["c", "b", "a"]
+    assert [r.label for r in influence.top(3)] == ["a", "c", "b"]
 
 
 def test_a_kink_is_not_called_infeasible():

@@ -1,5 +1,7 @@
 """Training on mini-batches: equal to torch.optim, deterministic, resumed after an interruption, refused in words."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import numpy as np
@@ -112,6 +114,27 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     assert torch.equal(training.run(keep=tmp_path / "run", show_progress=False).theta, whole.theta)
 
 
+def test_two_trainings_in_one_folder_wait_for_each_other(tmp_path, monkeypatch):
+    X, y, group, params = classify(n=20)
+    _, problem = state_problem(X, y, group)
+    training = dif.Training(problem, params, dif.SGD(0.1), dif.Ascent(0.5), 10, 3)
+    whole, steps, usual = training.run(show_progress=False), [], dif.training.descent.TrainingStep.observe
+
+    def observe(self, t, *args):
+        steps.append(t)
+        time.sleep(0.02)
+        return usual(self, t, *args)
+
+    monkeypatch.setattr("dif.training.descent.TrainingStep.observe", observe)
+    with ThreadPoolExecutor(2) as pool:
+        runs = list(pool.map(lambda _: training.run(keep=tmp_path / "run", show_progress=False), range(2)))
+    assert steps == list(range(6))
+    for run in runs:
+        assert run.history == whole.history
+        assert torch.equal(run.theta, whole.theta)
+    assert len((tmp_path / "run" / "history.jsonl").read_text().splitlines()) == 1 + 6
+
+
 def test_damaged_files_of_a_run_are_named(tmp_path):
     X, y, group, params = classify(n=20)
     train, problem = state_problem(X, y, group)
@@ -174,6 +197,10 @@ WRONG = {
     "optimiser in words": (lambda: training(optimizer="sgd"), "`optimizer` must be an optimiser such as"),
     "class of optimisers": (lambda: training(optimizer=dif.SGD), "`optimizer` must be an optimiser such as"),
     "no optimiser": (lambda: training(optimizer={}), "`optimizer` must be an optimiser such as"),
+    "negative multiplier": (
+        lambda: training(multipliers=[-0.1, 0.0, 0.0]).run(),
+        "The multiplier of the inequality 'group 0' must be ≥ 0, not -0.1.",
+    ),
     "ascent": (lambda: training(dual=3), "`dual` must be a dif.Ascent, not 3."),
     "schedule in words": (lambda: training(schedule="linear"), '`schedule` must be None, "cosine" or a function'),
     "schedule of numbers": (lambda: training(schedule=np.ones(3)), '`schedule` must be None, "cosine" or a function'),

@@ -27,6 +27,10 @@ _MORE_STEPS = 12  # steps at most where two are not enough
 _MORE_TOLERANCE = 1e-6  # relative KKT residual at which these stop
 _ROUNDING = 32  # differences of a target below this many eps · (its value, or |q|ᵀ|θ|) count as rounding
 _NO_CHANGE = 0.5  # predictions of less than this share of the changes say that a target without a gradient stays
+_CURE = (
+    "Use dif.AdaptiveInfluence(solution, accuracy=0.05), which continues with a Newton step or the whole path where "
+    "needed, or dif.Retraining. A larger ridge or more samples make first-order predictions more accurate."
+)
 
 # rows, and their perturbations → Δθ, (P, d), and the multipliers after it, (P, m)
 Ends = Callable[[list[int], Direction], tuple[Tensor, Tensor]]
@@ -251,7 +255,7 @@ def describe_failure(reason: str) -> dict[str, Any]:
     return {"rows": [], "errors": [], "by_target": [], "pooled": None, "failed": reason}
 
 
-def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: str) -> None:
+def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: str, cure: str = _CURE) -> None:
     """Warn about the targets whose assessed predictions are not trusted; `worst` is the perturbation most off."""
     bad = [name for name, pooled in zip(names, assessment["by_target"], strict=True) if not pooled <= TRUSTED]
     others = " The predictions for the other targets can be trusted." if len(bad) < len(names) else ""
@@ -260,6 +264,7 @@ def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: st
         f"perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest for {worst!r}: the first "
         f"order leaves out too much of the change.{others}",
         f"The predictions for {few(bad)}" if others else "These predictions",
+        cure,
     )
 
 
@@ -276,11 +281,6 @@ def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:
     return torch.cat([strongest, random]).tolist()
 
 
-def warn_untrusted(reason: str, which: str = "These predictions") -> None:
+def warn_untrusted(reason: str, which: str = "These predictions", cure: str = _CURE) -> None:
     """Warn that predictions cannot be trusted, and say what can be done; the reason is a sentence."""
-    warn(
-        f"{which} cannot be trusted. {reason} Use dif.AdaptiveInfluence(solution, accuracy=0.05), which "
-        "continues with a Newton step or the whole path where needed, or dif.Retraining. A larger ridge or more "
-        "samples make first-order predictions more accurate.",
-        FirstOrderWarning,
-    )
+    warn(f"{which} cannot be trusted. {reason} {cure}", FirstOrderWarning)

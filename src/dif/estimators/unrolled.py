@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
-from dif.errors import DegenerateError, InvalidInputError
+from dif.errors import DegenerateError, FirstOrderWarning, InvalidInputError, warn
+from dif.estimators.assessment import ErrorEstimate, warn_assessed
 from dif.estimators.protocol import Out, Scored, differences, fill_scores
+from dif.optimality.solution import Solution
 from dif.problem.data import map_tensors
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
@@ -23,7 +25,14 @@ from dif.training.adjoint import rerun, sweep_back
 from dif.training.run import Run
 from dif.training.weights import RunPerturbation
 
+_PROBED = 12  # perturbations that are carried out by default
+_FEW = 2  # members of a group in a batch, on average, below which its predictions are said beforehand to be rough
 _UNRELATED = 0.5  # cosine of predicted and actual changes at or below which they have nothing to do with each other
+_ROUNDING = 32  # changes of a target below this many eps · |target| may be rounding
+_CURE = (
+    "Use dif.Retraining(run), which carries the perturbations out. Larger batches, smaller steps, smooth activations "
+    "and since= for the last steps make predictions more accurate."
+)
 
 
 class UnrolledInfluence:
@@ -62,30 +71,49 @@ class UnrolledInfluence:
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1, show_progress: bool = True,
-        probe: int = 4,
+        probe: int = _PROBED,
     ) -> Influence:  # fmt: skip
         """Predict the change of each target under each perturbation. Keywords as in `dif.Estimator`.
 
-        The derivative through a chaotic run means nothing, so `probe` of the perturbations, half of them the strongest
-        and half random, are carried out and compared with their predictions: `diagnostics["probe"]`. 0 skips this.
+        Some of the perturbations are carried out to see how far the predictions can be trusted: `Influence.trusted`,
+        `expected_error`, and `diagnostics["probe"]`. A FirstOrderWarning is given where they cannot be.
+
+        Args:
+            target: A Term, a list of Terms, a dict of Terms by name, or Samples (one target per sample).
+            perturbations: One or many.
+            out: File for the scores, ending in .npy.
+            jobs: Without effect; all are scored together.
+            show_progress: Show a progress bar on a terminal or in a notebook.
+            probe: How many perturbations are carried out: a third of them the strongest, the others random, among
+                them some that change each constrained group. Each is one more training, many at once. 0 skips this.
         """
         check_jobs(jobs)
         count = as_index(probe)
         if count is None or count < 0:
             raise InvalidInputError(f"`probe` must be an integer ≥ 0, not {probe!r}.")
-        targets = Targets(target, self.run.point)
+        targets, change = Targets(target, self.run.point), self._resolve(perturbations)
+        groups = list(change.find_groups())
+        self._warn_few(groups)
 
         def score(begin: int) -> Iterator[Scored]:
-            sweep = sweep_back(self.run, self._resolve(perturbations), targets, show_progress)
+            sweep = sweep_back(self.run, change, targets, show_progress)
             values = _check_finite(sweep.effects.sum(2).double().cpu(), self.strict)
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
-                about["probe"] = self._probe(count, targets, perturbations, values)
+                rows, weights = _choose(values, [touched for _, touched, _ in groups], count)
+                about |= self._carry_out(rows, weights, targets, perturbations, values)
             yield values, about
 
-        direction = Direction(self.run.point.program, perturbations)
-        about = {"since": self.since}
-        influence = fill_scores(self, self.run.point, targets, direction, score, about, out=out, show_progress=False)
+        def complete(influence: Influence) -> None:
+            if influence.trusted is False:
+                found = influence.diagnostics["assessment"]
+                worst = found["rows"][max(range(len(found["rows"])), key=found["errors"].__getitem__)]
+                warn_assessed(found, targets.names, perturbations[worst].labels[0], _CURE)
+
+        influence = fill_scores(
+            self, self.run.point, targets, change.direction, score, {"since": self.since}, out=out, show_progress=False,
+            complete=complete,
+        )  # fmt: skip
         return replace(influence, origin=None)  # the end of a run solves nothing
 
     def by_term(self, target: Any, perturbations: Perturbation, *, show_progress: bool = True) -> Influence:
@@ -102,39 +130,97 @@ class UnrolledInfluence:
     def _resolve(self, perturbations: Perturbation) -> RunPerturbation:
         return RunPerturbation(self.run.loop, perturbations, self.since)
 
-    def _probe(self, count: int, targets: Targets, perturbations: Perturbation, values: Tensor) -> dict[str, Any]:
-        """Carry out some of the perturbations and compare them with their predictions."""
-        strength = (values.abs() / values.abs().max(0).values.clamp(min=torch.finfo(values.dtype).tiny)).sum(1)
-        order = strength.nan_to_num(posinf=0.0).argsort(descending=True)
-        strongest, others = order[: -(-count // 2)], order[-(-count // 2) :]
-        random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[: count // 2]]
-        rows = torch.cat([strongest, random]).tolist()
-        ends = torch.cat([theta for theta, _ in rerun(self.run, perturbations.pick(rows), self.since)])
-        actual, predicted = differences(self.run.point, targets, ends - self.run.theta), values[rows]
-        scale = torch.maximum(actual.abs(), predicted.abs()).max(0).values.clamp(min=torch.finfo(values.dtype).tiny)
-        a, p = (actual / scale).reshape(-1), (predicted / scale).reshape(-1)
-        same = not bool(a.any()) and not bool(p.any())  # nothing changes, as predicted
-        agreement = 1.0 if same else float(a @ p / (a.norm() * p.norm()).clamp(min=torch.finfo(a.dtype).tiny))
-        error = float((a - p).norm() / a.norm().clamp(min=torch.finfo(a.dtype).tiny))
-        found = {
+    def _warn_few(self, groups: Sequence[tuple[int, Tensor, float]]) -> None:
+        """Say which perturbed groups have few members in a batch, where their constraint has a force."""
+        program = self.run.point.program
+        lam = torch.tensor([*self.run.history.multipliers, self.run.point.lam.tolist()]).to(program.tau).amax(0)
+        for column, touched, members in groups:
+            rows = (program.rows.C[1:, column] != 0) & program.kinds.has_force(lam)
+            if members < _FEW and bool(program.rows.means[column]) and bool(touched.any()) and bool(rows.any()):
+                warn(
+                    f"A batch has {members:.2g} members of the group in {program.names[int(rows.nonzero()[0])]!r} on "
+                    f"average; it should have {_FEW}. Without one of them the constraint changes a lot in a step, or "
+                    "is left out, so that predictions for them are rough; the removals that are carried out show how "
+                    "rough. Use larger batches.",
+                    FirstOrderWarning,
+                )
+
+    def _carry_out(
+        self, rows: list[int], weights: Tensor, targets: Targets, perturbations: Perturbation, values: Tensor
+    ) -> dict[str, Any]:
+        """Carry out some of the perturbations and return the diagnostics "probe" and "assessment".
+
+        Of each target the error is the relative error of all its predictions, estimated from these, or the share of
+        wrong signs if that is larger.
+        """
+        at, predicted = self.run.point, values[rows]
+        moves = torch.cat([theta for theta, _ in rerun(self.run, perturbations.pick(rows), self.since)]) - at.theta
+        actual = differences(at, targets, moves)
+        still = torch.maximum(actual.abs(), predicted.abs()) <= _measure_rounding(at, targets, moves)  # (p, T)
+        a, p = (torch.where(still, 0.0, x) for x in (actual, predicted))
+        share, tiny = weights.sqrt()[:, None], torch.finfo(a.dtype).tiny
+        units = torch.maximum(a.abs(), p.abs()).nan_to_num(posinf=1.0).max(0).values
+        units = torch.where(units > 0, units, 1.0)
+        error, size = share * (a - p).abs().nan_to_num(nan=float("inf")), share * a.abs().nan_to_num()
+        found = ErrorEstimate(error, size, units, targets.alike, [[] for _ in rows]).describe(rows)
+        wrong, moving = (weights[:, None] * (a.sign() != p.sign())).sum(0), (weights[:, None] * ~still).sum(0)
+        wrong, moving = (x.sum().expand(len(x)) if targets.alike else x for x in (wrong, moving))
+        found["by_target"] = torch.maximum(wrong.new_tensor(found["by_target"]), wrong / moving.clamp(min=1)).tolist()
+        found["pooled"] = max(found["by_target"])
+        a, p = (a / units).reshape(-1), (p / units).reshape(-1)
+        probe = {
             "perturbations": [perturbations[row].labels[0] for row in rows],
             "predicted": predicted.tolist(),
             "actual": actual.tolist(),
-            "relative_error": error,
-            "agreement": agreement,
+            "relative_error": float((a - p).norm() / a.norm().clamp(min=tiny)),
+            "agreement": 1.0 if bool(still.all()) else float(a @ p / (a.norm() * p.norm()).clamp(min=tiny)),
         }
-        if self.strict and not agreement > _UNRELATED:
-            pairs = ", ".join(f"{x:.3g} ({y:.3g})" for x, y in zip(predicted[:, 0], actual[:, 0], strict=True))
+        if self.strict and not probe["agreement"] > _UNRELATED:
+            worst = max(range(len(units)), key=found["by_target"].__getitem__)
+            pairs = ", ".join(f"{x:.3g} ({y:.3g})" for x, y in zip(predicted[:, worst], actual[:, worst], strict=True))
             raise DegenerateError(
-                f"Carried out, {len(rows)} of the perturbations agree with their predictions by {agreement:.2g}: "
-                f"predicted (actual) for {targets.names[0]} {pairs}.",
+                f"Carried out, {len(rows)} of the perturbations agree with their predictions by "
+                f"{probe['agreement']:.2g}: predicted (actual) for {targets.names[worst]} {pairs}.",
                 f"The cosine of predictions and actual changes must be above {_UNRELATED:g}.",
-                "The training is chaotic or not smooth at this scale, so its derivative predicts nothing. Nor does "
-                "that of a sample which is alone in its batch or group.",
+                "The training is chaotic or not smooth at this scale, so its derivative predicts nothing.",
                 "Use smaller steps, larger batches, a warm start (pretrained by SGD with steps as large as these), "
                 "eps_root for Adam, smooth activations, or since= for the last part; strict=False records it.",
             )
-        return found
+        return {"probe": probe, "assessment": found}
+
+
+def _measure_rounding(at: Solution, targets: Targets, moves: Tensor) -> Tensor:
+    """Return the changes, (T,), up to which a target counts as not moving, such as one that a constraint pins.
+
+    They are within rounding of its value, and very small beside what moves of this length, (p, d), could change.
+    """
+    Q, eps = targets.gradients(at.theta).abs(), torch.finfo(at.theta.dtype).eps
+    size = torch.maximum(targets.values(at.theta).abs(), at.theta.abs() @ Q)
+    reach = Q.norm(dim=0) * moves.norm(dim=1).nan_to_num(posinf=0.0).max()
+    return torch.minimum(_ROUNDING * eps * size, eps**0.625 * reach).double().cpu()
+
+
+def _choose(values: Tensor, groups: Sequence[Tensor], count: int) -> tuple[list[int], Tensor]:
+    """Return the rows that are carried out, and how many rows each of them stands for.
+
+    A third are the strongest, over all targets. The others are random: equally many of each group, one at least, and of
+    the rows that are in none. A row in several groups counts to the smallest.
+    """
+    strength = (values.abs() / values.abs().max(0).values.clamp(min=torch.finfo(values.dtype).tiny)).sum(1)
+    order, generator = strength.nan_to_num(posinf=0.0).argsort(descending=True), torch.Generator().manual_seed(0)
+    first = -(-count // 3)
+    owner = torch.zeros(len(values), dtype=torch.long)
+    for number, touched in enumerate(sorted(groups, key=lambda touched: -int(touched.sum())), 1):
+        owner[touched] = number
+    rest = order[first:]
+    parts = sorted((rest[owner[rest] == number] for number in owner[rest].unique()), key=len)
+    rows, weights, left = [order[:first]], [torch.ones(len(order[:first]), dtype=torch.float64)], count - first
+    for number, part in enumerate(parts):
+        size = min(len(part), max(1, -(-left // (len(parts) - number))))
+        rows.append(part[torch.randperm(len(part), generator=generator)[:size]])
+        weights.append(torch.full((size,), len(part) / size, dtype=torch.float64))
+        left -= size
+    return torch.cat(rows).tolist(), torch.cat(weights)
 
 
 def _check_finite(values: Tensor, strict: bool) -> Tensor:

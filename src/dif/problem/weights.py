@@ -151,9 +151,10 @@ def _move(actions: Sequence[Any], sums: Sequence[SampleSum], used: Sequence[bool
         labels, reasons = [a.labels() for a in actions], {}
         for p, column in torch.nonzero(empty).tolist():
             label = " + ".join(each[p if len(each) > 1 else 0] for each in labels)
-            reasons[p] = (
+            reasons.setdefault(
+                p,
                 f"Perturbation {p} ({label}) leaves no samples in {sums[column].words!r}; a term must keep at least "
-                "one. Restrict the removal with terms=[…], or drop the term."
+                "one. Restrict the removal with terms=[…], or drop the term.",
             )
         error = InvalidInputError(next(iter(reasons.values())))
         error.reasons = reasons

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -136,6 +137,23 @@ class RunPerturbation:
         part = Part(number, new, None, self.sizes[number] + torch.arange(count), U, extra=True)
         self.sizes[number] += count
         return self.extras.setdefault(key, Extra(part, {t: torch.tensor(places) for t, places in steps.items()}))
+
+    def find_groups(self) -> Iterator[tuple[int, Tensor, float]]:
+        """Yield the sums that constraints contain, but not the objective.
+
+        That is their number, which perturbations change them, (P,) bool, and their members in a batch on average.
+        """
+        rows, P = self.loop.program.rows, len(self)
+        for number, table in enumerate(rows.tables):
+            counts = [(table.U[:, steps[number].to(table.U.device)] != 0).sum(1) for steps in self.loop.indices]
+            members = torch.stack(counts).double().mean(0)
+            for k, column in enumerate(range(len(rows.means))[rows.columns(number)]):
+                if bool(rows.C[0, column] == 0) and bool((rows.C[1:, column] != 0).any()):
+                    touched = torch.zeros(P, dtype=torch.bool)
+                    for move in (m for change in self.changes if change.table == number for m in change.moves):
+                        mine = (move.da[:, k] != 0).cpu()
+                        touched[slice(P * bool(mine.any())) if move.owner is None else move.owner[mine]] = True
+                    yield column, touched, float(members[k])
 
     def batch(self, t: int) -> Batch:
         """Return the samples of step t, with the new ones behind them."""

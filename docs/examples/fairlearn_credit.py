@@ -58,8 +58,8 @@ for one in strongest:
     after.append(measure_gap(refit) - before)
 predicted = np.array([one.value for one in strongest])
 smoothed, hard = (np.array([change[kind] for change in after]) for kind in ("smoothed", "hard"))
-r, slope = np.corrcoef(predicted, smoothed)[0, 1], smoothed @ predicted / (predicted @ predicted)
-print(f"smoothed gap: r {r:.4f}, slope {slope:.2f}")
+agreement = dif.Agreement.of(predicted, smoothed)  # the slope is that of predicted against actual changes
+print(f"smoothed gap: r {agreement.pearson:.4f}, slope {agreement.slope:.2f}")
 unmoved, most = np.sum(hard == 0), np.abs(hard).max()
 print(f"hard gap: {unmoved} of the 20 removals leave it as it is, the others move it by up to {most:.3f}")
 

@@ -92,6 +92,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         _ = self.system.V  # solved now, once for any number of perturbations
         self._systems: dict[tuple[int, ...], KKTSystem] = {(): self.system}  # by rows within reach
         self._notes[self.system] = {"within_reach": []}
+        self._most = max(1, min(_CHUNK, _NUMBERS // (at.theta.numel() + program.m)))  # perturbations at once
 
     def linearise(self, direction: Direction) -> KKTSystem:
         """Return the linearised problem for these perturbations: rows they reach are added until they reach no more.
@@ -150,7 +151,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         """Return a result with one column for each of some terms."""
         direction, reasons = resolve(self.at.program, perturbations)
         system, parts = self.linearise(direction), []
-        for chunk in self._chunks(direction):
+        for begin in range(0, direction.P, self._most):
+            chunk = direction[begin : begin + self._most]
             values, response = work(system, chunk)
             values[~response.answered] = float("nan")
             parts.append(values.double().cpu())
@@ -225,7 +227,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         basis = G if len(rows) <= d else torch.eye(d).to(G)
         if not few:
             columns = torch.cat([columns, system.solver.solve(basis.T)], 1)
-        for chunk in self._chunks(direction):
+        for begin in range(0, direction.P, self._most):
+            chunk = direction[begin : begin + self._most]
             if few:
                 omega, response = self.steps(system, chunk)
                 dc = omega @ G.T
@@ -235,11 +238,6 @@ class DirectionalInfluence(FirstOrderEstimator):
             dc, dlam = response.r[:, rows] + dc, system.spread(response.nu, at.program.m)[:, rows]
             dc[~response.answered] = dlam[~response.answered] = float("nan")
             yield dc, dlam
-
-    def _chunks(self, direction: Direction) -> Iterator[Direction]:
-        """Split perturbations into chunks of which all rows and a step each fit into memory."""
-        size = max(1, min(_CHUNK, _NUMBERS // (self.at.theta.numel() + self.at.program.m)))
-        return (direction[begin : begin + size] for begin in range(0, direction.P, size))
 
     # Constraints within reach: those that could become active or inactive within a step
 
@@ -278,7 +276,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         Z = _MIXTURES if at.curvature.assembled else _MIXTURES_WITHOUT_HESSIAN
         generator = torch.Generator().manual_seed(0)
         b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))
-        for chunk in self._chunks(direction):
+        for begin in range(0, direction.P, self._most):
+            chunk = direction[begin : begin + self._most]
             mix = (2.0 * torch.randint(0, 2, (Z, chunk.P), generator=generator) - 1.0).to(at.theta)
             more_b, more_f = chunk.combine(mix, at.theta, self.weights, at.parts, at.part_gradients)
             b, r = b + more_b, r + more_f[:, 1:] - mix @ chunk.dtau

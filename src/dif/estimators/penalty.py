@@ -13,10 +13,10 @@ from dif.optimality.judgement import Scales
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
 from dif.runtime.inputs import check_number
-from dif.solving.batched_newton import damped_newton
 
 _ITERATIONS = 400  # largest number of Newton steps, halved ones included; ill-conditioned penalties need many
 _SHORTEST = 1e-12  # smallest fraction of a Newton step that is tried
+_DECREASE = 0.1  # share of the residual by which a whole step must lower it
 
 
 class PenaltyInfluence(FirstOrderEstimator):
@@ -73,41 +73,30 @@ class PenaltyInfluence(FirstOrderEstimator):
 
     def _minimiser(self) -> Tensor:
         """Minimise the penalised objective by Newton's method, from θ̄."""
-        program, start = self.solution.program, self.solution.theta
-        tolerance = 1e-11 if start.dtype == torch.float64 else 1e-5
-
-        def hessian(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """Return the gradient and Hessian of the penalised objective, and the gradients of the rows."""
-            f, J = program.rows.gradients(theta)
-            weights, stiffness = self._forces(f[1:] - program.tau)
-            return weights @ J, program.rows.hessian(theta, weights) + J[1:].T @ (stiffness[:, None] * J[1:]), J
-
-        def residual(theta: Tensor) -> Tensor:
-            gradient, H, J = hessian(theta)
-            scales = Scales.of(theta, J, Matrix(H).scale(), self.solution.curvature.noise)
-            return (gradient / scales.root).norm().double().cpu()[None] / scales.size
-
-        def step(_: Tensor) -> tuple[Tensor, Tensor]:
-            gradient, H, _ = hessian(theta[0])
-            try:
-                return -DenseCholesky(H).solve(gradient[:, None]).T, torch.tensor([True])
-            except DegenerateError:
-                return torch.zeros_like(theta), torch.tensor([False])
-
-        theta, left = start[None].clone(), residual(start)
-        damped_newton(
-            theta,
-            left,
-            step,
-            lambda _, trial: residual(trial[0]),
-            lambda _, moved, length: (left > tolerance) & (length >= _SHORTEST),
-            _ITERATIONS,
+        theta, direction, length, least = self.solution.theta, torch.zeros(()), 0.0, float("inf")
+        tolerance = 1e-11 if theta.dtype == torch.float64 else 1e-5
+        for _ in range(_ITERATIONS):
+            f, J = self.solution.program.rows.gradients(theta + length * direction)
+            weights, stiffness = self._forces(f[1:] - self.solution.program.tau)
+            H = self.solution.program.rows.hessian(theta + length * direction, weights)
+            H = H + J[1:].T @ (stiffness[:, None] * J[1:])
+            scales = Scales.of(theta + length * direction, J, Matrix(H).scale(), self.solution.curvature.noise)
+            residual = float((weights @ J / scales.root).norm()) / scales.size
+            if residual < (1 - _DECREASE * length) * least:  # a Newton step from there
+                theta, least = theta + length * direction, residual
+                if least <= tolerance:
+                    return theta
+                try:
+                    direction, length = -DenseCholesky(H).solve((weights @ J)[:, None])[:, 0], 1.0
+                except DegenerateError:
+                    break
+            else:
+                length *= 0.5
+            if length < _SHORTEST:
+                break
+        raise NotConvergedError(
+            f"The gradient of the penalised objective is {least:.3g} where its minimisation stopped.",
+            f"It must be at most {tolerance:.0e}.",
+            "The penalised objective was not minimised: large penalties are badly conditioned.",
+            "Use smaller rho and k, or at_minimiser=False for the formula as printed.",
         )
-        if not float(left) <= tolerance:
-            raise NotConvergedError(
-                f"The gradient of the penalised objective is {float(left):.3g} where its minimisation stopped.",
-                f"It must be at most {tolerance:.0e}.",
-                "The penalised objective was not minimised: large penalties are badly conditioned.",
-                "Use smaller rho and k, or at_minimiser=False for the formula as printed.",
-            )
-        return theta[0]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +40,9 @@ class RetrainingCache:
     """A folder with one file (npz, no pickle) per chunk of retrainings: θ, λ and residuals, for any target.
 
     The key of a retraining is a hash of the solution, its problem, the tolerance and the perturbation. A chunk that was
-    solved together is written to one file, complete or not at all, so that interrupted runs resume with bit-identical
-    results. Where some of a chunk need further stages, the others are written before that. Retrainings that did not
-    reach the tolerance are kept as warm starts.
+    solved together is written to one file, complete or not at all. Where some of a chunk need further stages, the
+    others are written before that. Retrainings that did not reach the tolerance are kept as warm starts. Resumed work
+    equals uninterrupted work to rounding, which depends on what is solved together.
     """
 
     folder: Path
@@ -184,34 +183,23 @@ class Retraining:
             yield from self._train_again(self._run, direction, cached)
             return
         outcomes: dict[int, Outcome] = {p: (end, None) for p, end in cached.items() if end.reached}
-        unfinished = [([p], direction[p : p + 1], end) for p, end in cached.items() if not end.reached]
         if len(outcomes) < direction.P and self._batched is None:
             with suppress(DifError):  # where the curvature at the solution does not allow it
                 self._batched = BatchedNewton(self.solution)
-        tasks = [*self._split(direction, cached, jobs), *unfinished]
-        ready = run_unordered(self._solve_task, [task[1:] for task in tasks], jobs)
+        size = programs_at_once(self.solution)
+        size = size if self._cache is None else min(size, _CACHED_CHUNK)
+        size = size if jobs == 1 else chunk_size(direction.P, size, jobs)
+        tasks: list[tuple[list[int], Found | None]] = []
+        for begin in range(0, direction.P, size):  # whatever is cached: rounding depends on what is solved together
+            numbers = [p for p in range(begin, min(begin + size, direction.P)) if p not in cached]
+            tasks += [(numbers, None)] if numbers else []
+        tasks += [([p], end) for p, end in cached.items() if not end.reached]
+        ready = run_unordered(self._solve_task, [(direction.pick(numbers), end) for numbers, end in tasks], jobs)
         for p in range(direction.P):
             while p not in outcomes:
                 number, solved = next(ready)
                 outcomes |= dict(zip(tasks[number][0], solved, strict=True))
             yield outcomes.pop(p)
-
-    def _split(
-        self, direction: Direction, cached: Container[int], jobs: int
-    ) -> Iterator[tuple[list[int], Direction, None]]:
-        """Yield chunks of the perturbations that are not cached: their numbers and themselves.
-
-        Chunk boundaries do not depend on the cache, since rounding depends on which problems are solved together.
-        """
-        size = programs_at_once(self.solution)
-        size = size if self._cache is None else min(size, _CACHED_CHUNK)
-        size = size if jobs == 1 else chunk_size(direction.P, size, jobs)
-        for begin in range(0, direction.P, size):
-            chunk = range(begin, min(begin + size, direction.P))
-            for is_cached, group in groupby(chunk, lambda p: p in cached):
-                if not is_cached:
-                    numbers = list(group)  # consecutive
-                    yield numbers, direction[numbers[0] : numbers[-1] + 1], None
 
     def _train_again(self, run: Run, direction: Direction, cached: dict[int, Found]) -> Iterator[Outcome]:
         """Train on the changed data and yield where each training ended, in order; finished chunks are cached."""
@@ -245,13 +233,11 @@ class Retraining:
         ends, worse = [Found(at.theta, at.lam)] * direction.P, [False] * direction.P
         for ends, worse in self._solve_batched(direction, at.f + torch.stack(changes)):
             solved = [p for p, end in enumerate(ends) if end.reached and not worse[p]]
-            if self._cache is not None and solved:  # the others may take much longer
-                self._cache.save(direction, solved, [ends[p] for p in solved])
+            self._keep(direction, solved, ends)  # the others may take much longer
             if len(solved) == direction.P:
                 break
         begun = [p for p, end in enumerate(ends) if not end.reached and end.residual < float("inf")]
-        if self._cache is not None and begun:  # a later call continues from there
-            self._cache.save(direction, begun, [ends[p] for p in begun])
+        self._keep(direction, begun, ends)  # a later call continues from there
         return [self._complete(direction, p, end, worse[p]) for p, end in enumerate(ends)]
 
     def _complete(self, direction: Direction, p: int, end: Found, worse: bool) -> Outcome:
@@ -264,9 +250,13 @@ class Retraining:
                 other, failure = self._solve_single(direction, p, Found(at.theta, at.lam))
                 if failure is None and rows.values(other.theta)[0] < rows.values(end.theta)[0]:
                     return other, None
-            if self._cache is not None:
-                self._cache.save(direction, [p], [end])
+            self._keep(direction, [p], {p: end})
         return end, None
+
+    def _keep(self, direction: Direction, numbers: Sequence[int], ends: Mapping[int, Found] | Sequence[Found]) -> None:
+        """Write the retrainings with these numbers to the cache, if there is one."""
+        if self._cache is not None and numbers:
+            self._cache.save(direction, numbers, [ends[p] for p in numbers])
 
     def _solve_batched(self, direction: Direction, before: Tensor) -> Iterator[tuple[list[Found], list[bool]]]:
         """Run Newton's method on all problems at once; yield where they are after each stage of the solver.
@@ -306,9 +296,9 @@ class Retraining:
                     "Raise max_iter, add a ridge, or perturb less.",
                 )
         end.iterations += start.iterations
-        if failure is None and self._cache is not None:
-            self._cache.save(direction, [p], [end])
-        if failure is not None and self.strict:
+        if failure is None:
+            self._keep(direction, [p], {p: end})
+        elif self.strict:
             raise failure
         return end, failure
 

@@ -18,6 +18,8 @@ from dif.runtime.inputs import as_numbers, check_count
 class Agreement:
     """Predicted against actual changes, pooled over all entries.
 
+    The slope is that of predicted regressed on actual changes: above 1, predictions are too large.
+
     >>> print(Agreement.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0])))
     r 1.000000, rank r 1.000000, slope 1.0000, relative error 0, same sign 100.0% (n = 3)
     """

@@ -318,7 +318,7 @@ def reproduce_runs(out: Out = Path("results")) -> None:
     """Compare the verdict on predictions through training with all removals trained again, for 60 runs.
 
     Small networks (tanh, GELU, ReLU), logistic regressions with a bounded minority, batches of 4 to 64, three targets
-    each. Takes about five minutes on one core; finished runs are saved in --out.
+    each. Takes about two minutes on one core; finished runs are saved in --out.
     """
     with report_errors(say_saved(out)):
         from studies import runs

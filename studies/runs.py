@@ -93,14 +93,15 @@ def measure(setting: Setting) -> dict[str, Any]:
     pairs = list(zip(scores.values.T, actual.T, strict=True))
     found = [dif.Agreement.of(*pair) for pair in pairs]
     before = [dif.Agreement.of(*pair) for pair in zip(derivative.T, actual.T, strict=True)]
-    return {
+    numbers = {
         "r": [each.pearson for each in found],
         "error": [each.relative_error for each in found],
         "derivative r": [each.pearson for each in before],
         "derivative error": [each.relative_error for each in before],
         "estimated": scores.diagnostics["assessment"]["by_target"],
-        "trusted": list(scores.trusted_by_target.values()),
     }
+    rounded = {key: [round(value, 4) for value in values] for key, values in numbers.items()}
+    return {**rounded, "trusted": list(scores.trusted_by_target.values())}
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:

@@ -229,6 +229,6 @@ def test_an_interrupted_study_says_what_it_keeps(tmp_path, monkeypatch):
 def test_all_commands_explain_themselves():
     shown = CliRunner().invoke(app, ["--help"]).output
     for name in ("demo", "toy", "regression", "cnn", "finetune", "credit", "groups", "attribution", "calibration",
-                 "ablation", "evaluation"):  # fmt: skip
+                 "runs", "ablation", "evaluation"):  # fmt: skip
         assert name in shown
         assert "--out" in CliRunner().invoke(app, [name, "--help"]).output

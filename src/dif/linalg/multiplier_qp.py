@@ -149,9 +149,10 @@ def _solve_daqp(
             if len(rows):
                 nu[p, w[free]] = _nearest_point_multipliers(rows, low[p, free])
         except _InconsistentRows as reason:
-            nu[p], failed[p] = np.nan, str(reason)
+            failed[p] = str(reason)
     pull = nu[:, w] @ B[w]
     nu[:, e] = (y + pull @ N @ N.T - pull) @ inverse
+    nu[list(failed)] = np.nan
     return nu * size[:, None], failed
 
 

@@ -196,11 +196,11 @@ class _Check:
         """Compare gradients by vmap and by linear maps, for several weights and at several θ, with plain ones."""
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
         expected = torch.stack([self.plain[0], self._gradient_near(number, self.steps[number])])
-        W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
-        gaps = []
+        W = self.weights[0].expand(2, 1, -1)
+        gaps = [_relative_gap(self.losses.pull(self.theta, self.weights)[1], self.plain)]
         for losses in self.ways:
-            gaps.append(_relative_gap(losses.pull(self.theta, self.weights)[1], self.plain))
-            gaps.append(_relative_gap(losses.stacked_gradients(thetas, W, ones)[1], expected))
+            gaps.append(_relative_gap(losses.evaluate_at(self.theta[None], self.weights[None])[1][0], self.plain))
+            gaps.append(_relative_gap(losses.evaluate_at(thetas, W)[1][:, 0], expected))
         return max(gaps)
 
     def slope_gap(self, number: int) -> float:
@@ -490,7 +490,7 @@ def _search(searched: Samples | CompiledFunction, parameters: Parameters, theta:
         """Return the values of given numbers (k,) at several θ (P, d), (P, k)."""
         if isinstance(searched, Samples):
             return stacked_losses(searched.take(spread[which]), parameters, thetas)
-        return searched.stacked_values(thetas)[:, which.to(thetas.device)]
+        return searched.evaluate_at(thetas)[0][:, which.to(thetas.device)]
 
     generator, d = torch.Generator().manual_seed(0), theta.numel()
     size = 0.5 * max(0.1, float(theta.square().mean().sqrt()))

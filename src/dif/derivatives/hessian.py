@@ -197,16 +197,15 @@ class Curvature:
         factor of four of the median of their tensor get that median.
         """
         weights, squares = self.weights @ self.rows.C, torch.zeros_like(self.theta)
-        for table, part in self.rows.split(weights)[0]:
-            mu = (part @ table.U).abs().sqrt()
-            signs = _signs(mu, _PROBES).T * mu  # (probes, n)
-            gradients = weighted_gradients(table.samples, self.rows.parameters, self.theta, signs)[1]
+        for samples, w in self.rows.split(weights)[0]:
+            signs = _signs(w, _PROBES).T * w.abs().sqrt()  # (probes, n)
+            gradients = weighted_gradients(samples, self.rows.parameters, self.theta, signs)[1]
             squares += (gradients**2).mean(0)
         squares = torch.cat([_replace_by_median(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
         of_functions = weights.clone()
-        of_functions[: sum(self.rows.sizes[: len(self.rows.tables)])] = 0
+        of_functions[: self.rows.sums] = 0
         curved = (signs * self.rows.hessian_products(self.theta, of_functions, signs)).mean(1).abs()
         total, rest = float(squares.mean()), max(mean - float(curved.mean()), 1e-3 * mean)
         if not (0 < total < float("inf") and 0 < mean < float("inf")):
@@ -218,9 +217,9 @@ class Curvature:
         """How far random weights on the samples move √D·θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
         directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
         centred = uncentred = 0.0
-        for table, part in self.rows.split(self.weights @ self.rows.C)[0]:
-            _, slopes = sample_slopes(table.samples, self.rows.parameters, self.theta, directions)
-            size = (part @ table.U).abs()[:, None]
+        for samples, w in self.rows.split(self.weights @ self.rows.C)[0]:
+            _, slopes = sample_slopes(samples, self.rows.parameters, self.theta, directions)
+            size = w.abs()[:, None]
             mean = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
             centred += float(((size * (slopes - mean)) ** 2).sum()) / directions.shape[1]
             uncentred += float(((size * slopes) ** 2).sum()) / directions.shape[1]

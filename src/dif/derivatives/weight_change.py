@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_tensors
-from dif.derivatives.losses import sample_losses, sample_slopes, sweep_batches, weighted_gradients
+from dif.derivatives.losses import Differentiable, sample_losses, sample_slopes, sweep_batches, weighted_gradients
 from dif.derivatives.program import Program
 from dif.derivatives.rows import CompiledFunction, Rows, Table, output_slices
 from dif.errors import InvalidInputError
@@ -258,49 +258,32 @@ class BatchedProgram:
         return replace(self, tables=tables, tau=self.tau[which])
 
     @retry_with_smaller_batches
-    def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its own θ (P, d)."""
-        P, d = thetas.shape
-        f = thetas.new_zeros((P, len(self.C)))
-        J = thetas.new_zeros((P, len(self.C), d))
-        for samples, W in self.tables:
-            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                values, gradients = loss.stacked_pull(thetas, W[:, :, place])
-                f[:, self.used] += values
-                J[:, self.used] += gradients
-        if self.linear is not None:
-            f += thetas @ self.linear.T
-            J += self.linear
-        for function, columns in self._curved_functions():
-            C = self.C[:, columns]
-            for p in range(P):
-                value, gradient = function.gradient(thetas[p])
-                f[p] += C @ value
-                J[p] += C @ gradient
-        return f, J
+    def gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its own θ (P, d).
 
-    @retry_with_smaller_batches
-    def pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its own θ (P, d).
-
-        `weights` has shape (P, 1 + m).
+        With `weights`, (P, 1 + m), it is Σⱼ weightsⱼ∇fⱼ, (P, d), instead of the Jacobian.
         """
-        f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
-        for samples, W in self.tables:
-            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                values, gradients = loss.stacked_gradients(thetas, W[:, :, place], weights[:, self.used])
-                f[:, self.used] += values
-                g += gradients
+        P, R = len(thetas), len(self.C)
+        f, J = thetas.new_zeros((P, R)), thetas.new_zeros((P, R if weights is None else 1, thetas.shape[1]))
+        for numbers, rows, W in self._curved_parts(thetas):
+            combined = W if weights is None else weights[:, None, rows] @ W
+            values, gradients = numbers.evaluate_at(thetas, combined)
+            f[:, rows] += (W @ values[:, :, None])[:, :, 0]
+            J[:, rows if weights is None else slice(None)] += gradients
         if self.linear is not None:
             f += thetas @ self.linear.T
-            g += weights @ self.linear
-        for function, columns in self._curved_functions():
-            C = self.C[:, columns]
-            each = torch.eye(function.size).to(thetas).expand(len(thetas), -1, -1)
-            values, gradients = function.stacked_gradients(thetas, each, weights @ C)
-            f += values @ C.T
-            g += gradients
-        return f, g
+            J += self.linear if weights is None else weights[:, None] @ self.linear
+        return f, J if weights is None else J[:, 0]
+
+    def _curved_parts(self, thetas: Tensor) -> Iterator[tuple[Differentiable, Tensor, Tensor]]:
+        """Yield numbers as functions of θ, the rows that they are in, (k,), and their weights there, (P, k, n)."""
+        for samples, W in self.tables:
+            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
+                yield loss, self.used, W[:, :, place]
+        for function, columns in output_slices(self.functions, self.C.shape[1]):
+            rows = torch.nonzero((self.C[:, columns] != 0).any(1)).reshape(-1)
+            if function.matrix is None and len(rows):
+                yield function, rows, self.C[rows, columns].expand(len(thetas), -1, -1)
 
     @retry_with_smaller_batches
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
@@ -320,7 +303,3 @@ class BatchedProgram:
                 total += loss.stacked_products(thetas, w[:, place], V, mu, more)
                 more = None
         return total
-
-    def _curved_functions(self) -> list[tuple[CompiledFunction, slice]]:
-        """Return the functions that are not linear, with the places of their outputs."""
-        return [(f, columns) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.matrix is None]

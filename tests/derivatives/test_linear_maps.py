@@ -84,7 +84,7 @@ def compile_loss(start, loss, **options):
     """Return samples, layout, θ, rows and the exact Hessian of the weighted sum of a loss."""
     samples = Samples(loss, data, **options)
     layout, theta = Parameters.of(start)
-    rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
+    rows, *_ = Rows.compile([samples.weighted(w)], layout, theta)
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
     return samples, layout, theta, rows, exact
 
@@ -160,7 +160,7 @@ def test_small_coordinates_beside_large_ones_are_checked():
     start, data_ = params(w=(7,), u=(7,)), (large, small)
     samples = Samples(lambda p, z: 0.5 * (z[0] @ p["w"]) ** 2 + softplus(z[1] @ p["u"]), data_)
     layout, theta = Parameters.of(start)
-    rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
+    rows, *_ = Rows.compile([samples.weighted(w)], layout, theta)
     one = torch.ones(1).double()
     H = structured_hessian(samples, layout, theta, w)
     assert rows._agrees(H, theta, one)
@@ -173,7 +173,7 @@ def test_samples_without_weight():
     start, loss = MAPPED["softmax"]
     train, other = Samples(loss, data), Samples(MAPPED["quadratic"][1], data, name="other")
     layout, theta = Parameters.of(start)
-    rows, _ = Rows.compile([train.weighted(w), other.mean()], layout, theta)
+    rows, *_ = Rows.compile([train.weighted(w), other.mean()], layout, theta)
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
     H = rows.hessian(theta, torch.tensor([1.0, 0.0]).double())
     assert torch.allclose(H, exact, rtol=1e-12, atol=1e-13)

@@ -149,16 +149,13 @@ class Differentiable(ABC):
         values, jacobians = self._map_thetas(at, W.shape[1], thetas, W)
         return values, jacobians
 
-    def stacked_products(
-        self, thetas: Tensor, w: Tensor, V: Tensor, mu: Tensor, more: Callable[..., Tensor] | None = None
-    ) -> Tensor:
-        """Return ∇²(wᵀf + more(θ, μ))·v at several θ, each with its own w (P, n), μ and columns V (P, d, c)."""
+    def stacked_products(self, thetas: Tensor, w: Tensor, V: Tensor) -> Tensor:
+        """Return ∇²(wᵀf)·v at several θ, each with its own w (P, n) and columns V (P, d, c)."""
 
-        def at(theta: Tensor, w: Tensor, V: Tensor, mu: Tensor) -> tuple[Tensor]:
-            scalar = lambda t: self(t) @ w if more is None else self(t) @ w + more(t, mu)  # noqa: E731
-            return (self._map_columns(vjp(grad(scalar), theta)[1], theta, V)[0].T,)
+        def at(theta: Tensor, w: Tensor, V: Tensor) -> tuple[Tensor]:
+            return (self._map_columns(vjp(grad(lambda t: self(t) @ w), theta)[1], theta, V)[0].T,)
 
-        return self._map_thetas(at, V.shape[2], thetas, w, V, mu)[0]
+        return self._map_thetas(at, V.shape[2], thetas, w, V)[0]
 
     # How torch is asked
 
@@ -244,11 +241,8 @@ class BatchLosses(Differentiable):
 
     def gauss_newton_products(self, theta: Tensor, w: Tensor, V: Tensor) -> Tensor:
         """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ·v for every column v of V (d, c)."""
-        outputs, criterion = _split_model(self.samples)
-
-        def model(t: Tensor) -> Tensor:
-            return outputs(self.parameters.bind(t), self.batch)
-
+        outputs, criterion = _split_model(self.samples, self.parameters)
+        model = lambda t: outputs(t, self.batch)  # noqa: E731
         values, pull = vjp(model, theta)[:2]
         slope = grad(lambda out: criterion(out, self.batch) @ w)
 
@@ -259,15 +253,10 @@ class BatchLosses(Differentiable):
 
     def gauss_newton_matrix(self, theta: Tensor, w: Tensor) -> Tensor:
         """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ, (d, d), from the Jacobian of each sample."""
-        outputs, criterion = _split_model(self.samples)
-
-        def model(t: Tensor, z: Any) -> Tensor:
-            return outputs(self.parameters.bind(t), _as_batch(z))[0]
-
-        def loss(out: Tensor, z: Any) -> Tensor:
-            return criterion(out.unsqueeze(0), _as_batch(z))[0]
-
-        out = outputs(self.parameters.bind(theta), self.batch).detach()
+        outputs, criterion = _split_model(self.samples, self.parameters)
+        model = lambda t, z: outputs(t, _as_batch(z))[0]  # noqa: E731
+        loss = lambda out, z: criterion(out.unsqueeze(0), _as_batch(z))[0]  # noqa: E731
+        out = outputs(theta, self.batch).detach()
         count = max(1, out[0].numel())
         J = vmap(jacrev(model), (None, 0), randomness="same")(theta, self.batch).reshape(-1, count, len(theta)).detach()
         S = vmap(hessian(loss), randomness="same")(out, self.batch).reshape(-1, count, count).detach()
@@ -279,14 +268,15 @@ def _as_batch(z: Any) -> Any:
     return map_tensors(z, lambda x: x.unsqueeze(0))
 
 
-def _split_model(samples: Samples) -> tuple[Callable[[Any, Any], Tensor], Callable[[Tensor, Any], Tensor]]:
-    """Return the model and the loss of its outputs; refuse samples that do not name the outputs."""
+def _split_model(samples: Samples, parameters: Parameters) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return the model, (θ, batch) → outputs, and their loss; refuse samples that do not name the outputs."""
     if samples.parted is None:
         raise InvalidInputError(
             f"Samples {samples.name!r} must name the outputs of the model for Gauss–Newton, which leaves out the "
             "curvature of the model; write dif.Samples(loss, data, outputs=lambda params, z: ...)."
         )
-    return samples.parted
+    outputs, loss = samples.parted
+    return lambda theta, batch: outputs(parameters.bind(theta), batch), loss
 
 
 # What a pass costs, and how many samples it takes at once
@@ -364,14 +354,14 @@ def jacobians_at_once(samples: Samples, parameters: Parameters, theta: Tensor) -
 
     It is tried on one sample.
     """
-    outputs, _ = _split_model(samples)
+    outputs, _ = _split_model(samples, parameters)
     _, loss = next(sweep_batches(samples, parameters, theta, at_most=1, shared=False))
     if NO_MAP not in samples.fallbacks:
         with fall_back(samples.fallbacks, NO_MAP):
             loss.gauss_newton_matrix(theta, torch.ones_like(theta[:1]))
     if NO_MAP in samples.fallbacks:
         return None
-    count = max(1, outputs(parameters.bind(theta), loss.batch).numel())
+    count = max(1, outputs(theta, loss.batch).numel())
     return max(1, numbers_at_once(theta) // (count * (len(theta) + loss.kept)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,7 +60,10 @@ class CompiledFunction(Differentiable):
         """Return φ(θ), (rows,)."""
         if self.matrix is not None:
             return self.matrix @ theta
-        return evaluate_function(self.function, self.parameters, theta).reshape(-1)
+        if self.function.ridge is not None:
+            return (0.5 * self.function.ridge * (theta @ theta)).reshape(1)
+        with convert_errors(f"function {self.function.name!r}"):
+            return self.function.fn(self.parameters.bind(theta)).reshape(-1)  # of the shape that it had when compiled
 
     def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
@@ -78,7 +81,7 @@ def output_slices(functions: Sequence[CompiledFunction], total: int) -> Iterator
 
 
 def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
-    """Return φ(θ) after checking its shape and type."""
+    """Return φ(θ), () or (rows,), after checking its shape and type."""
     with convert_errors(f"function {f.name!r}"):
         out = f.fn(parameters.bind(theta))
     if not isinstance(out, Tensor) or out.dim() > 1:
@@ -122,8 +125,10 @@ class Rows:
     C: Tensor  # (R, K)
 
     @classmethod
-    def compile(cls, terms: Sequence[Term], parameters: Parameters, theta: Tensor) -> tuple[Rows, list[torch.Size]]:
-        """Compile these terms to rows; return the rows and the shape of each term, () or (rows,)."""
+    def compile(
+        cls, terms: Sequence[Term], parameters: Parameters, theta: Tensor
+    ) -> tuple[Rows, list[torch.Size], list[str]]:
+        """Compile these terms to rows; return them, the shape of each term, () or (rows,), and the name of each row."""
         sums = list({id(s): s for term in terms for _, s in term.sums}.values())
         every_samples = list({id(s.samples): s.samples for s in sums}.values())
         functions = list({id(f): f for term in terms for _, f in term.functions}.values())
@@ -139,7 +144,7 @@ class Rows:
             position[id(f.function)] = slice(total, total + f.size)
             total += f.size
 
-        blocks, shapes = [theta.new_zeros((0, total))], []
+        blocks, shapes, names = [theta.new_zeros((0, total))], [], []
         for term in terms:
             different = {outputs[id(f)].shape for _, f in term.functions if outputs[id(f)].dim()}
             different |= {term.constant.shape} if term.constant.dim() else set()
@@ -149,6 +154,7 @@ class Rows:
                     f"{' and '.join(str(s[0]) for s in different)}; check the rows of A against the length of b."
                 )
             shapes.append(different.pop() if different else torch.Size([]))
+            names += [f"{term.label}[{i}]" for i in range(shapes[-1][0])] if shapes[-1] else [term.label]
             block = theta.new_zeros((shapes[-1].numel(), total))
             for c, s in term.sums:
                 block[:, position[id(s)]] += c
@@ -156,7 +162,7 @@ class Rows:
                 rows = outputs[id(f)].numel()
                 block[:, position[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
             blocks.append(block)
-        return cls(parameters, tuple(tables), compiled, torch.cat(blocks)), shapes
+        return cls(parameters, tuple(tables), compiled, torch.cat(blocks)), shapes, names
 
     def to(self, dtype: torch.dtype) -> Rows:
         """Convert to another precision."""
@@ -354,11 +360,3 @@ class Rows:
             elif f.matrix is None and bool((w != 0).any()):
                 total = total + f.products(theta, w, V)
         return total
-
-
-def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, ...]:
-    """Return a name for each row of terms with these names and shapes, () or (rows,)."""
-    rows: list[str] = []
-    for name, shape in zip(names, shapes, strict=True):
-        rows += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
-    return tuple(rows)

@@ -87,7 +87,7 @@ class RetrainingCache:
     def _key(self, direction: Direction, p: int) -> str:
         """Hash everything that the retraining of perturbation p depends on."""
         about = f"{self.tol!r} {direction.perturbation[p].labels}"
-        return hash_all((about.encode(), self._identity, *hash_direction(direction, p))).hex()[:32]
+        return hash_all((about.encode(), self._identity, *hash_direction(direction[p : p + 1]))).hex()[:32]
 
     @cached_property
     def _identity(self) -> bytes:

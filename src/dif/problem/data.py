@@ -26,9 +26,9 @@ def map_tensors(item: Any, fn: Callable[[Tensor], Any]) -> Any:
     return item
 
 
-def cast(data: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating-point tensors of a structure to a dtype."""
-    return map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def cast(data: Any, dtype: torch.dtype | None) -> Any:
+    """Convert the floating-point tensors of a structure to a dtype; None leaves them as they are."""
+    return data if dtype is None else map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def leaves(data: Any) -> list[Tensor]:
@@ -167,7 +167,7 @@ class Storage(Dataset[Any]):
             else:
                 indices = list(range(self.total)[where]) if isinstance(where, slice) else where.tolist()
                 items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(indices)
-                yield self._cast(self.collate(items))
+                yield cast(self.collate(items), self.dtype)
 
     def _fetch_ahead(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""
@@ -177,16 +177,12 @@ class Storage(Dataset[Any]):
             self.data, batch_sampler=lists, collate_fn=self.collate, num_workers=self.workers,
             generator=torch.Generator(),  # otherwise the loader would change the user's random state
         )  # fmt: skip
-        return (self._cast(batch) for batch in loader)
+        return (cast(batch, self.dtype) for batch in loader)
 
     def __getitem__(self, i: int) -> Any:
         if self.is_tensors:
             return map_tensors(next(self.fetch([slice(i, i + 1)])), lambda t: t[0])
         return self.data[i if self.subset is None else int(self.subset[i])]
-
-    def _cast(self, batch: Any) -> Any:
-        """Convert the floating-point tensors of a batch to `dtype`."""
-        return batch if self.dtype is None else cast(batch, self.dtype)
 
 
 def _count_items(data: Any, name: str, what: str) -> int:

@@ -66,6 +66,7 @@ class Samples:
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name, self.check = name, check
         self.storage = Storage.of(data, name)
+        self.n = len(self.storage)
         self.population: Samples = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
@@ -136,15 +137,15 @@ class Samples:
         With `renormalise` every mean is then taken over the remaining samples, as in retraining; otherwise the 1/N of
         each mean stays (the paper's ε).
         """
-        entries = Entries.of([self.check_indices(indices)])
-        return Perturbation.of(Removal(self, entries, renormalise, terms))
+        index = torch.tensor(self.check_indices(indices))
+        return Perturbation.of(Removal(self, Entries(1, torch.zeros_like(index), index), renormalise, terms))
 
     def remove_each(
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per sample, of all samples or of those listed."""
         index = torch.arange(len(self)) if indices is None else torch.tensor(self.check_indices(indices))
-        return Perturbation.of(Removal(self, Entries.singles(index), renormalise, terms))
+        return Perturbation.of(Removal(self, Entries(len(index), torch.arange(len(index)), index), renormalise, terms))
 
     def remove_groups(
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
@@ -260,7 +261,7 @@ class Samples:
     # Losses and data
 
     def __len__(self) -> int:
-        return len(self.storage)
+        return self.n
 
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """Evaluate the loss of each sample of a batch and check its shape, (count,)."""
@@ -342,6 +343,6 @@ class Samples:
     def with_data(self, storage: Storage, population: Samples | None = None) -> Samples:
         """Return the same loss over other data, as a view of `population`, or as Samples of its own for None."""
         other = copy(self)
-        other.storage = storage
+        other.storage, other.n = storage, len(storage)
         other.population = other if population is None else population
         return other

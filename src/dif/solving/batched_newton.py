@@ -140,7 +140,7 @@ class BatchedNewton:
 
     def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""
-        f, g = stack.pullback(theta, self.at.program.weights(lam))
+        f, g = stack.gradients(theta, self.at.program.weights(lam))
         solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, by factorisation
         return self._chord_step(f[:, 1:] - stack.tau, g, lam, solve)
 
@@ -199,7 +199,7 @@ class BatchedNewton:
         theta, lam = ends.theta.clone(), ends.lam.clone()
         for _ in range(max_iter):
             programs = stack.take(live)
-            f, g = programs.pullback(theta[live], self.at.program.weights(lam[live]))
+            f, g = programs.gradients(theta[live], self.at.program.weights(lam[live]))
             c = f[:, 1:] - programs.tau
             residual = self._judge(c, g, lam[live])
             better = residual < ends.residual[live]

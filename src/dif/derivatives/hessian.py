@@ -77,11 +77,6 @@ class Curvature:
         for name, value in decided.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and device of the operator."""
-        return self.theta
-
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
 

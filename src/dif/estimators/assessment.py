@@ -46,10 +46,6 @@ class ErrorEstimate:
     alike: bool  # whether all targets have the same unit, so that they are pooled
     switched: list[list[str]]  # names of the constraints that switch, for each perturbation
 
-    def __getitem__(self, p: int) -> ErrorEstimate:
-        row = slice(p, p + 1)
-        return ErrorEstimate(self.error[row], self.size[row], self.units, self.alike, self.switched[row])
-
     @property
     def relative(self) -> Tensor:
         """Relative error of each perturbation's predictions over all targets, each in its own unit, (P,)."""
@@ -192,11 +188,8 @@ class Assessor:
     def _name_switched(self, nu: Tensor) -> list[list[str]]:
         """Name the constraints that are active at θ̄ but not under multipliers ν, (P, m), or the reverse."""
         active, program = self.solution.active, self.solution.program
-        switched = (
-            (program.kinds.has_force(nu) != active.mask(active.binding))
-            & ~active.mask(active.weak)
-            & program.kinds.one_sided
-        )
+        weak = active.is_active & ~active.is_binding
+        switched = (program.kinds.has_force(nu) != active.is_binding) & ~weak & program.kinds.one_sided
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
     def assess(self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends) -> dict[str, Any]:
@@ -237,7 +230,7 @@ class Assessor:
         """
         about, at = estimate.describe(rows), self.solution
         Q, eps = targets.gradients(at.theta), torch.finfo(at.theta.dtype).eps
-        A = at.G[at.active.mask(at.active.active)].T
+        A = at.G[at.active.is_active].T
         rest = Q - A @ torch.linalg.lstsq(A, Q).solution if A.shape[1] else Q  # along the constraints
 
         def measure(columns: Tensor) -> Tensor:

@@ -45,10 +45,8 @@ class NewtonInfluence:
         self.solution = expect_solution(solution)
         self.strict = strict
         if strict:
-            solution.check()
-            solution.active.check()
+            solution.check(independent=True, minimum=True)
         self._diagnostics = {**describe_solution(solution), "strict": strict}
-        self._binding = solution.active.mask(solution.active.binding)
         self._part_hessians: dict[int, Tensor] = {}
         self._solver = SolverSeries()
         self._assessor = Assessor(solution)
@@ -103,7 +101,7 @@ class NewtonInfluence:
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         H, solver = self._curvature(direction, weights)
         try:
-            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver), ""
+            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, at.active.is_binding, solver), ""
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"This is the step of the perturbation {direction.perturbation.labels[0]!r}.")

@@ -16,7 +16,6 @@ class CGResult:
     """Result of `conjugate_gradients`."""
 
     X: Tensor  # (d, c)
-    R: Tensor  # (d, c) residual B − A X, from the recursion, not recomputed
     reached: Tensor  # (c,) bool, columns whose residual is within the tolerance
     negative: Tensor  # (c,) curvature along the direction that stopped a column; +inf if none did
     iterations: int
@@ -69,4 +68,4 @@ def conjugate_gradients(
         live &= sizes > goal
         worst = float((sizes[live] / goal[live]).max()) if bool(live.any()) else 0.0
         best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
-    return CGResult(X, R, sizes <= goal, negative, used)
+    return CGResult(X, sizes <= goal, negative, used)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import PerConstraint, Program, Targets
 from dif.errors import InvalidInputError, count_words, few, format_table
-from dif.optimality.judgement import KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
+from dif.optimality.judgement import BAD, KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
@@ -46,20 +45,21 @@ def assemble_parts(
         for k, unit in enumerate(torch.eye(count).to(theta)):
             for begin in range(0, d, _COLUMNS):
                 columns = slice(begin, begin + _COLUMNS)
-                multiply = partial(rows.hessian_products, theta, unit, identity[:, columns])
                 file = None if folder is None or k >= samples else folder / f"{name}-{k}-{begin}.npz"
-                parts[k, :, columns] = multiply() if file is None else _keep_columns(file, multiply).to(theta)
+                found = None if file is None else _read_columns(file)
+                if found is None:
+                    found = rows.hessian_products(theta, unit, identity[:, columns])
+                    if file is not None:
+                        write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
+                parts[k, :, columns] = found.to(theta)
                 report(k * d + min(d, begin + _COLUMNS))
     return 0.5 * (parts + parts.mT)
 
 
-def _keep_columns(file: Path, multiply: Callable[[], Tensor]) -> Tensor:
-    """Return columns of a Hessian from a file, or compute and write them if it is missing or damaged."""
+def _read_columns(file: Path) -> Tensor | None:
+    """Return the columns of a Hessian in a file; None if it is missing or damaged."""
     with suppress(FileNotFoundError, InvalidInputError):
         return torch.from_numpy(read_archive(file, "columns of a Hessian", name=file.name)[0]["columns"])
-    found = multiply()
-    write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
-    return found
 
 
 _MOST_ENTRIES = 3  # parameters that an error names
@@ -325,10 +325,18 @@ class Solution:
     certificate = cached_property(Certificate.judge)
     """All that is known about this point, good and bad, judged once."""
 
-    def check(self) -> None:
-        """Raise where this is not a solution at which derivatives can be trusted."""
-        for finding in self.findings:
-            finding.check()
+    def check(self, *, independent: bool = False, minimum: bool = False) -> None:
+        """Raise where this is not a solution at which derivatives can be trusted.
+
+        With `independent` or `minimum`, also where LICQ or the second-order condition fails, so that none exists.
+        """
+        findings = self.findings
+        if findings[-1].verdict != BAD and (independent or minimum):
+            regular = zip(self.active.judge_regularity(), (independent, minimum), strict=True)
+            findings += tuple(one for one, asked in regular if asked)
+        for one in findings:
+            if one.verdict == BAD:
+                raise one.error(one.found, one.allowed, one.meaning, f"{one.cure} {one.otherwise}".strip())
 
     def __str__(self) -> str:
         size, state = count_words(self.theta.numel(), "parameter"), "Solution" if self.converged else "NOT a solution"

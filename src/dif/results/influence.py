@@ -99,20 +99,6 @@ def _join(entries: Sequence[str]) -> str:
 
 
 _LABELS = 4096  # labels in one part of a description, to save memory
-
-
-def describe_scores(
-    estimator: str, diagnostics: dict[str, Any], targets: Sequence[str], carried_out: Perturbation | tuple[str, ...],
-    index: Any,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield everything but the values in parts that JSON can hold, so that a million labels need little memory."""
-    about = {"estimator": estimator, "diagnostics": diagnostics, "targets": list(targets)}
-    yield about if index is None else about | describe_index(index)
-    for begin in range(0, len(carried_out), _LABELS):
-        chunk = carried_out[begin : min(begin + _LABELS, len(carried_out))]
-        yield {"perturbations": list(chunk.labels if isinstance(chunk, Perturbation) else chunk)}
-
-
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
 
 
@@ -225,35 +211,24 @@ class Influence:
 
         Those without an answer (NaN) come before them: what they change is not known to be small.
         """
-        column = self._column(k, target)
-        return self._rank(column, column.abs(), k)
+        return self._rank(k, target)
 
     def proponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that raise a target most, those that do not raise it left out.
 
         Of a loss, these removals are of the samples that helped most: the loss is higher without them.
         """
-        column = self._column(k, target)
-        return self._rank(column, column.nan_to_num(nan=0.0), min(k, int((column > 0).sum())))
+        return self._rank(k, target, sign=1)
 
     def opponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that lower a target most, those that do not lower it left out.
 
         Of a loss, these removals are of the samples that harmed most: the loss is lower without them.
         """
-        column = self._column(k, target)
-        return self._rank(column, -column.nan_to_num(nan=0.0), min(k, int((column < 0).sum())))
+        return self._rank(k, target, sign=-1)
 
-    def _rank(self, column: Tensor, size: Tensor, k: int) -> list[Ranked]:
-        """Return the k perturbations with the largest size, after those without an answer."""
-        unknown = torch.nonzero(size.isnan()).reshape(-1)
-        order = torch.argsort(size.nan_to_num(nan=-float("inf")), descending=True, stable=True)
-        order = torch.cat([unknown, order[: len(order) - len(unknown)]])[:k].tolist()
-        names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
-        return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
-
-    def _column(self, k: int, target: int | str) -> Tensor:
-        """Return the scores of one target, (P,), after checking the arguments of a ranking."""
+    def _rank(self, k: int, target: int | str, sign: int = 0) -> list[Ranked]:
+        """Return the k largest scores on a target: of this sign only, or by absolute value, where NaN come first."""
         check_count(k, "k")
         position = find_column(target, self.targets)
         if position is None:
@@ -261,7 +236,12 @@ class Influence:
                 f"`target` must be a number from 0 to {len(self.targets) - 1} or one of the names "
                 f"{few(self.targets)}, not {target!r}."
             )
-        return self.stored[:, position]
+        column = self.stored[:, position]
+        size = sign * column if sign else column.abs()
+        order = torch.argsort(size, descending=True, stable=True)  # NaN count as largest
+        order = (order[size[order] > 0] if sign else order)[:k].tolist()
+        names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
+        return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
 
     def compare(self, other: Influence) -> Agreement:
         """Measure the agreement with the scores of another estimator (for example `Retraining`).
@@ -376,8 +356,13 @@ class Influence:
         write_archive(path, "influence", {"values": self.values}, {**head, "perturbations": labels})
 
     def describe(self) -> Iterator[dict[str, Any]]:
-        """Yield everything but the values in parts that JSON can hold."""
-        return describe_scores(self.estimator, self.diagnostics, self.targets, self.carried_out, self.index)
+        """Yield everything but the values in parts that JSON can hold, so that a million labels need little memory."""
+        about = {"estimator": self.estimator, "diagnostics": self.diagnostics, "targets": list(self.targets)}
+        yield about if self.index is None else about | describe_index(self.index)
+        given = self.carried_out
+        for begin in range(0, len(given), _LABELS):
+            chunk = given[begin : min(begin + _LABELS, len(given))]
+            yield {"perturbations": list(chunk.labels if isinstance(chunk, Perturbation) else chunk)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:

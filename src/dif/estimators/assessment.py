@@ -108,10 +108,12 @@ class Assessor:
         """
         at = self.solution.theta
         Q, eps = targets.gradients(at), torch.finfo(at.dtype).eps
-        columns = Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q
-        units = (columns * self.newton.solver.approximate(columns)).sum(0).clamp(min=0).sqrt()
-        units = units.expand(Q.shape[1]) if targets.alike else units
+        units = self._measure(Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q).expand(Q.shape[1])
         return torch.maximum(units, eps**0.375 * targets.values(at).abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
+
+    def _measure(self, Q: Tensor) -> Tensor:
+        """Return √(qᵀH⁻¹q) of each column."""
+        return (Q * self.newton.solver.approximate(Q)).sum(0).clamp(min=0).sqrt()
 
     def estimate_errors(
         self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor,
@@ -214,7 +216,8 @@ class Assessor:
             estimate = ErrorEstimate.join(parts)
             assessment = self.describe(estimate, rows, targets, torch.cat(predicted))
         except DifError as error:
-            warn_untrusted(f"Their error could not be estimated: {error}")
+            words = f"Their error could not be estimated: {error}"
+            warn(f"These predictions cannot be trusted. {words} {_CURE}", FirstOrderWarning)
             return describe_failure(str(error))
         if not max(assessment["by_target"]) <= TRUSTED:
             worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]].labels[0]
@@ -232,11 +235,7 @@ class Assessor:
         Q, eps = targets.gradients(at.theta), torch.finfo(at.theta.dtype).eps
         A = at.G[at.active.is_active].T
         rest = Q - A @ torch.linalg.lstsq(A, Q).solution if A.shape[1] else Q  # along the constraints
-
-        def measure(columns: Tensor) -> Tensor:
-            return (columns * self.newton.solver.approximate(columns)).sum(0).clamp(min=0).sqrt()
-
-        moves = measure(rest) > eps**0.375 * torch.maximum(measure(Q), targets.values(at.theta).abs())
+        moves = self._measure(rest) > eps**0.375 * torch.maximum(self._measure(Q), targets.values(at.theta).abs())
         changes, predicted = (torch.linalg.vector_norm(x.to(Q), dim=0) for x in (estimate.size, values))
         moves |= (predicted >= _NO_CHANGE * changes) | torch.tensor(targets.alike)
         pooled = [error for error, one in zip(about["by_target"], moves.tolist(), strict=True) if one]
@@ -251,13 +250,14 @@ def describe_failure(reason: str) -> dict[str, Any]:
 def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: str, cure: str = _CURE) -> None:
     """Warn about the targets whose assessed predictions are not trusted; `worst` is the perturbation most off."""
     bad = [name for name, pooled in zip(names, assessment["by_target"], strict=True) if not pooled <= TRUSTED]
-    others = " The predictions for the other targets can be trusted." if len(bad) < len(names) else ""
-    warn_untrusted(
-        f"Their estimated relative error is {max(assessment['by_target']):.2g} over the {len(assessment['rows'])} "
-        f"perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest for {worst!r}: the first "
-        f"order leaves out too much of the change.{others}",
-        f"The predictions for {few(bad)}" if others else "These predictions",
-        cure,
+    which, others = "These predictions", ""
+    if len(bad) < len(names):
+        which, others = f"The predictions for {few(bad)}", " The predictions for the other targets can be trusted."
+    warn(
+        f"{which} cannot be trusted. Their estimated relative error is {max(assessment['by_target']):.2g} over the "
+        f"{len(assessment['rows'])} perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest "
+        f"for {worst!r}: the first order leaves out too much of the change.{others} {cure}",
+        FirstOrderWarning,
     )
 
 
@@ -272,8 +272,3 @@ def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:
     strongest, others = order[:count], order[count:]
     random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:count]]
     return torch.cat([strongest, random]).tolist()
-
-
-def warn_untrusted(reason: str, which: str = "These predictions", cure: str = _CURE) -> None:
-    """Warn that predictions cannot be trusted, and say what can be done; the reason is a sentence."""
-    warn(f"{which} cannot be trusted. {reason} {cure}", FirstOrderWarning)

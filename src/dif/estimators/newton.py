@@ -13,7 +13,7 @@ from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores, resolve
-from dif.linalg.solvers import Matrix, Operator, Solver, SolverSeries
+from dif.linalg.solvers import Matrix, SolverSeries
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
@@ -99,7 +99,12 @@ class NewtonInfluence:
         weights = at.program.weights(at.lam)
         df, DJ = direction.first_order(0, at.theta, at.parts, at.part_gradients)
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
-        H, solver = self._curvature(direction, weights)
+        if at.curvature.assembled:
+            touched = direction.changed_samples(0).hessian(at.theta, weights)
+            H, solver = Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.rescaling(0))), None
+        else:
+            rows = direction.perturbed_program(0).rows
+            H, solver = Curvature(rows, at.theta, weights, assumed=at.curvature.own), self._solver
         try:
             return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, at.active.is_binding, solver), ""
         except DegenerateError as error:
@@ -108,14 +113,6 @@ class NewtonInfluence:
                 raise
             nan = float("nan")
             return torch.full_like(at.theta, nan), torch.full_like(at.lam, nan), str(error)
-
-    def _curvature(self, direction: Direction, weights: Tensor) -> tuple[Operator, Solver]:
-        """Return ∇²L of the changed problem, assembled where that of the old problem is, and its linear solver."""
-        at = self.solution
-        if at.curvature.assembled:
-            touched = direction.changed_samples(0).hessian(at.theta, weights)
-            return Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.rescaling(0))), None
-        return Curvature(direction.perturbed_program(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Return Σₖ scaleₖ ∇²pₖ over the sums; the Hessian of each is computed once."""

@@ -26,7 +26,7 @@ def conjugate_gradients(
     B: Tensor,
     tolerance: Tensor,
     limit: int,
-    precondition: Callable[[Tensor], Tensor] | None = None,
+    precondition: Callable[[Tensor], Tensor],
 ) -> CGResult:
     """Solve A X = B, starting from zero, until the relative residual of every column is at most its tolerance.
 
@@ -39,7 +39,6 @@ def conjugate_gradients(
         limit: Largest number of iterations.
         precondition: Applies an approximate inverse of A to columns.
     """
-    precondition = precondition or torch.clone
     X, R = torch.zeros_like(B), B.clone()
     Z = precondition(R)
     D, rz = Z.clone(), (R * Z).sum(0)
@@ -51,13 +50,13 @@ def conjugate_gradients(
     while bool(live.any()) and used < limit and since < _PATIENCE:
         used += 1
         some = torch.nonzero(live).reshape(-1)
-        d, x = D[:, some], X[:, some]
+        d = D[:, some]
         Ad = product(d, some)
         along = (d * Ad).sum(0)
         down = ~(along > 0)  # true for NaN too
         alpha = torch.where(down, 0.0, rz[some] / along)
         negative[some[down]] = (along / (d * d).sum(0))[down]
-        X[:, some] = x + alpha * d
+        X[:, some] += alpha * d
         R[:, some] -= alpha * Ad
         live[some[down]] = False
         Z = precondition(R[:, some])

@@ -179,12 +179,10 @@ class DenseCholesky:
         """Solve H X = B and check the residual."""
         if B.numel() == 0:
             return torch.zeros_like(B)
-        X = torch.cholesky_solve(B, self._factor)
-        X = X + torch.cholesky_solve(B - self.H @ X, self._factor)
-        scale = torch.linalg.vector_norm(B, dim=0) + torch.linalg.matrix_norm(self.H) * torch.linalg.vector_norm(
-            X, dim=0
-        )
-        gaps = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
+        X = self.approximate(B)
+        X = X + self.approximate(B - self.H @ X)
+        left, right, found = (torch.linalg.vector_norm(each, dim=0) for each in (B - self.H @ X, B, X))
+        gaps = left / (right + torch.linalg.matrix_norm(self.H) * found).clamp(min=torch.finfo(B.dtype).tiny)
         worst = float(gaps.max())
         self.residual = worst if not worst <= self.residual else self.residual
         if not self.residual <= self.tolerance:
@@ -228,7 +226,7 @@ class ConjugateGradients:
         self.max_iter = max_iter
         self.residual = 0.0  # largest relative residual of all solves
         self.steps = 0  # products with all columns, over all solves
-        self.preconditioner = preconditioner
+        self.preconditioner = preconditioner or Metric(self._root[:, 0])
         b = draw_columns(self._root, 1, seed=1)
         self._iterate(b, torch.full_like(b[0], 1e-3), _CHECK)  # raises early where the curvature is negative
         if preconditioner is None and rank:
@@ -270,8 +268,7 @@ class ConjugateGradients:
 
     def approximate(self, B: Tensor) -> Tensor:
         """Apply the preconditioner to B."""
-        R = B / self._root
-        return (R if self.preconditioner is None else self.preconditioner.apply(R)) / self._root
+        return self.preconditioner.apply(B / self._root) / self._root
 
     def _product(self, V: Tensor) -> Tensor:
         """Return D^−½ H_ρ D^−½ v for every column v of V."""
@@ -279,8 +276,7 @@ class ConjugateGradients:
 
     def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> CGResult:
         """Run conjugate gradients in scaled coordinates; raise where the curvature is negative."""
-        precondition = None if self.preconditioner is None else self.preconditioner.apply
-        solved = conjugate_gradients(lambda D, _: self._product(D), B, tolerance, limit, precondition)
+        solved = conjugate_gradients(lambda D, _: self._product(D), B, tolerance, limit, self.preconditioner.apply)
         self.steps += solved.iterations
         negative = solved.negative[solved.negative != float("inf")]
         if len(negative):

@@ -46,9 +46,7 @@ class AdaptiveInfluence:
 
     def __init__(self, solution: Solution, *, accuracy: float | None = None, strict: bool = True) -> None:
         self.solution = expect_solution(solution)
-        self.accuracy = accuracy
-        if accuracy is not None:
-            self.accuracy = check_number(accuracy, "accuracy", zero=True)
+        self.accuracy = None if accuracy is None else check_number(accuracy, "accuracy", zero=True)
         self.strict = strict
         self._first = DirectionalInfluence(solution, strict=strict)
         self._newton = NewtonInfluence(solution, strict=False)
@@ -73,8 +71,7 @@ class AdaptiveInfluence:
         at, stack = self.solution, Direction(self.solution.program, perturbation).stack_programs()
         lam = at.program.kinds.project(at.lam + change.multipliers.flat)
         omega, _ = self._assessor.newton.step(stack, (at.theta + change.flat)[None], lam[None])
-        size = float((at.scales.root * change.flat).norm())
-        length = float((at.scales.root * omega[0]).norm())
+        size, length = (float((at.scales.root * move).norm()) for move in (change.flat, omega[0]))
         return length / size if size > 0 else (0.0 if length == 0 else float("inf"))
 
     def scores(

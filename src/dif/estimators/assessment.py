@@ -14,7 +14,7 @@ from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import BatchedProgram, Direction
 from dif.errors import DifError, FirstOrderWarning, few, warn
 from dif.optimality.solution import Solution
-from dif.results.influence import TRUSTED
+from dif.results.influence import TRUSTED, Influence
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
@@ -194,18 +194,22 @@ class Assessor:
         switched = (program.kinds.has_force(nu) != active.is_binding) & ~weak & program.kinds.one_sided
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
-    def assess(self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends) -> dict[str, Any]:
-        """Estimate the errors of the `count` strongest scores and of as many random ones.
+    def assess(self, count: int, targets: Targets, direction: Direction, ends: Ends, influence: Influence) -> None:
+        """Estimate the errors of the `count` strongest scores and of as many random ones; warn if they are large.
 
-        `ends` returns where the predictions of some perturbations end. Returns the entry "assessment" of
-        `Influence.diagnostics`; warns where the scores cannot be trusted.
+        `ends` returns where the predictions of some perturbations end. The estimates are the entry "assessment" of
+        `Influence.diagnostics`; there is none if `count` is 0.
         """
+        if count == 0:
+            return
+        scores, about = influence.stored, influence.diagnostics
         try:
             units = self.measure_units(targets)
             count = count if self.solution.curvature.assembled else min(count, _ASSESSED_WITHOUT_HESSIAN)
             rows = _choose(scores, units.double().cpu(), count)
             if not rows:
-                return describe_failure("there is no score to assess")
+                about["assessment"] = describe_failure("there is no score to assess")
+                return
             parts, predicted, size = [], [], programs_at_once(self.solution)
             for begin in range(0, len(rows), size):
                 chunk = rows[begin : begin + size]
@@ -214,15 +218,15 @@ class Assessor:
                 some = direction.pick(chunk)
                 parts.append(self.estimate_errors(targets, units, some, *ends(chunk, some), values, thorough=False))
             estimate = ErrorEstimate.join(parts)
-            assessment = self.describe(estimate, rows, targets, torch.cat(predicted))
+            about["assessment"] = self.describe(estimate, rows, targets, torch.cat(predicted))
         except DifError as error:
+            about["assessment"] = describe_failure(str(error))
             words = f"Their error could not be estimated: {error}"
             warn(f"These predictions cannot be trusted. {words} {_CURE}", FirstOrderWarning)
-            return describe_failure(str(error))
-        if not max(assessment["by_target"]) <= TRUSTED:
-            worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]].labels[0]
-            warn_assessed(assessment, targets.names, worst)
-        return assessment
+            return
+        if not max(about["assessment"]["by_target"]) <= TRUSTED:
+            worst = rows[int((estimate.error / estimate.units).sum(1).argmax())]
+            warn_assessed(about["assessment"], targets.names, direction.perturbation[worst].labels[0])
 
     def describe(self, estimate: ErrorEstimate, rows: list[int], targets: Targets, values: Tensor) -> dict[str, Any]:
         """Return the entry "assessment" of `Influence.diagnostics`, for the predictions `values` of some rows.

@@ -94,10 +94,7 @@ class FirstOrderEstimator:
 
         def complete(influence: Influence) -> None:
             influence.diagnostics.update(self._describe(system))
-            if count:
-                ends = lambda _, some: self.ends(system, some)  # noqa: E731
-                assessment = self._assessor.assess(count, targets, direction, influence.stored, ends)
-                influence.diagnostics["assessment"] = assessment
+            self._assessor.assess(count, targets, direction, lambda _, some: self.ends(system, some), influence)
 
         return fill_scores(
             self, self.at, targets, direction, by_chunk(work, direction, most, jobs), self._diagnostics,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -127,8 +127,7 @@ def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, kinds: K
     return KKT(gradient_norm=size, residual=residual, goal=goal, parts=parts, **parts)
 
 
-@dataclass(frozen=True)
-class Margin:
+class Margin(NamedTuple):
     """How far single perturbations move a row towards switching: the largest and the median absolute change.
 
     For a binding row this is the change of its multiplier, for any other row that of f − τ.
@@ -516,15 +515,15 @@ def _judge_reach(rows: Sequence[Row]) -> Finding:
         times = number / row.largest if row.largest else float("inf")  # the margin in units of the largest move
         near.append((times, f"{row.name}: {which} {number:.3g}, {moves}"))
     near.sort(key=lambda entry: entry[0])
-    within = [words for times, words in near if times <= 1]
-    if within:
-        meaning = (
-            "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
-            '(switching="auto"); a derivative would not.'
-        )
-        return Finding(what, NOTE, "; ".join(within) + ".", meaning)
-    meaning = "No single removal is predicted to make a constraint active or inactive."
-    return Finding(what, GOOD, f"{near[0][1]}.", meaning)
+    within = "; ".join(words for times, words in near if times <= 1)
+    if not within:
+        meaning = "No single removal is predicted to make a constraint active or inactive."
+        return Finding(what, GOOD, f"{near[0][1]}.", meaning)
+    meaning = (
+        "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
+        '(switching="auto"); a derivative would not.'
+    )
+    return Finding(what, NOTE, f"{within}.", meaning)
 
 
 def _judge_smoothness(point: Point) -> Finding:
@@ -550,7 +549,7 @@ def list_rows(point: Point, margins: Sequence[Margin | None] | None = None) -> t
         relation, sign = ("≥", -1.0) if constraint.negated else (constraint.kind.symbol, 1.0)
         for j in range(len(rows), len(rows) + shape.numel()):
             name, written = program.names[j], (relation, sign * value[j] + 0.0, sign * limit[j] + 0.0)
-            moves = (None, None) if margins is None or (m := margins[j]) is None else (m.largest, m.median)
+            moves = None if margins is None else margins[j]
             known = name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain
-            rows.append(Row(*known, *moves, *written))
+            rows.append(Row(*known, *(moves or (None, None)), *written))
     return tuple(rows)

@@ -84,18 +84,13 @@ def distinguish_targets(names: Sequence[str], terms: Sequence[Term]) -> tuple[st
 
 def _list_parts(term: Term) -> str:
     """Return the first samples of each sum in a term, and the first coefficients of each linear function."""
-    sums = (part.weights for _, part in term.sums)
-    lists = [_join([str(i) for i in torch.nonzero(weights).reshape(-1).tolist()]) for weights in sums]
+    lists = [[str(i) for i in torch.nonzero(part.weights).reshape(-1).tolist()] for _, part in term.sums]
     for _, function in term.functions:
         if function.matrix is not None:
             row = function.matrix.reshape(-1)
             used = torch.nonzero(row).reshape(-1).tolist()
-            lists.append(_join([f"{float(row[i]):g}·{function.of or 'θ'}[{i}]" for i in used]))
-    return "; ".join(lists)
-
-
-def _join(entries: Sequence[str]) -> str:
-    return ", ".join(entries[:_LISTED]) + (", …" if len(entries) > _LISTED else "")
+            lists.append([f"{float(row[i]):g}·{function.of or 'θ'}[{i}]" for i in used])
+    return "; ".join(", ".join(each[:_LISTED]) + (", …" if len(each) > _LISTED else "") for each in lists)
 
 
 _LABELS = 4096  # labels in one part of a description, to save memory
@@ -250,20 +245,15 @@ class Influence:
         top of the ranking, or fewer targets; these are then compared.
         """
         check_instance(other, Influence, "other", cure="score the same perturbations and targets with both estimators")
-        columns = match_labels(self.targets, other.targets)
-        rows = match_labels(self.perturbations, other.perturbations)
+        pairs = (self.perturbations, other.perturbations), (self.targets, other.targets)
+        rows, columns = (match_labels(*pair) for pair in pairs)
         if self.perturbations == other.perturbations:
             rows = list(range(len(self))), list(range(len(other)))  # even where two of them have one label
         if rows is None or columns is None:
-            common = [
-                count_words(len(set(mine) & set(others)), noun)
-                for mine, others, noun in (
-                    (self.perturbations, other.perturbations, "perturbation"),
-                    (self.targets, other.targets, "target"),
-                )
-            ]
+            shared, both = (len(set(mine) & set(others)) for mine, others in pairs)
             alike = any(len(set(names)) < len(names) for names in (self.targets, other.targets))
-            reason = "two targets have the same name" if alike else f"they share {' and '.join(common)}"
+            reason = f"they share {count_words(shared, 'perturbation')} and {count_words(both, 'target')}"
+            reason = "two targets have the same name" if alike else reason
             raise InvalidInputError(
                 "The perturbations of one Influence must be among those of the other, and likewise the targets, but of "
                 f"{len(self)} × {len(self.targets)} and {len(other)} × {len(other.targets)} scores {reason}; score the "

@@ -68,14 +68,9 @@ class ErrorEstimate:
     @classmethod
     def join(cls, parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
         """Concatenate the estimates of several chunks of perturbations."""
-        first = parts[0]
-        return cls(
-            torch.cat([part.error for part in parts]),
-            torch.cat([part.size for part in parts]),
-            first.units,
-            first.alike,
-            [names for part in parts for names in part.switched],
-        )
+        error, size = torch.cat([part.error for part in parts]), torch.cat([part.size for part in parts])
+        switched = [names for part in parts for names in part.switched]
+        return cls(error, size, parts[0].units, parts[0].alike, switched)
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:

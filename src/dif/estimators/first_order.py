@@ -126,7 +126,8 @@ class FirstOrderEstimator:
             response = system.respond(b @ system.V, df[:, 1:] - direction.dtau)
 
         strict, labels = self.strict and system is self.system, direction.perturbation
-        for p, reason in response.failed.items() if strict else ():
+        if strict and response.failed:
+            p, reason = next(iter(response.failed.items()))
             raise no_step_error(labels[p].labels[0], reason)
         for p in torch.nonzero((response.nu[:, system.sign_checked] < 0).any(1)).reshape(-1).tolist():
             error = self._released_error(system, response.nu[p])

@@ -7,6 +7,7 @@ batched retraining and the path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -79,22 +80,18 @@ class KKTSystem:
         rows, R = G[firm], G.new_zeros(len(G))
         if rho is not None or len(rows) == 0:
             R[firm] = 0.0 if rho is None else rho
-            return cls(H, G, firm, R, build_solver(H.with_rows(rows, R[firm], damping), solver))
-        scale, failure = H.scale(), None
-        unit = 1.0 / (rows * rows / scale).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
-        for power in range(7):
-            R[firm] = unit * 10.0**power
-            H_rho = H.with_rows(rows, R[firm], damping)
-            if power < 6 and H_rho.assembled:
+        else:
+            scale = H.scale()
+            R[firm] = 1.0 / (rows * rows / scale).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
+            for _ in range(6):
+                H_rho = H.with_rows(rows, R[firm], damping)
                 rounding = torch.finfo(G.dtype).eps ** 0.5 * (scale + R[firm] @ rows**2)
-                if bool((H_rho.dense().diagonal().abs() < rounding).any()):  # the two parts of an entry cancel
-                    continue
-            try:
-                return cls(H, G, firm, R, build_solver(H_rho, solver))
-            except DegenerateError as error:
-                failure = error
-        assert failure is not None
-        raise failure
+                # not where the two parts of an entry cancel
+                if not H_rho.assembled or bool((H_rho.dense().diagonal().abs() >= rounding).all()):
+                    with suppress(DegenerateError):
+                        return cls(H, G, firm, R, build_solver(H_rho, solver))
+                R[firm] *= 10.0
+        return cls(H, G, firm, R, build_solver(H.with_rows(rows, R[firm], damping), solver))
 
     @classmethod
     def prepare_convex(cls, H: Operator, G: Tensor, kinds: Kinds, binding: Tensor, **options: Any) -> KKTSystem:

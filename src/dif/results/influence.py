@@ -143,17 +143,12 @@ class Influence:
         stays as it is.
         """
         rows = find_rows(key, self.perturbations, self.index)
-        kept = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else None
         labels, index = tuple(self.perturbations[row] for row in rows), self.saved_index
+        given = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else labels
         if index is not None:
             index = tuple(index[row] for row in rows) if isinstance(index, tuple) else index[rows]
-        return replace(
-            self,
-            stored=self.stored[rows],
-            carried_out=labels if kept is None else kept,
-            diagnostics=pick_diagnostics(self.diagnostics, rows, labels),
-            saved_index=index,
-        )
+        about = pick_diagnostics(self.diagnostics, rows, labels)
+        return replace(self, stored=self.stored[rows], carried_out=given, diagnostics=about, saved_index=index)
 
     @property
     def expected_error(self) -> Tensor:

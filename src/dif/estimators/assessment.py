@@ -193,10 +193,8 @@ class Assessor:
         """Estimate the errors of the `count` strongest scores and of as many random ones; warn if they are large.
 
         `ends` returns where the predictions of some perturbations end. The estimates are the entry "assessment" of
-        `Influence.diagnostics`; there is none if `count` is 0.
+        `Influence.diagnostics`.
         """
-        if count == 0:
-            return
         scores, about = influence.stored, influence.diagnostics
         try:
             units = self.measure_units(targets)

@@ -226,7 +226,7 @@ class DirectionalInfluence(FirstOrderEstimator):
             columns = torch.cat([columns, system.solver.solve(basis.T)], 1)
         for begin in range(0, direction.P, self._most):
             chunk = direction[begin : begin + self._most]
-            move, response, _ = self.answer(system, chunk, None if few else columns)  # Δθ along the basis, if given
+            move, response, _ = self.answer(system, chunk, None if few else columns)  # Δθ, or its part along the basis
             yield response.r[:, rows] + (move if basis is G and not few else move @ G.T), response.dlam[:, rows]
 
     # Constraints within reach: those that could become active or inactive within a step

@@ -94,7 +94,8 @@ class FirstOrderEstimator:
 
         def complete(influence: Influence) -> None:
             influence.diagnostics.update(self._describe(system))
-            self._assessor.assess(count, targets, direction, lambda _, some: self.ends(system, some), influence)
+            if count:
+                self._assessor.assess(count, targets, direction, lambda _, some: self.ends(system, some), influence)
 
         return fill_scores(
             self, self.at, targets, direction, by_chunk(work, direction, most, jobs), self._diagnostics,

@@ -81,10 +81,10 @@ class NewtonInfluence:
             steps = [kept[p] for p in rows] if keep else self._steps(chunk)
             return torch.stack([omega for omega, _, _ in steps]), torch.stack([lam for _, lam, _ in steps])
 
+        assessment = partial(self._assessor.assess, count, targets, direction, ends) if count else None
         return fill_scores(
             self, at, targets, direction, by_chunk(work, direction, jobs=jobs), self._diagnostics, out=out,
-            show_progress=show_progress, complete=partial(self._assessor.assess, count, targets, direction, ends),
-            given=perturbations, reasons=reasons,
+            show_progress=show_progress, complete=assessment, given=perturbations, reasons=reasons,
         )  # fmt: skip
 
     def _steps(self, direction: Direction) -> list[_Step]:

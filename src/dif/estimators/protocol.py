@@ -156,11 +156,11 @@ def fill_scores(
         for key in influence.diagnostics.keys() & {"residuals", "remainders"}:
             for p in reasons:
                 influence.diagnostics[key][p] = float("nan")
-    if influence.unanswered is not None:
-        count, reason = influence.unanswered
-        label = next(iter(influence.diagnostics["unanswered"]))
-        words = f"{count} of {direction.P} perturbations have no answer (NaN). The first is {label!r}: {reason}"
-        warn(words, FirstOrderWarning)
+    unanswered = influence.diagnostics.get("unanswered")
+    if unanswered:
+        label, reason = next(iter(unanswered.items()))
+        count = f"{len(unanswered)} of {direction.P} perturbations"
+        warn(f"{count} have no answer (NaN). The first is {label!r}: {reason}", FirstOrderWarning)
     if complete is not None:
         complete(influence)
     if file is not None:

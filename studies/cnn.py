@@ -399,7 +399,7 @@ def check_retraining(
 def reevaluate(estimator: FirstOrderEstimator, target: Any, removals: dif.Perturbation) -> Tensor:
     """Return the difference of each target between θ̄ and θ̄ + Δθ, (P, T); `scores` has its first-order part, qᵀΔθ."""
     direction, targets = Direction(estimator.at.program, removals), Targets(target, estimator.at)
-    return differences(estimator.at, targets, estimator.steps(estimator.linearise(direction), direction)[0])
+    return differences(estimator.at, targets, estimator.ends(estimator.linearise(direction), direction)[0])
 
 
 def group_risks(task: Task, kept: Tensor) -> Callable[[Tensor], Tensor]:

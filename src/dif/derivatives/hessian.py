@@ -71,11 +71,6 @@ class Curvature:
         parts = None if self.gauss_newton else self.parts
         vars(self).update(d=d, share=share, cheap=d <= DENSE_LIMIT and share >= 1, assembled=assembled, parts=parts)
 
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and device of the operator."""
-        return self.theta
-
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
 

@@ -135,8 +135,7 @@ class Retraining:
         self.max_iter = max_iter
         self.strict = strict
         if strict and self._run is None:
-            solution.check()
-            solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
+            solution.check(minimum=True)  # else retraining may end at another solution of the same problem
         self._cache = None if keep is None else RetrainingCache.open(keep, solution, self.tol)
         self._batched: BatchedNewton | None = None
         self._diagnostics = {"kkt": solution.kkt.parts, "tol": self.tol, "strict": strict}

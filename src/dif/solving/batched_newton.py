@@ -104,10 +104,10 @@ class BatchedNewton:
     def __init__(self, at: Solution) -> None:
         self.at = at
         solver = None if at.curvature.assembled else partial(ConjugateGradients, tolerance=_LOOSE)
-        binding = at.active.mask(at.active.binding)
-        self.system = KKTSystem.prepare_convex(at.curvature, at.G, at.program.kinds, binding, solver=solver)
+        rows = at.program.kinds, at.active.is_binding
+        self.system = KKTSystem.prepare_convex(at.curvature, at.G, *rows, solver=solver)
         self.solver = self.system.solver
-        self.rows = self.system.firm | at.active.mask(at.active.active)  # rows that take part in the steps, (m,) bool
+        self.rows = self.system.firm | at.active.is_active  # rows that take part in the steps, (m,) bool
 
     def solve(
         self, stack: BatchedProgram, tol: float, max_iter: int, scaled: Callable[[float], BatchedProgram]

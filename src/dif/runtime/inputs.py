@@ -97,8 +97,9 @@ def check_order(**columns: Any) -> Any:
     Sample i is row i of each of them, whatever its label, as in scikit-learn. Columns that have the same labels in
     another order are refused.
 
-    >>> check_order(X=[[1.0], [2.0]], y=[0, 1]) is None
-    True
+    Examples:
+        >>> check_order(X=[[1.0], [2.0]], y=[0, 1]) is None
+        True
     """
     first, index = "", None
     for name, column in columns.items():

@@ -25,9 +25,7 @@ from dif.training.run import Keep, Loop, Run, carry_out
 from dif.training.step import VECTORS, Batch, Moves, Pulled, State, Weights, default_weights
 
 _LAYERS = 64  # of the size of the batch that a step is assumed to need, since it cannot be measured
-_EXACT_BATCH = (
-    64  # samples in a batch up to which the step is repeated without each of them; beyond, its derivative counts
-)
+_EXACT_BATCH = 64  # samples in a batch up to which the step is repeated without each; beyond, its derivative counts
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 0.1}  # relative error of a derivative against differences
 
 
@@ -370,7 +368,8 @@ def unroll(
     Args:
         step: `step(state, batch, weights)` returns the next state. It is written with torch operations, multiplies the
             loss of each sample by its weight, (B,), which is 1 for all of them in the run itself. Alternating updates,
-            extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this.
+            extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this. For influence,
+            the step is repeated without a sample in batches of up to 64; in larger ones its derivative is used.
         start: The state before the first step: a dict of tensors, also nested, with the parameters, multipliers, and
             whatever the optimiser remembers. Targets depend on `state["params"]` if that is a dict of tensors, and
             otherwise on all tensors of the state. Of an `nn.Module` as "params" the step gets the named tensors, for
@@ -382,13 +381,14 @@ def unroll(
         keep: As in `Training.run`.
         show_progress: Show progress on a terminal.
 
-    >>> y = torch.tensor([1.0, 2.0, 6.0])
-    >>> def step(state, batch, weights):
-    ...     slope = (weights * (state["mean"] - y[batch])).sum() / weights.sum()
-    ...     return {"mean": state["mean"] - 0.5 * slope}
-    >>> run = unroll(step, {"mean": torch.zeros(())}, [[0, 1, 2]] * 20, show_progress=False)
-    >>> run.state["mean"]
-    tensor(3.0000)
+    Examples:
+        >>> y = torch.tensor([1.0, 2.0, 6.0])
+        >>> def step(state, batch, weights):
+        ...     slope = (weights * (state["mean"] - y[batch])).sum() / weights.sum()
+        ...     return {"mean": state["mean"] - 0.5 * slope}
+        >>> run = unroll(step, {"mean": torch.zeros(())}, [[0, 1, 2]] * 20, show_progress=False)
+        >>> run.state["mean"]
+        tensor(3.0000)
     """
     _check_step_function(step)
     parameters, state = _check_start(start)

@@ -127,8 +127,8 @@ class RunPerturbation:
         """
         rows, P = self.loop.program.rows, self.direction.P
         for number, table in enumerate(rows.tables):
-            counts = [(table.U[:, steps[number].to(table.U.device)] != 0).sum(1) for steps in self.loop.indices]
-            members = torch.stack(counts).double().mean(0)
+            drawn = torch.cat([step[number] for step in self.loop.indices]).to(table.U.device)
+            members = (table.U[:, drawn] != 0).sum(1) / self.loop.length
             for k, column in enumerate(range(len(rows.means))[rows.columns(number)]):
                 if bool(rows.C[0, column] == 0) and bool((rows.C[1:, column] != 0).any()):
                     touched = torch.zeros(P, dtype=torch.bool)

@@ -675,7 +675,9 @@ def test_wrong_input_is_refused():
         dif.DegenerateError,
         lambda: dif.UnrolledInfluence(adam).scores(flat.mean(), flat.remove_each(), **QUIET),
         "scores are NaN or infinite",
-        "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root.",
+        "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root. "
+        "Or a step of your own divides by the weights of a group that is empty without a sample.",
+        "Leave empty groups out of a step of your own.",
     )
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "`run` must be a dif.Run, not of type Solution")

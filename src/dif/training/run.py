@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ from dif.problem.samples import Samples
 from dif.runtime.archive import Journal, lock_folder, read_archive, write_archive
 from dif.runtime.inputs import expect_folder
 from dif.runtime.work import progress
-from dif.training.step import Batch, Observation, Part, State, Step
+from dif.training.step import Batch, Part, State, Step
 
 _KIND = "state of a run"  # of file
 _IN_MEMORY = 2**29  # numbers of all states together that are kept in memory; beyond, only every √T-th state is
@@ -77,14 +77,6 @@ class States:
                 self._recent[s] = state
                 state = map_tensors(self.advance(s, state), torch.Tensor.detach)
         return self._recent[t]
-
-    def backwards(self, begin: int, end: int) -> Iterator[tuple[int, Any, Any]]:
-        """Yield t, the state before step t and the state after it, for t = end − 1 down to begin."""
-        after = self[end]
-        for t in reversed(range(begin, end)):
-            before = self[t]
-            yield t, before, after
-            after = before
 
     def find_done(self) -> int:
         """Return the number of the last state in the folder, 0 where there is none; refuse those of another run."""
@@ -162,38 +154,14 @@ class Loop:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class History:
     """Objective, f − τ and λ at the batch of every step; empty for a step of one's own."""
 
-    steps: list[int] = field(default_factory=list)
-    objective: list[float] = field(default_factory=list)
-    violations: list[list[float]] = field(default_factory=list)
-    multipliers: list[list[float]] = field(default_factory=list)
-
-    def add(self, t: int, seen: Observation) -> None:
-        """Record one step."""
-        self.steps.append(t)
-        self.objective.append(float(seen.objective))
-        self.violations.append(seen.violations.tolist())
-        self.multipliers.append(seen.multipliers.tolist())
-
-    def cut(self, length: int) -> History:
-        """Return the first steps."""
-        return History(**{name: values[:length] for name, values in asdict(self).items()})
-
-    def entry(self, number: int) -> dict[str, Any]:
-        """Return one step, as JSON can hold it."""
-        return {f.name: getattr(self, f.name)[number] for f in fields(self)}
-
-    @classmethod
-    def read(cls, journal: Journal, identity: dict[str, str]) -> History:
-        """Read the steps of the run with this identity, up to a line that is damaged or was cut off."""
-        with suppress(FileNotFoundError, ValueError):  # none, or not even its first line
-            (head, *entries), _ = journal.read()
-            if head == identity:
-                return cls(**{f.name: [entry[f.name] for entry in entries] for f in fields(cls)})
-        return cls()
+    steps: list[int]
+    objective: list[float]
+    violations: list[list[float]]
+    multipliers: list[list[float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,28 +257,37 @@ def carry_out(loop: Loop, keep: Keep, show_progress: bool) -> Run:
 
 def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
     """Carry out the steps that are not in the folder of the states, and return the history of all."""
-    history, begin, journal = History(), 0, None
+    begin, journal, names = 0, None, [f.name for f in fields(History)]
+    entries: list[dict[str, Any]] = []  # of the history, one for each step
     if states.folder is not None:
-        begin, journal = states.find_done(), Journal(states.folder / "history.jsonl", "history of a run")
+        begin = states.find_done()
         if loop.step.problem is not None:
-            history = History.read(journal, states.identity)
-            begin = min(begin, len(history.steps))
-            history = history.cut(begin)
-            journal.write([states.identity, *(history.entry(number) for number in range(begin))])
+            journal = Journal(states.folder / "history.jsonl", "history of a run")
+            with suppress(FileNotFoundError, ValueError):  # none, or not even its first line
+                (head, *known), _ = journal.read()
+                entries = known[:begin] if head == states.identity else []
+            begin = len(entries)
+            journal.write([states.identity, *entries])
     if begin == 0:
         states.put(0, loop.initial)
     state = states[begin]
     with progress("training", loop.length, show_progress) as report:
         for t in range(begin, loop.length):
             state, seen = loop.step.observe(t, state, loop.batch(t))
-            _check_finite(state, t, loop.length)
+            if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
+                raise InvalidInputError(
+                    f"The state of the training is not finite after step {t + 1} of {loop.length}.",
+                    "It must stay finite.",
+                    "The training diverged, or the loss left its domain.",
+                    "Use a smaller learning rate, or clip the arguments of logarithms and divisions.",
+                )
             states.put(t + 1, state)
             if seen is not None:
-                history.add(t, seen)
-                if journal is not None:
-                    journal.append(history.entry(-1))
-            report(t + 1, "" if seen is None else _describe(seen))
-    return history
+                entries.append(dict(zip(names, (t, *(value.tolist() for value in seen)), strict=True)))
+            if journal is not None:
+                journal.append(entries[-1])
+            report(t + 1, "" if seen is None else _describe(*seen))
+    return History(**{name: [entry[name] for entry in entries] for name in names})
 
 
 def _read_folder(keep: Keep) -> Path | None:
@@ -328,16 +305,6 @@ def fetch(samples: Samples, index: Tensor, device: torch.device) -> Any:
     return map_tensors(next(samples.storage.fetch([index])), lambda t: t.to(device))
 
 
-def _check_finite(state: State, t: int, length: int) -> None:
-    if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
-        raise InvalidInputError(
-            f"The state of the training is not finite after step {t + 1} of {length}.",
-            "It must stay finite.",
-            "The training diverged, or the loss left its domain.",
-            "Use a smaller learning rate, or clip the arguments of logarithms and divisions.",
-        )
-
-
-def _describe(seen: Observation) -> str:
-    worst, largest = (float(x.max()) if len(x) else 0.0 for x in (seen.violations, seen.multipliers))
-    return f"(objective {float(seen.objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"
+def _describe(objective: Tensor, *rows: Tensor) -> str:
+    worst, largest = (float(x.max()) if len(x) else 0.0 for x in rows)
+    return f"(objective {float(objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"

@@ -295,7 +295,7 @@ class TrainingStep:
         theta, lam, memory = state["theta"], state["lam"], state["memory"]
         like = lambda x: x.to(theta)  # noqa: E731  (in forward mode the tangent of a scalar may be float64)
         advance = lambda s: self._advance(t, s, batch, None)  # noqa: E731
-        (after, _, violations), (pushed, *_) = jvp(advance, (state,), (tangent,))
+        (after, _, violations), (pushed, *_) = jvp(advance, (state,), (tangent,))[:2]
         if not len(moves.owners):
             return map_tensors(pushed, like)
 
@@ -333,8 +333,9 @@ class TrainingStep:
         d_lam = torch.where(passed, adjoint["lam"], 0.0)  # (T, m)
         weights, nu = (self.program.weights(x * present) for x in (lam, self.dual.lr * d_lam))
         nu[:, 0] = 0.0  # the objective
-        change, slopes, values = self._differentiate(theta, batch, *([w @ A for A in mix] for w in (weights, nu)), u)
-        f, df = _add_up(mix, values), sum(x @ A.T for x, A in zip(slopes, mix, strict=True))  # df: (T, 1 + m)
+        c, dc = ([w @ A for A in mix] for w in (weights, nu))  # how ∇L adds up from the gradients of all values
+        change, slopes, values = self._differentiate(theta, batch, c, dc, u)
+        f, df = (_add_up(mix, x) for x in (values, slopes))  # (1 + m,) and (T, 1 + m)
         before = {"theta": d_theta + change, "lam": d_lam + torch.where(present, df[:, 1:], 0.0), "memory": d_memory}
         pairs = [(f - self._bounds, df), *zip(values[: len(batch)], slopes, strict=False)]
         return before, (lam, adjoint["lam"], *(torch.cat([x[None], dx]) for x, dx in pairs))
@@ -349,16 +350,16 @@ class TrainingStep:
         """
 
         def pull(theta: Tensor, c: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-            values, pull = vjp(lambda x: tuple(self._evaluate(x, batch)), theta)
+            values, pull = vjp(lambda x: tuple(self._evaluate(x, batch)), theta)[:2]
             return pull(c)[0], values
 
         def push(u: Tensor, *dc: Tensor) -> Any:
-            (_, values), moved = jvp(pull, (theta, tuple(c)), (u, dc))
+            (_, values), moved = jvp(pull, (theta, tuple(c)), (u, dc))[:2]
             return moved, values
 
         if len(u) == 1 and not theta.is_cuda:
             try:
-                (_, values), again = vjp(pull, theta, tuple(c))
+                (_, values), again = vjp(pull, theta, tuple(c))[:2]
                 change, slopes = again((u[0], tuple(x[0] for x in dc)))
                 return change[None], [x[None] for x in slopes], values
             except Exception as error:
@@ -435,5 +436,5 @@ class TrainingStep:
 
 
 def _add_up(mix: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Return the rows f, (1 + m,), from what `_mix` and `_evaluate` return."""
-    return torch.stack([A @ x for A, x in zip(mix, values, strict=True)]).sum(0)
+    """Return the rows f, (…, 1 + m), from what `_mix` and `_evaluate` return."""
+    return torch.stack([x @ A.mT for A, x in zip(mix, values, strict=True)]).sum(0)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,24 +35,17 @@ class States:
     """The states s₀ … s_T of a run.
 
     Args:
-        advance: Returns the state after step t, for t and the state before it.
-        start: s₀.
-        length: T.
-        folder: Where each state is written as it is reached; None keeps states in memory.
-        identity: Hashes of all that the run depends on, by name; needed with a folder.
-        mode: "all" keeps all states in memory, "sqrt" every √T-th, None all if they fit.
+        loop: Its steps.
+        keep: "all" keeps all states in memory, "sqrt" every √T-th, None all if they fit. Each state is written to a
+            folder as it is reached.
     """
 
-    def __init__(
-        self, advance: Callable[[int, Any], Any], start: Any, length: int, folder: Path | None = None,
-        identity: dict[str, str] | None = None, mode: Literal["all", "sqrt"] | None = None,
-    ) -> None:  # fmt: skip
-        self.advance, self.length, self.folder, self.identity = advance, length, folder, identity or {}
-        size = sum(t.numel() for t in leaves(start))
-        fits = folder is not None or size * (length + 1) <= _IN_MEMORY
-        everything = fits if mode is None else mode == "all"
-        self.every = 1 if everything else max(1, math.isqrt(length))  # distance of the states that are kept
-        self._like = start
+    def __init__(self, loop: Loop, keep: Keep) -> None:
+        self.loop, self.length, self.folder = loop, loop.length, _read_folder(keep)
+        self.identity = {} if self.folder is None else loop.identify()
+        size = sum(t.numel() for t in leaves(loop.initial))
+        everything = keep == "all" or (keep != "sqrt" and size * (self.length + 1) <= _IN_MEMORY)
+        self.every = 1 if everything or self.folder is not None else max(1, math.isqrt(self.length))
         self._kept: dict[int, Any] = {}
         self._recent: dict[int, Any] = {}
 
@@ -75,7 +67,8 @@ class States:
             state, self._recent = self._kept[begin], {}
             for s in range(begin, min(begin + self.every, self.length)):
                 self._recent[s] = state
-                state = map_tensors(self.advance(s, state), torch.Tensor.detach)
+                after = self.loop.step.advance(s, state, self.loop.batch(s))
+                state = map_tensors(after, torch.Tensor.detach)
         return self._recent[t]
 
     def find_done(self) -> int:
@@ -100,7 +93,7 @@ class States:
         cure = "Delete it; training with the same folder then continues from the state before it."
         arrays, _ = read_archive(self._file(t), _KIND, cure, step=t, identity=self.identity)
         each = iter([torch.from_numpy(arrays[f"leaf_{k}"]) for k in range(len(arrays))])
-        return map_tensors(self._like, lambda like: next(each).to(like))
+        return map_tensors(self.loop.initial, lambda like: next(each).to(like))
 
 
 Keep = str | os.PathLike[str] | None  # "all", "sqrt", a folder, or None for what fits into memory
@@ -138,10 +131,6 @@ class Loop:
         rows = self.program.rows
         table, means = rows.tables[number], rows.means[rows.columns(number)]
         return torch.where(means, 1.0, len(table.samples) / count).to(table.U)[:, None]
-
-    def advance(self, t: int, state: State) -> State:
-        """Return the state after step t of the run."""
-        return self.step.advance(t, state, self.batch(t))
 
     def identify(self) -> dict[str, str]:
         """Return hashes of all that a run depends on, by name."""
@@ -248,10 +237,8 @@ def carry_out(loop: Loop, keep: Keep, show_progress: bool) -> Run:
             for.
         show_progress: Show progress with the objective, the worst violation and λ on a terminal.
     """
-    folder = _read_folder(keep)
-    identity = None if folder is None else loop.identify()
-    states = States(loop.advance, loop.initial, loop.length, folder, identity, mode=None if folder else keep)  # type: ignore[arg-type]
-    with nullcontext() if folder is None else lock_folder(folder):
+    states = States(loop, keep)
+    with nullcontext() if states.folder is None else lock_folder(states.folder):
         return Run(loop, states, _carry_out(loop, states, show_progress))
 
 
@@ -292,9 +279,9 @@ def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
 
 def _read_folder(keep: Keep) -> Path | None:
     """Return the folder in which states are kept; None where they are kept in memory."""
-    if keep is None or (isinstance(keep, str) and keep in ("all", "sqrt")):
+    if keep in (None, "all", "sqrt"):
         return None
-    mistyped = isinstance(keep, str) and keep.lower() in ("", "all", "sqrt", "none")
+    mistyped = str(keep).lower() in ("", "all", "sqrt", "none")
     if mistyped or not isinstance(keep, str | os.PathLike) or Path(keep).is_file():
         raise InvalidInputError(f'`keep` must be "all", "sqrt", a folder or None, not {keep!r}.')
     return expect_folder(keep, "keep")

@@ -78,11 +78,8 @@ class RunPerturbation:
         da = torch.where(weights != 0, dw / torch.where(weights != 0, weights, 1.0), 0.0)
         if move.added is not None:
             index = self._add_samples(number, move.added, index, dw).part.index[index]
-        order, mine = (
-            index.argsort(stable=True),
-            torch.isin(program.terms, torch.tensor(change.terms).to(program.terms)),
-        )
-        rows = change.factor * mine.to(program.tau)
+        order = index.argsort(stable=True)
+        rows = change.factor * torch.isin(program.terms, torch.tensor(change.terms).to(program.terms)).to(program.tau)
         owner = None if move.entries.P < self.direction.P else move.entries.owner[order]
         return StepMove(number, rows, owner, index[order], da[order.to(da.device)], move.renormalise)
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
-from dif.errors import InvalidInputError, count_words, few
+from dif.errors import DifError, InvalidInputError, count_words, few
+from dif.runtime.guard import is_out_of_memory
 from dif.runtime.inputs import as_tensor, find_index
 
 
@@ -158,7 +159,6 @@ class Storage(Dataset[Any]):
         if self.workers and not self.is_tensors and len(selections) > 1:
             yield from self._fetch_ahead(selections)
             return
-        fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
         for where in selections:
             if self.subset is not None:
                 where = self.subset[where if isinstance(where, slice) else where.to(self.subset.device)]
@@ -166,8 +166,18 @@ class Storage(Dataset[Any]):
                 yield map_tensors(self.data, lambda t, at=where: t[at if isinstance(at, slice) else at.to(t.device)])
             else:
                 indices = list(range(self.total)[where]) if isinstance(where, slice) else where.tolist()
-                items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(indices)
-                yield cast(self.collate(items), self.dtype)
+                yield cast(self.collate(self._read_items(indices)), self.dtype)
+
+    def _read_items(self, indices: list[int]) -> Any:
+        """Return items of the Dataset; errors of its code name the Samples."""
+        fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
+        try:
+            return [self.data[i] for i in indices] if fetch_many is None else fetch_many(indices)
+        except Exception as error:
+            if isinstance(error, DifError) or is_out_of_memory(error):
+                raise
+            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+            raise InvalidInputError(f"The Dataset of Samples {self.name!r} raised {said}.") from error
 
     def _fetch_ahead(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""

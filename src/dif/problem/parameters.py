@@ -48,9 +48,10 @@ def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
     Raises:
         InvalidInputError: Where a name matches no parameter.
 
-    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    >>> list(variable(model, "2.*"))
-    ['2.weight', '2.bias']
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> list(variable(model, "2.*"))
+        ['2.weight', '2.bias']
     """
     patterns = [names] if isinstance(names, str) else list(names)
     own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}

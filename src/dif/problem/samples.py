@@ -43,9 +43,10 @@ class Samples:
         check: Called with the data of samples that are added or replace others, and raises an error where the loss is
             not meant for them, such as for labels in another coding.
 
-    >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
-    >>> train.mean(), len(train)
-    (Term(mean of train), 3)
+    Examples:
+        >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
+        >>> train.mean(), len(train)
+        (Term(mean of train), 3)
     """
 
     def __init__(
@@ -87,10 +88,11 @@ class Samples:
 
         A removal, reweighting, replacement or addition of a sample acts on every view at once.
 
-        >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
-        >>> distance = train.view(lambda params, z: z - params["mean"], name="distance")
-        >>> distance.remove([2])
-        Perturbation(1: remove train[2])
+        Examples:
+            >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0]), name="train")
+            >>> distance = train.view(lambda params, z: z - params["mean"], name="distance")
+            >>> distance.remove([1])
+            Perturbation(1: remove train[1])
         """
         name = f"view of {self.name}" if name is None else name
         other = Samples(loss, self.storage, name, self.batch_size, outputs)

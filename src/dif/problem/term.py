@@ -293,7 +293,8 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
     Raises:
         InvalidInputError: Where A is not a finite vector or matrix.
 
-    >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
+    Examples:
+        >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
     """
     matrix = as_tensor(A, "`A` of linear(A)", torch.float64).clone()
     if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):

@@ -19,6 +19,9 @@ _AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # multiplications that take seconds
 _ONCE = {"cpu": 1, "cuda": 40}  # multiple of _AFFORDABLE that an assembly may cost if it is needed only once
 _ANYWAY = 1000  # number of parameters up to which it is always assembled: iterative solves need as many products
 _PER_PRODUCT = 8  # loss evaluations that one Hessian-vector product costs
+_PER_INPUT = 64  # multiplications that take as long as reading a number of the data twice
+_OVERHEAD = 1e7  # multiplications that take as long as the steps of Python around a pass
+_PER_GRADIENT = 3  # loss evaluations that one gradient costs
 _PER_ELEMENT = 128  # multiplications that take as long as writing and reading one intermediate number
 _SKETCH_MIN = 256  # smallest number of samples in a sketch of the Hessian
 _SKETCH_PER_PARAMETER = 24  # samples per parameter beyond which a sketch hardly improves, even in flat directions
@@ -51,25 +54,29 @@ class Curvature:
 
     d: int = field(init=False)  # number of parameters
     share: float = field(init=False)  # how much of the matrix this device assembles in seconds
+    price: float = field(init=False)  # about how many gradients the matrix costs
     cheap: bool = field(init=False)  # whether the matrix takes seconds, so that it can be assembled at every step
     assembled: bool = field(init=False)  # whether the matrix is known, or may be assembled if it is needed only once
     _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)  # matrices and sketches made so far
 
     def __post_init__(self) -> None:
         d, device = self.theta.numel(), self.theta.device.type
-        multiplications = 0.0
+        multiplications = of_gradient = 0.0
         for table in self.rows.tables:
             c = cost(table.samples, self.rows.parameters, self.theta)
-            each = _PER_PRODUCT * d * (c.flops + _PER_ELEMENT * c.elements)  # memory traffic as multiplications
+            once = c.flops + _PER_ELEMENT * c.elements  # memory traffic as multiplications
+            each = _PER_PRODUCT * d * once
             if c.maps is not None and d >= STRUCTURED and not self.gauss_newton:
                 each = (c.maps[0] * c.maps[1]) ** 2 + _PER_PRODUCT * c.maps[1] * _PER_ELEMENT * c.elements
             multiplications += len(table.samples) * each
+            of_gradient += len(table.samples) * (_PER_GRADIENT * once + _PER_INPUT * c.inputs)
         share = _AFFORDABLE.get(device, 2.5e11) / max(multiplications, 1)
         affordable = d <= _ANYWAY or _ONCE.get(device, 1) * share >= 1
         known = self.parts is not None and not self.gauss_newton
         decided = {
             "d": d,
             "share": share,
+            "price": (multiplications + _OVERHEAD) / (of_gradient + _OVERHEAD),
             "cheap": d <= DENSE_LIMIT and share >= 1,
             "parts": None if self.gauss_newton else self.parts,
             "assembled": known or (d <= DENSE_LIMIT and affordable),

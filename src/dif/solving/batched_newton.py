@@ -18,7 +18,7 @@ from dif.optimality.kkt_system import KKTSystem, Solve, complete_step
 from dif.optimality.solution import Solution
 from dif.runtime.guard import numbers_at_once
 
-_DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve (Armijo's condition)
+DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve (Armijo's condition)
 
 
 def damped_newton(
@@ -54,7 +54,7 @@ def damped_newton(
             return
         trial = z[live] + length[live, None].to(z) * direction[live]
         trial_residual = judge(live, trial)
-        moved = trial_residual < (1 - _DECREASE * length[live]) * residual[live]
+        moved = trial_residual < (1 - DECREASE * length[live]) * residual[live]
         there = live[moved]
         z[there], residual[there] = trial[moved], trial_residual[moved]
         length[live] = torch.where(moved, 1.0, 0.5 * length[live])

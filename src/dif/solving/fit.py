@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
+from dif.linalg.anderson import Extrapolation
 from dif.linalg.lanczos import lanczos
 from dif.linalg.solvers import SolverSeries
 from dif.optimality.judgement import ENDLESS, KKT, Scales, falls_without_end, judge_multipliers, residuals
@@ -29,7 +30,7 @@ from dif.runtime.archive import check_folder, read_archive, write_archive
 from dif.runtime.inputs import check_count, check_number, expect_path
 from dif.runtime.work import Limits, Reporter, progress
 from dif.solving.augmented_lagrangian import PATIENCE, AugmentedLagrangian
-from dif.solving.batched_newton import damped_newton
+from dif.solving.batched_newton import DECREASE
 
 _KIND = "fit checkpoint"  # of file
 
@@ -91,8 +92,9 @@ class Checkpoint:
 
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
-_FAST = 0.1  # factor by which a step must reduce the residual for the next one to keep the Hessian
-_EXPENSIVE = 64  # parameters from which assembling the Hessian takes longer than a few gradients
+_WORTH = 2.0  # steps that a new Hessian should save, in units of what it costs
+_RENEWED = 1e-3  # factor by which the residual must fall for the noise to be measured anew
+_CLEAN = 0.83  # power of the rounding error that is the residual at which steps end: 1e-13 in float64
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
@@ -313,19 +315,35 @@ def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: C
     return best
 
 
+def _expected_steps(before: float, at: Found) -> float:
+    """Return how many more steps reach rounding errors, if each reduces the residual as the last one did."""
+    aim = torch.finfo(at.theta.dtype).eps ** _CLEAN
+    return math.log(aim / at.residual) / math.log(min(at.residual / before, 0.999)) if at.residual > 0 else 0.0
+
+
 def _estimate_curvature(H: Curvature) -> Tensor | None:
     """Return a matrix like H, (d, d), where there is a cheap one; else the solver chooses."""
     return H.metric_matrix(0) if H.has_gauss_newton else None
 
 
-def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature, tol: float) -> tuple[KKT, Tensor, Tensor]:
-    """Return the KKT residuals at (θ, λ), in the units of a Hessian nearby, with f and its gradients."""
-    f, J = program.rows.gradients(theta)
-    scales = Scales.of(theta, J, H.own, H.noise)
+@dataclass(frozen=True)
+class Units:
+    """The curvature of each coordinate at a point nearby, and the noise there, in which residuals are measured."""
+
+    own: Tensor  # (d,)
+    noise: float
+
+
+def _measure(
+    program: Program, theta: Tensor, lam: Tensor, units: Units | Curvature, tol: float, known: Any = None
+) -> tuple[KKT, Scales, Tensor, Tensor]:
+    """Return the KKT residuals at (θ, λ), their scales, f and its gradients; `known` has the last two if given."""
+    f, J = known or program.rows.gradients(theta)
+    scales = Scales.of(theta, J, units.own, units.noise)
     kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds, tol)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
         kkt = replace(kkt, residual=float("nan"))
-    return kkt, f, J
+    return kkt, scales, f, J
 
 
 @dataclass
@@ -389,54 +407,67 @@ class Newton:
     def _iterate(self, at: Found, save: Callable[[Found], None]) -> bool:
         """Make steps while the residual falls; `at` is moved to the best point.
 
-        Where the Hessian is assembled they continue below the tolerance until rounding stops them, so that weak
-        constraints can be told from nearly weak ones. Elsewhere that would be expensive, and they stop at the
-        tolerance.
+        Where the Hessian is assembled, it is kept while the steps still expected with it cost less than a new one, and
+        the steps continue below the tolerance, so that weak constraints can be told from nearly weak ones. Elsewhere
+        that would be expensive, and they stop at the tolerance.
 
         Returns:
             Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
         """
-        program, d, convex = self.program, len(at.theta), False
-        units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        trial = kkt, f, J = _measure(program, at.theta, at.lam, units, self.goal)
+        program, only, past, kept = self.program, torch.tensor([0]), None, False
+        H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        units = Units(H.own, H.noise)
+        kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal)
         at.residual, at.goal = kkt.residual, kkt.goal
         far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
         if far or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
-        z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
-
-        def step(_: Tensor) -> tuple[Tensor, Tensor]:
-            move = self._step(at, f, J, H)
-            return torch.zeros_like(z) if move is None else move[None], torch.tensor([move is not None])
-
-        def judge(_: Tensor, points: Tensor) -> Tensor:
-            nonlocal trial
-            trial = _measure(program, points[0, :d], points[0, d:], units, self.goal)
-            return torch.tensor([trial[0].residual], dtype=torch.float64)
-
-        def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
-            nonlocal f, J, H, units, convex
-            if not bool(moved):
-                stop = float(length) < _SHORTEST or at.reached or self.limits.find_reached() is not None
-                convex = stop and H.cheap
-                return torch.tensor([not stop])
-            kkt, f, J = trial
-            slow, fast = kkt.residual > _SLOW * at.residual, kkt.residual < _FAST * at.residual
-            at.theta, at.lam, at.residual, at.goal = z[0, :d].clone(), z[0, d:].clone(), kkt.residual, kkt.goal
-            save(at)
-            if not H.cheap and (at.reached or slow):
-                return torch.tensor([False])
-            if not ((fast or at.reached) and H.cheap and d >= _EXPENSIVE):
-                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
-                units = H if H.cheap else units
-            return torch.tensor([True])
-
+        mark, endless = at.residual, False  # the residual when the noise was measured last
         while True:
-            damped_newton(z, residual, step, judge, proceed, sys.maxsize)
-            kept = H.cheap and not torch.equal(H.theta, at.theta)
-            if at.reached or not kept or self.limits.find_reached() is not None:
-                return convex
-            units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
+            z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H)
+            step = move if past is None or move is None else past.combine(only, z, move[None])[0]
+            found = None if step is None else self._search(at, step, units, whole=kept or at.reached)
+            if found is None and (not kept or at.reached or self.limits.find_reached() is not None):
+                return move is not None and H.cheap
+            if found is not None:
+                before = at.residual
+                at.theta, at.lam, (kkt, scales, f, J) = found
+                if kkt.residual <= _RENEWED * mark:
+                    units = Units(units.own, H.noise)
+                    kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
+                    endless, mark = kkt.residual > 0.5 * mark, kkt.residual
+                at.residual, at.goal = kkt.residual, kkt.goal
+                save(at)
+                if endless:  # the residual only fell in the old units, as on the way to infinity
+                    return False
+                if H.cheap and at.residual <= max(scales.floor, torch.finfo(f.dtype).eps ** _CLEAN):
+                    return True
+                if not H.cheap and (at.reached or at.residual > _SLOW * before):
+                    return False
+                kept = H.cheap and _expected_steps(before, at) < _WORTH * H.price
+                if kept and past is None and move is not None:
+                    past = Extrapolation(1, z.shape[1], partial(scales.lengths, G=J[1:]))
+                    past.combine(only, z, move[None])
+            if found is None or not kept:
+                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
+                units, past, kept = Units(H.own if H.cheap else units.own, units.noise), None, False
+
+    def _search(
+        self, at: Found, step: Tensor, units: Units, whole: bool
+    ) -> tuple[Tensor, Tensor, tuple[KKT, Scales, Tensor, Tensor]] | None:
+        """Return the point after a step, shortened until the residual falls, measured; None where it does not fall.
+
+        With `whole`, only the whole step is tried.
+        """
+        program, length = self.program, 1.0
+        while length >= _SHORTEST and self.limits.find_reached() is None:
+            theta, lam = (torch.cat([at.theta, at.lam]) + length * step).tensor_split([len(at.theta)])
+            lam = program.kinds.project(lam)
+            measured = _measure(program, theta, lam, units, self.goal)
+            if measured[0].residual < (1 - DECREASE * length) * at.residual:
+                return theta.clone(), lam.clone(), measured
+            length *= 0.0 if whole else 0.5
+        return None
 
     def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature) -> Tensor | None:
         """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none."""

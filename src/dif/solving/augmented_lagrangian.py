@@ -23,6 +23,7 @@ _CURVATURE_EVERY = {True: 2, False: 1}  # blocks between two updates of the curv
 _PAIRS = {True: 20, False: 100}  # steps that L-BFGS remembers, likewise
 _SKETCH_COST = 1000  # evaluations of all losses that a sketch of the Hessian may cost at first
 _SKETCH_COST_MAX = 16_000  # the same after sketches have proved too coarse
+_RATE = 0.1  # factor by which a block must reduce the gradient norm to continue without new curvature
 _SHRINKS = 8  # reductions of the trust region per step
 _TRUST_STEPS = 5  # trust-region steps per update of the curvature, where there is no cheap Gauss–Newton matrix
 _FAST = 0.5  # further steps are made while each reduces the gradient norm by at least this factor
@@ -41,25 +42,26 @@ class _Reached(Exception):
 class AugmentedLagrangian:
     """Rounds of minimising f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between.
 
+    H is the curvature at the start or nearby, by which coordinates are scaled.
     `save(theta, lam, penalty, accuracy)` is called between blocks of iterations, so that the work can be resumed.
     """
 
     def __init__(
-        self, program: Program, theta: Tensor, lam: Tensor, limits: Limits, report: Reporter, save: Callable[..., None]
-    ) -> None:
+        self, program: Program, theta: Tensor, lam: Tensor, H: Curvature, limits: Limits, report: Reporter,
+        save: Callable[..., None],
+    ) -> None:  # fmt: skip
         self.program, self.limits, self.report, self._save = program, limits, report, save
         self.theta, self.lam = theta.clone(), lam.clone()
         f, J = program.rows.gradients(theta)
-        H0 = Curvature(program.rows, theta, program.weights(torch.zeros_like(lam)))
-        self.cheap = H0.cheap  # whether the Hessian is
-        self.root = H0.scale().sqrt()
+        self.cheap = H.cheap  # whether the Hessian is
+        self.root = H.scale().sqrt()
         self.metric = Metric(self.root)
         norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
         self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
         self.penalty = 10.0  # ρⱼ = penalty / ‖∇fⱼ‖², in √D·θ
         self.accuracy = 1e-3  # relative gradient norm to reach in the next round
         self.violation = float("inf")  # smallest so far, complementarity included
-        self.start_size = max(float((self.root * theta).norm()), H0.noise, float((J[0] / self.root).norm())) or 1.0
+        self.start_size = max(float((self.root * theta).norm()), H.noise, float((J[0] / self.root).norm())) or 1.0
         self.radius, self.smallest_radius = self.start_size, torch.finfo(theta.dtype).eps * self.start_size
         self.nearest = float("inf")  # least violation so far, as a step in √D·θ
         self.largest_violation = float("inf")  # after the last round
@@ -134,7 +136,7 @@ class AugmentedLagrangian:
         for block in range(1, _BLOCKS + 1):
             if self.limits.find_reached():
                 break
-            before = self.theta
+            before, last = self.theta, self._relative_size(gradient)
             value, gradient = self._descend(value, gradient)
             size = self._relative_size(gradient)
             self.report(self.limits.used, f"(augmented Lagrangian, round {self.rounds}, gradient {size:.1e})")
@@ -147,7 +149,8 @@ class AugmentedLagrangian:
             if size <= self.accuracy:
                 break
             stalled = torch.equal(before, self.theta)
-            if block % _CURVATURE_EVERY[self.cheap] == 0 or stalled:
+            slow = size > _RATE * last or not self.cheap
+            if (block % _CURVATURE_EVERY[self.cheap] == 0 and slow) or stalled:
                 value, gradient, moved = self._use_curvature(value, gradient)
                 self._save(self.theta, self.lam, self.penalty, self.accuracy)
                 if (stalled and not moved) or self._relative_size(gradient) <= self.accuracy:

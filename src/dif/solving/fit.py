@@ -92,6 +92,7 @@ class Checkpoint:
 
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
+_EXPENSIVE = 64  # price of a Hessian above which it is assembled near the solution only
 _WORTH = 2.0  # steps that a new Hessian should save, in units of what it costs
 _RENEWED = 1e-3  # factor by which the residual must fall for the noise to be measured anew
 _CLEAN = 0.83  # power of the rounding error that is the residual at which steps end: 1e-13 in float64
@@ -264,7 +265,7 @@ def solve(
     phase = () if start.penalty is None else (start.penalty, start.accuracy)
     newton.polish(best, lambda at: save(at.theta, at.lam, *phase))
     if not best.reached:
-        rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, save)
+        rounds = AugmentedLagrangian(program, best.theta, best.lam, newton.H, limits, report, save)
         rounds.penalty, rounds.accuracy = start.penalty or rounds.penalty, start.accuracy or rounds.accuracy
         best = _alternate(newton, rounds, best, save)
         # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
@@ -355,6 +356,8 @@ class Newton:
     limits: Limits
     report: Reporter
     solver: SolverSeries = field(default_factory=lambda: SolverSeries(_estimate_curvature))
+    H: Curvature = field(init=False)  # where the last steps began
+    own: Tensor | None = None  # (d,) the curvature of each coordinate, where the Hessian is expensive
 
     def polish(self, at: Found, save: Callable[[Found], None]) -> None:
         """Iterate from `at`, with `save(at)` after every step; at a stationary point check whether it is a saddle."""
@@ -415,13 +418,20 @@ class Newton:
             Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
         """
         program, only, past, kept = self.program, torch.tensor([0]), None, False
-        H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        units = Units(H.own, H.noise)
+        self.H = H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        expensive = not H.cheap or H.price > _EXPENSIVE
+        if H.cheap and expensive:
+            self.H = replace(H, assumed=H.estimate_scale() if self.own is None else self.own)
+        units = Units(self.H.own, self.H.noise)
         kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal)
         at.residual, at.goal = kkt.residual, kkt.goal
-        far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-        if far or not kkt.residual < float("inf"):
+        rough = not H.cheap and H.has_gauss_newton and kkt.stationarity > _NEARER
+        if (expensive and at.residual > _NEAR) or rough or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
+        if units.own is not H.own:
+            self.own, units = H.own, Units(H.own, H.noise)
+            kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
+            at.residual, at.goal = kkt.residual, kkt.goal
         mark, endless = at.residual, False  # the residual when the noise was measured last
         while True:
             z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H)

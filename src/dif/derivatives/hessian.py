@@ -177,7 +177,7 @@ class Curvature:
             try:
                 with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
                     single = replace(self, rows=self.rows.to(torch.float32), theta=theta, weights=weights)
-                    H = single.product(torch.eye(self.d).to(theta)).to(self.theta)
+                    H = single.dense().to(self.theta)
             except UserCodeError:  # a loss that works in double precision only
                 return self.dense()
             self._kept["rough"] = 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -19,11 +20,11 @@ PATIENCE = 8  # rounds allowed without halving the residual
 _DIVERGED = 1e9  # ‖θ‖ relative to its start, beyond which a problem counts as unbounded
 _BLOCK = {True: 50, False: 100}  # L-BFGS iterations per block, by whether the Hessian is cheap
 _BLOCKS = 40  # blocks per round
-_CURVATURE_EVERY = {True: 2, False: 1}  # blocks between two updates of the curvature, likewise
+_CURVATURE_EVERY = {True: 2, False: 1}  # least number of blocks between two updates of the curvature, likewise
+_SPENT = 0.25  # share of the price of a matrix that L-BFGS must have cost before a further one is assembled
 _PAIRS = {True: 20, False: 100}  # steps that L-BFGS remembers, likewise
 _SKETCH_COST = 1000  # evaluations of all losses that a sketch of the Hessian may cost at first
 _SKETCH_COST_MAX = 16_000  # the same after sketches have proved too coarse
-_RATE = 0.1  # factor by which a block must reduce the gradient norm to continue without new curvature
 _SHRINKS = 8  # reductions of the trust region per step
 _TRUST_STEPS = 5  # trust-region steps per update of the curvature, where there is no cheap Gauss–Newton matrix
 _FAST = 0.5  # further steps are made while each reduces the gradient norm by at least this factor
@@ -55,6 +56,9 @@ class AugmentedLagrangian:
         f, J = program.rows.gradients(theta)
         self.cheap = H.cheap  # whether the Hessian is
         self.root = H.scale().sqrt()
+        least = _CURVATURE_EVERY[self.cheap]  # blocks before the first update of the curvature; then before others
+        self.patience = least, max(least, math.ceil(_SPENT * H.price / _BLOCK[self.cheap]) if self.cheap else 0)
+        self.blocks = 0  # since the last update
         self.metric = Metric(self.root)
         norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
         self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
@@ -136,7 +140,7 @@ class AugmentedLagrangian:
         for block in range(1, _BLOCKS + 1):
             if self.limits.find_reached():
                 break
-            before, last = self.theta, self._relative_size(gradient)
+            before = self.theta
             value, gradient = self._descend(value, gradient)
             size = self._relative_size(gradient)
             self.report(self.limits.used, f"(augmented Lagrangian, round {self.rounds}, gradient {size:.1e})")
@@ -149,8 +153,8 @@ class AugmentedLagrangian:
             if size <= self.accuracy:
                 break
             stalled = torch.equal(before, self.theta)
-            slow = size > _RATE * last or not self.cheap
-            if (block % _CURVATURE_EVERY[self.cheap] == 0 and slow) or stalled:
+            self.blocks += 1
+            if self.blocks >= self.patience[self.metric.vectors is not None] or stalled:
                 value, gradient, moved = self._use_curvature(value, gradient)
                 self._save(self.theta, self.lam, self.penalty, self.accuracy)
                 if (stalled and not moved) or self._relative_size(gradient) <= self.accuracy:
@@ -166,8 +170,12 @@ class AugmentedLagrangian:
         return float((gradient / self.root).norm()) / max(self.start_size, self._size())
 
     def _descend(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a block of L-BFGS in scaled coordinates u; θ moves, and the value and gradient there are returned."""
-        point = self.metric.to_u(self.theta)
+        """Run a block of L-BFGS in scaled coordinates u; θ moves, and the value and gradient there are returned.
+
+        Lengths are multiples of a small gradient's size: of shorter steps, torch's optimiser learns no curvature.
+        """
+        unit = min(1.0, float(self.metric.map_gradient(gradient).abs().sum())) or 1.0
+        point = self.metric.to_u(self.theta) / unit
         optimiser = torch.optim.LBFGS(
             [point], max_iter=_BLOCK[self.cheap], max_eval=2 * _BLOCK[self.cheap], history_size=_PAIRS[self.cheap],
             tolerance_grad=0.0, tolerance_change=0.0, line_search_fn="strong_wolfe",
@@ -178,24 +186,24 @@ class AugmentedLagrangian:
             nonlocal first_call
             if first_call:  # at θ, where value and gradient are known
                 first_call = False
-                point.grad = self.metric.map_gradient(gradient)
-                return value
-            trial_value, trial_gradient = self._evaluate(self.metric.to_theta(point))
+                point.grad = self.metric.map_gradient(gradient) / unit
+                return value / unit**2
+            trial_value, trial_gradient = self._evaluate(self.metric.to_theta(unit * point))
             if not (bool(torch.isfinite(trial_value)) and bool(torch.isfinite(trial_gradient).all())):
                 # outside the domain of the objective: a large value makes the line search turn back
-                return value + 1e10 * (1 + value.abs())
+                return (value + 1e10 * (1 + value.abs())) / unit**2
             near = not self.cheap and self._relative_size(trial_gradient) <= self.accuracy
             if near and float(trial_value) <= float(value):
                 raise _Reached(trial_value, trial_gradient)
-            point.grad = self.metric.map_gradient(trial_gradient)
-            return trial_value
+            point.grad = self.metric.map_gradient(trial_gradient) / unit
+            return trial_value / unit**2
 
         try:
             optimiser.step(closure)
         except _Reached as reached:
-            self.theta = self.metric.to_theta(point.detach())
+            self.theta = self.metric.to_theta(unit * point.detach())
             return reached.value, reached.gradient
-        self.theta = self.metric.to_theta(point.detach())
+        self.theta = self.metric.to_theta(unit * point.detach())
         return self._evaluate(self.theta)
 
     def _use_curvature(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -204,11 +212,12 @@ class AugmentedLagrangian:
         Returns:
             The value and the gradient at the new θ, and whether θ moved.
         """
-        H = self._curvature()
-        if H.cheap and not bool(torch.isfinite(H.dense()).all()):  # no second derivative here
-            return value, gradient, False
+        H, self.blocks = self._curvature(), 0
         if H.cheap:
-            eigenvalues, vectors = torch.linalg.eigh(self.metric.scale_hessian(H.dense()))
+            matrix = H.rough() if self.patience[1] > self.patience[0] else H.dense()
+            if not bool(torch.isfinite(matrix).all()):  # no second derivative here
+                return value, gradient, False
+            eigenvalues, vectors = torch.linalg.eigh(self.metric.scale_hessian(matrix))
             self.metric = self.metric.with_eigenpairs(eigenvalues, vectors)
             propose = partial(exact_step, eigenvalues, vectors, gradient / self.root)
             return self._trust_region_step(value, gradient, propose, lambda p: p / self.root)

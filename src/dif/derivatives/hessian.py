@@ -50,6 +50,7 @@ class Curvature:
     plain: Curvature | None = None  # this operator without GᵀRG and δI; None if it has neither
     gauss_newton: bool = False  # leave out the curvature of the model
     assumed: Tensor | None = None  # (d,) curvature of each coordinate, known from a point nearby
+    compared: bool = True  # whether a matrix from the structure of the losses is compared with a product
     parts: Tensor | None = None  # (K, d, d) Hessians of the parts of the rows at θ, where they are known
 
     d: int = field(init=False)  # number of parameters
@@ -158,7 +159,7 @@ class Curvature:
             elif self.parts is not None:
                 H = torch.tensordot(weights, self.parts, 1)
             else:
-                H = self.rows.part_hessian(self.theta, weights, self.gauss_newton)
+                H = self.rows.part_hessian(self.theta, weights, self.gauss_newton, self.compared)
             self._kept["dense"] = H
         return self._kept["dense"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
-from dif.errors import InfeasibleError, UnboundedError
+from dif.errors import InfeasibleError, UnboundedError, warn
 from dif.linalg.lanczos import KrylovModel, exact_step
 from dif.linalg.preconditioner import Metric
 from dif.runtime.work import Limits, Reporter
@@ -29,6 +30,8 @@ _SHRINKS = 8  # reductions of the trust region per step
 _TRUST_STEPS = 5  # trust-region steps per update of the curvature, where there is no cheap Gauss–Newton matrix
 _FAST = 0.5  # further steps are made while each reduces the gradient norm by at least this factor
 _INNER = 100  # Hessian-vector products per trust-region step
+_EARLY, _LONG = 12.0, 60.0  # seconds after which slow progress is mentioned, and that it must still take
+_FLAT = 0.01  # curvature of a flat direction, relative to the mean
 _TOO_MANY = 40  # products per trust-region step above which the sketch counts as too coarse
 
 
@@ -75,6 +78,7 @@ class AugmentedLagrangian:
         self.raised = 0  # how often the penalty was raised
         self.divergence = ""  # how far θ or the objective went, if it diverged
         self.rounds = 0
+        self.warned = False  # whether the slow progress was mentioned
 
     def _next_multipliers(self, f: Tensor) -> Tensor:
         """Return λ + ρ(f − τ), projected onto the admissible multipliers."""
@@ -134,16 +138,18 @@ class AugmentedLagrangian:
     def _minimise(self) -> bool:
         """Minimise over θ by L-BFGS, with trust-region steps where that is slow; return False if θ diverges."""
         value, gradient = self._evaluate(self.theta)
-        first = value
+        first, start = value, self._relative_size(gradient)
         if not self.cheap and self.metric.vectors is None:
             self._scale_coordinates(self._curvature())
-        for block in range(1, _BLOCKS + 1):
+        for _ in range(_BLOCKS):
             if self.limits.find_reached():
                 break
             before = self.theta
             value, gradient = self._descend(value, gradient)
             size = self._relative_size(gradient)
             self.report(self.limits.used, f"(augmented Lagrangian, round {self.rounds}, gradient {size:.1e})")
+            if not self.warned:
+                self._warn_slow(start, size)
             if float(value) < -1e15 * (1 + abs(float(first))):
                 self.divergence = f"at a value of {float(value):.3g}"
                 return False
@@ -160,6 +166,26 @@ class AugmentedLagrangian:
                 if (stalled and not moved) or self._relative_size(gradient) <= self.accuracy:
                     break
         return True
+
+    def _warn_slow(self, start: float, size: float) -> None:
+        """Say early, and once, that the end is far away at the rate of the first round."""
+        spent = time.monotonic() - self.limits.begun
+        if self.rounds > 1 or spent < _EARLY or size <= self.accuracy:
+            return
+        left = math.log(size / self.accuracy) / math.log(start / size) if size < start else float("inf")
+        if left * spent < _LONG:
+            return
+        self.warned, curvatures = True, torch.as_tensor(self.metric.size) ** 2
+        flat = int((curvatures < _FLAT * curvatures.mean()).sum())
+        warn(
+            f"`fit` has reduced the gradient from {start:.2g} to {size:.2g} of its scale in {spent:.0f} s. It must be "
+            f"at most {self.accuracy:.0e} before Newton's method takes over; at this rate that takes "
+            f"{left * spent:.0f} s more. {flat} of {len(self.theta)} directions are flat (curvature below {_FLAT:g} "
+            "of the mean): the minimum is far along them, and one removal moves the parameters too far for a "
+            "derivative. `dif.Training` needs no minimum, and `dif.UnrolledInfluence(run)` predicts for the model as "
+            "it was trained. A larger ridge makes `fit` faster; `max_seconds` limits it.",
+            UserWarning,
+        )
 
     def _size(self) -> float:
         """Return ‖√D·θ‖."""

@@ -94,7 +94,7 @@ class Checkpoint:
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
 _EXPENSIVE = 64  # price of a Hessian above which it is assembled near the solution only
 _WORTH = 2.0  # steps that a new Hessian should save, in units of what it costs
-_RENEWED = 1e-3  # factor by which the residual must fall for the noise to be measured anew
+_RENEWED = 1e-6  # factor by which the residual must fall for the noise to be measured anew
 _CLEAN = 0.83  # power of the rounding error that is the residual at which steps end: 1e-13 in float64
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
@@ -147,24 +147,26 @@ def fit(
     parameters, theta = Parameters.of(params)
     program = Program.of(problem, parameters, theta)
     lam = read_multipliers(program, multipliers)
-    check_gradients(program, program.rows.gradients(theta)[1])
+    known = program.rows.gradients(theta)
+    check_gradients(program, known[1])
     check_limits(max_iter, max_seconds)
     limits = Limits(max_iter, max_seconds)
     file = None if checkpoint is None else Checkpoint.open(checkpoint, program)
-    start = (None if file is None else file.load()) or FitState(theta, lam)
+    loaded = None if file is None else file.load()
+    start, known = loaded or FitState(theta, lam), None if loaded else known
 
     def save(theta: Tensor, lam: Tensor, *phase: float) -> None:
         if file is not None:
             file.save(FitState(theta, lam, *phase))
 
     with progress("fit", None, show_progress) as report:
-        result = solve(program, start, limits, tol=tol, report=report, save=save)
+        result = solve(program, start, limits, tol=tol, report=report, save=save, known=known)
     solution = Solution.of_program(program, result.theta, result.lam)
     if program.m and (multipliers := judge_multipliers(solution)).error is InfeasibleError:
         multipliers.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
-            check_derivatives(samples, parameters, solution.theta)
+            check_derivatives(samples, parameters, solution.theta, points=2)
     else:
         _warn_unfinished(result, solution)
     return solution
@@ -233,6 +235,7 @@ class Found:
     iterations: int = 0
     stopped_by: str = ""
     negative_curvature: tuple[float, Tensor] | None = None  # at a saddle: the curvature and its direction in √D·θ
+    f: Tensor | None = None  # the rows at θ
 
     @property
     def reached(self) -> bool:
@@ -248,6 +251,7 @@ def solve(
     tol: float | None = None,
     report: Reporter = lambda done, text="": None,
     save: Callable[..., None] = lambda *state: None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> Found:
     """Solve a compiled program: by Newton's method if the start is near, else after augmented-Lagrangian rounds.
 
@@ -259,8 +263,10 @@ def solve(
         report: Called with the iterations used and a text.
         save: Called after every Newton step and every block of other iterations, with θ and λ, and with the penalty
             and accuracy of the augmented Lagrangian once it is used.
+        known: The rows and their gradients at the start, if they were computed before.
     """
-    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report)
+    known = known or program.rows.gradients(start.theta)
+    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report, known)
     end = best = Found(start.theta, start.lam)
     phase = () if start.penalty is None else (start.penalty, start.accuracy)
     newton.polish(best, lambda at: save(at.theta, at.lam, *phase))
@@ -270,7 +276,7 @@ def solve(
         best = _alternate(newton, rounds, best, save)
         # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
         end, phase = best if best.reached else rounds, (rounds.penalty, rounds.accuracy)
-    if limits.find_reached() is None and _ended_badly(program, start, best):
+    if limits.find_reached() is None and newton.H.cheap and _ended_badly(program, known[0], best):
         descent = Found(start.theta, start.lam)
         newton.descend(descent)
         newton.polish(descent, lambda at: save(at.theta, at.lam, *phase))
@@ -281,14 +287,13 @@ def solve(
     return best
 
 
-def _ended_badly(program: Program, start: FitState, end: Found) -> bool:
-    """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start."""
-    if not (program.m and Curvature(program.rows, start.theta, program.weights(start.lam)).cheap):
+def _ended_badly(program: Program, before: Tensor, end: Found) -> bool:
+    """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start with rows `before`."""
+    if not program.m or end.f is None:
         return False
-    before, after = (program.rows.values(theta) for theta in (start.theta, end.theta))
     rounding = torch.finfo(before.dtype).eps ** 0.5 * (1 + program.tau.abs())
-    feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, after))
-    worse = float(after[0] - before[0]) > float(rounding.min()) * float(before[0].abs())
+    feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, end.f))
+    worse = float(end.f[0] - before[0]) > float(rounding.min()) * float(before[0].abs())
     return (not end.reached and not met) or (feasible and (worse or not met))
 
 
@@ -355,6 +360,7 @@ class Newton:
     goal: float  # relative KKT residual to reach
     limits: Limits
     report: Reporter
+    known: tuple[Tensor, Tensor] | None = None  # the rows and their gradients at the first point
     solver: SolverSeries = field(default_factory=lambda: SolverSeries(_estimate_curvature))
     H: Curvature = field(init=False)  # where the last steps began
     own: Tensor | None = None  # (d,) the curvature of each coordinate, where the Hessian is expensive
@@ -423,8 +429,8 @@ class Newton:
         if H.cheap and expensive:
             self.H = replace(H, assumed=H.estimate_scale() if self.own is None else self.own)
         units = Units(self.H.own, self.H.noise)
-        kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal)
-        at.residual, at.goal = kkt.residual, kkt.goal
+        kkt, scales, at.f, J = _measure(program, at.theta, at.lam, units, self.goal, self.known)
+        at.residual, at.goal, f, self.known = kkt.residual, kkt.goal, at.f, None
         rough = not H.cheap and H.has_gauss_newton and kkt.stationarity > _NEARER
         if (expensive and at.residual > _NEAR) or rough or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
@@ -442,6 +448,7 @@ class Newton:
             if found is not None:
                 before = at.residual
                 at.theta, at.lam, (kkt, scales, f, J) = found
+                at.f = f
                 if kkt.residual <= _RENEWED * mark:
                     units = Units(units.own, H.noise)
                     kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
@@ -459,7 +466,8 @@ class Newton:
                     past = Extrapolation(1, z.shape[1], partial(scales.lengths, G=J[1:]))
                     past.combine(only, z, move[None])
             if found is None or not kept:
-                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
+                assumed = None if H.cheap else units.own
+                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=assumed, compared=False)
                 units, past, kept = Units(H.own if H.cheap else units.own, units.noise), None, False
 
     def _search(

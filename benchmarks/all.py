@@ -9,6 +9,7 @@ from importlib.metadata import version
 import constrained
 import growth
 import imports
+import instead
 import unconstrained
 from common import HERE, PEERS, machine, run_alone
 
@@ -28,7 +29,7 @@ Written by `make bench`. {machine()}. {ours}. Other libraries, in a separate env
 All ratios compare times within this run. NumPy, BLAS and torch use one thread.
 
 """
-    for part in (unconstrained, constrained, imports, growth):
+    for part in (unconstrained, constrained, instead, imports, growth):
         begun = time.perf_counter()
         text += part.section() + "\n"
         print(f"{part.__name__}: {time.perf_counter() - begun:.0f} s", file=sys.stderr)

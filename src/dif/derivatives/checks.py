@@ -86,11 +86,13 @@ _LEAP = 1e-2  # relative change of a loss within a tiny step that suggests a jum
 _TRIES = 3  # directions and steps that are tried: a kink spoils one of them, a wrong derivative spoils all
 
 
-def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
+def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor, points: int = 1) -> None:
     """Check every method of differentiating a loss at θ, on samples spread over the data.
 
-    Notes fallbacks, or refuses the loss.
+    Notes fallbacks, or refuses the loss. Nothing is done where the loss was checked at so many points before.
     """
+    if samples.compared[len(theta)] >= points:
+        return
     index, what = _spread(samples, _COMPARED_SAMPLES).unique(), f"loss of Samples {samples.name!r}"
     _, losses = next(sweep_batches(samples, parameters, theta, index, shared=False))
     try:
@@ -101,6 +103,7 @@ def check_derivatives(samples: Samples, parameters: Parameters, theta: Tensor) -
         samples.fallbacks.clear()
         samples.fallbacks.add(PLAIN_ATTENTION)
         _Check(losses, theta).check_all(what, parameters)
+    samples.compared[len(theta)] += 1
 
 
 def _spread(samples: Samples, most: int) -> Tensor:
@@ -299,9 +302,7 @@ def probe(
             check_tensors(samples, parameters)
             with convert_errors(f"loss of Samples {samples.name!r}"):
                 _check_losses(samples, parameters, theta)
-                if theta.numel() not in samples.compared:
-                    check_derivatives(samples, parameters, theta)
-                    samples.compared.add(theta.numel())
+                check_derivatives(samples, parameters, theta)
         for f in functions:
             if f.matrix is None and f.ridge is None:  # written by the user
                 with convert_errors(f"function {f.name!r}"):

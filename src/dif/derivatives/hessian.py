@@ -19,6 +19,9 @@ _AFFORDABLE = {"cpu": 2.5e11, "cuda": 5e13}  # multiplications that take seconds
 _ONCE = {"cpu": 1, "cuda": 40}  # multiple of _AFFORDABLE that an assembly may cost if it is needed only once
 _ANYWAY = 1000  # number of parameters up to which it is always assembled: iterative solves need as many products
 _PER_PRODUCT = 8  # loss evaluations that one Hessian-vector product costs
+_PER_INPUT = 64  # multiplications that take as long as reading a number of the data twice
+_OVERHEAD = 1e7  # multiplications that take as long as the steps of Python around a pass
+_PER_GRADIENT = 3  # loss evaluations that one gradient costs
 _PER_ELEMENT = 128  # multiplications that take as long as writing and reading one intermediate number
 _SKETCH_MIN = 256  # smallest number of samples in a sketch of the Hessian
 _SKETCH_PER_PARAMETER = 24  # samples per parameter beyond which a sketch hardly improves, even in flat directions
@@ -47,29 +50,35 @@ class Curvature:
     plain: Curvature | None = None  # this operator without GᵀRG and δI; None if it has neither
     gauss_newton: bool = False  # leave out the curvature of the model
     assumed: Tensor | None = None  # (d,) curvature of each coordinate, known from a point nearby
+    compared: bool = True  # whether a matrix from the structure of the losses is compared with a product
     parts: Tensor | None = None  # (K, d, d) Hessians of the parts of the rows at θ, where they are known
 
     d: int = field(init=False)  # number of parameters
     share: float = field(init=False)  # how much of the matrix this device assembles in seconds
+    price: float = field(init=False)  # about how many gradients the matrix costs
     cheap: bool = field(init=False)  # whether the matrix takes seconds, so that it can be assembled at every step
     assembled: bool = field(init=False)  # whether the matrix is known, or may be assembled if it is needed only once
     _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)  # matrices and sketches made so far
 
     def __post_init__(self) -> None:
         d, device = self.theta.numel(), self.theta.device.type
-        multiplications = 0.0
+        multiplications = of_gradient = 0.0
         for table in self.rows.tables:
             c = cost(table.samples, self.rows.parameters, self.theta)
-            each = _PER_PRODUCT * d * (c.flops + _PER_ELEMENT * c.elements)  # memory traffic as multiplications
+            once = c.flops + _PER_ELEMENT * c.elements  # memory traffic as multiplications
+            each = _PER_PRODUCT * d * once
             if c.maps is not None and d >= STRUCTURED and not self.gauss_newton:
                 each = (c.maps[0] * c.maps[1]) ** 2 + _PER_PRODUCT * c.maps[1] * _PER_ELEMENT * c.elements
             multiplications += len(table.samples) * each
+            of_gradient += len(table.samples) * (_PER_GRADIENT * once + _PER_INPUT * c.inputs)
         share = _AFFORDABLE.get(device, 2.5e11) / max(multiplications, 1)
         affordable = d <= _ANYWAY or _ONCE.get(device, 1) * share >= 1
         known = self.parts is not None and not self.gauss_newton
         assembled = known or (d <= DENSE_LIMIT and affordable)
         parts = None if self.gauss_newton else self.parts
-        vars(self).update(d=d, share=share, cheap=d <= DENSE_LIMIT and share >= 1, assembled=assembled, parts=parts)
+        price = (multiplications + _OVERHEAD) / (of_gradient + _OVERHEAD)
+        cheap = d <= DENSE_LIMIT and share >= 1
+        vars(self).update(d=d, share=share, price=price, cheap=cheap, assembled=assembled, parts=parts)
 
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
@@ -141,7 +150,7 @@ class Curvature:
             elif self.parts is not None:
                 H = torch.tensordot(weights, self.parts, 1)
             else:
-                H = self.rows.part_hessian(self.theta, weights, self.gauss_newton)
+                H = self.rows.part_hessian(self.theta, weights, self.gauss_newton, self.compared)
             self._kept["dense"] = H
         return self._kept["dense"]
 
@@ -155,8 +164,8 @@ class Curvature:
             cudnn, theta, weights = torch.backends.cudnn, self.theta.float(), self.weights.float()
             try:
                 with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
-                    single = replace(self, rows=self.rows.to(torch.float32), theta=theta, weights=weights)
-                    H = single.product(torch.eye(self.d).to(theta)).to(self.theta)
+                    single = self.rows.to(torch.float32)
+                    H = single.part_hessian(theta, weights @ single.C, self.gauss_newton).to(self.theta)
             except UserCodeError:  # a loss that works in double precision only
                 return self.dense()
             self._kept["rough"] = 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
@@ -169,13 +178,15 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
+        if self.plain is None and self.assumed is not None:
+            return self.assumed
         if self.cheap or self.parts is not None:
             return coordinate_curvature(self.dense())
         if self.plain is None or self.G is None or self.R is None:
-            return self._estimate_scale() if self.assumed is None else self.assumed
+            return self.estimate_scale()
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
-    def _estimate_scale(self) -> Tensor:
+    def estimate_scale(self) -> Tensor:
         """Estimate the curvature of each coordinate, (d,).
 
         For the samples, squared gradients give the ratios between coordinates and a few Hessian-vector products give

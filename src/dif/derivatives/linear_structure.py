@@ -281,6 +281,12 @@ def _second_derivative(run: Callable[[_Tape], Tensor], tape: _Tape, w: Tensor, e
         given = tuple(part.reshape(value.shape) for part, value in zip(parts, tape.values, strict=True))
         return run(_Tape(given, tape.dependences)) @ w
 
+    if Z.shape[1] == 1:  # without transforms, which would take longer than the passes where the data are small
+        with torch.enable_grad():
+            leaf = Z.requires_grad_()
+            slope = torch.autograd.grad(phi(leaf), leaf, create_graph=True)[0]
+            curved = torch.autograd.grad(slope.sum(), leaf)[0] if slope.requires_grad else torch.zeros_like(Z)
+        return curved.T[None].contiguous()
     directions = torch.eye(Z.shape[1]).to(Z)[:, None, :].expand(-1, len(Z), -1)
     at_once = max(1, numbers_at_once(Z) // max(1, len(Z) * (elements + Z.shape[1])))
     product = vmap(vjp(grad(phi), Z)[1], chunk_size=at_once, randomness="same")

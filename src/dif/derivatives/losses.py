@@ -49,6 +49,7 @@ NO_VMAP = "one column at a time: an operator of the loss is wrong under vmap"
 _PASS = 2**21  # numbers (inputs and intermediates) in one batch on the CPU: 16 MiB, so that they stay in its caches
 _PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is more: each batch creates vectors of size d
 _SHARED = 32  # columns that should go through a batch at once, to share its forward pass
+_FEW = 2  # rows up to which one backward pass after the other is faster than vmap
 _FEWEST = 128  # smallest number of samples per batch when many columns go through it
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
@@ -88,10 +89,16 @@ class Differentiable(ABC):
 
     def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
-        value, pull = vjp(self, theta)[:2]
-        if len(W) == 0:
-            return value.detach(), theta.new_zeros((0, theta.numel()))
-        return value.detach(), self._map_columns(pull, theta, W.T)[0]
+        if len(W) > _FEW:
+            value, pull = vjp(self, theta)[:2]
+            return value.detach(), self._map_columns(pull, theta, W.T)[0]
+        with torch.enable_grad():
+            leaf = theta.detach().clone().requires_grad_()
+            value = self(leaf)
+        given = [w for w in W if value.requires_grad]  # none where the numbers do not depend on θ
+        found = [torch.autograd.grad(value, leaf, w, retain_graph=True, allow_unused=True)[0] for w in given]
+        rows = [torch.zeros_like(theta) if g is None else g for g in found]
+        return value.detach(), torch.stack(rows) if rows else theta.new_zeros((len(W), theta.numel()))
 
     def push(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
         """Return the numbers, (n,), and J·v for every column v of V (d, c), as (n, c).

@@ -72,7 +72,7 @@ class Samples:
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
         self.kinks: dict[int, Any] = {}  # where kinks were looked for last, and found, by number of parameters
-        self.compared: set[int] = set()  # numbers of parameters for which the derivatives of the loss were checked
+        self.compared: Counter[int] = Counter()  # points where its derivatives were checked, by number of parameters
         self.fallbacks: set[str] = set()  # what torch could not do with the loss, and what is done instead
 
     def __repr__(self) -> str:

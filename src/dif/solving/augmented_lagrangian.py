@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +12,7 @@ from torch import Tensor
 
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
-from dif.errors import InfeasibleError, UnboundedError
+from dif.errors import InfeasibleError, UnboundedError, warn
 from dif.linalg.lanczos import KrylovModel, exact_step
 from dif.linalg.preconditioner import Metric
 from dif.runtime.work import Limits, Reporter
@@ -19,7 +21,8 @@ PATIENCE = 8  # rounds allowed without halving the residual
 _DIVERGED = 1e9  # ‖θ‖ relative to its start, beyond which a problem counts as unbounded
 _BLOCK = {True: 50, False: 100}  # L-BFGS iterations per block, by whether the Hessian is cheap
 _BLOCKS = 40  # blocks per round
-_CURVATURE_EVERY = {True: 2, False: 1}  # blocks between two updates of the curvature, likewise
+_CURVATURE_EVERY = {True: 2, False: 1}  # least number of blocks between two updates of the curvature, likewise
+_SPENT = 0.25  # share of the price of a matrix that L-BFGS must have cost before a further one is assembled
 _PAIRS = {True: 20, False: 100}  # steps that L-BFGS remembers, likewise
 _SKETCH_COST = 1000  # evaluations of all losses that a sketch of the Hessian may cost at first
 _SKETCH_COST_MAX = 16_000  # the same after sketches have proved too coarse
@@ -27,6 +30,8 @@ _SHRINKS = 8  # reductions of the trust region per step
 _TRUST_STEPS = 5  # trust-region steps per update of the curvature, where there is no cheap Gauss–Newton matrix
 _FAST = 0.5  # further steps are made while each reduces the gradient norm by at least this factor
 _INNER = 100  # Hessian-vector products per trust-region step
+_EARLY, _LONG = 12.0, 60.0  # seconds after which slow progress is mentioned, and that it must still take
+_FLAT = 0.01  # curvature of a flat direction, relative to the mean
 _TOO_MANY = 40  # products per trust-region step above which the sketch counts as too coarse
 
 
@@ -41,25 +46,29 @@ class _Reached(Exception):
 class AugmentedLagrangian:
     """Rounds of minimising f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between.
 
+    H is the curvature at the start or nearby, by which coordinates are scaled.
     `save(theta, lam, penalty, accuracy)` is called between blocks of iterations, so that the work can be resumed.
     """
 
     def __init__(
-        self, program: Program, theta: Tensor, lam: Tensor, limits: Limits, report: Reporter, save: Callable[..., None]
-    ) -> None:
+        self, program: Program, theta: Tensor, lam: Tensor, H: Curvature, limits: Limits, report: Reporter,
+        save: Callable[..., None],
+    ) -> None:  # fmt: skip
         self.program, self.limits, self.report, self._save = program, limits, report, save
         self.theta, self.lam = theta.clone(), lam.clone()
         f, J = program.rows.gradients(theta)
-        H0 = Curvature(program.rows, theta, program.weights(torch.zeros_like(lam)))
-        self.cheap = H0.cheap  # whether the Hessian is
-        self.root = H0.scale().sqrt()
+        self.cheap = H.cheap  # whether the Hessian is
+        self.root = H.scale().sqrt()
+        least = _CURVATURE_EVERY[self.cheap]  # blocks before the first update of the curvature; then before others
+        self.patience = least, max(least, math.ceil(_SPENT * H.price / _BLOCK[self.cheap]) if self.cheap else 0)
+        self.blocks = 0  # since the last update
         self.metric = Metric(self.root)
         norms = torch.linalg.vector_norm(J[1:] / self.root, dim=1)
         self.row_scale = torch.where(norms > 0, norms, torch.ones_like(norms)) ** 2
         self.penalty = 10.0  # ρⱼ = penalty / ‖∇fⱼ‖², in √D·θ
         self.accuracy = 1e-3  # relative gradient norm to reach in the next round
         self.violation = float("inf")  # smallest so far, complementarity included
-        self.start_size = max(float((self.root * theta).norm()), H0.noise, float((J[0] / self.root).norm())) or 1.0
+        self.start_size = max(float((self.root * theta).norm()), H.noise, float((J[0] / self.root).norm())) or 1.0
         self.radius, self.smallest_radius = self.start_size, torch.finfo(theta.dtype).eps * self.start_size
         self.nearest = float("inf")  # least violation so far, as a step in √D·θ
         self.largest_violation = float("inf")  # after the last round
@@ -69,6 +78,7 @@ class AugmentedLagrangian:
         self.raised = 0  # how often the penalty was raised
         self.divergence = ""  # how far θ or the objective went, if it diverged
         self.rounds = 0
+        self.warned = False  # whether the slow progress was mentioned
 
     def _next_multipliers(self, f: Tensor) -> Tensor:
         """Return λ + ρ(f − τ), projected onto the admissible multipliers."""
@@ -128,16 +138,18 @@ class AugmentedLagrangian:
     def _minimise(self) -> bool:
         """Minimise over θ by L-BFGS, with trust-region steps where that is slow; return False if θ diverges."""
         value, gradient = self._evaluate(self.theta)
-        first = value
+        first, start = value, self._relative_size(gradient)
         if not self.cheap and self.metric.vectors is None:
             self._scale_coordinates(self._curvature())
-        for block in range(1, _BLOCKS + 1):
+        for _ in range(_BLOCKS):
             if self.limits.find_reached():
                 break
             before = self.theta
             value, gradient = self._descend(value, gradient)
             size = self._relative_size(gradient)
             self.report(self.limits.used, f"(augmented Lagrangian, round {self.rounds}, gradient {size:.1e})")
+            if not self.warned:
+                self._warn_slow(start, size)
             if float(value) < -1e15 * (1 + abs(float(first))):
                 self.divergence = f"at a value of {float(value):.3g}"
                 return False
@@ -147,12 +159,33 @@ class AugmentedLagrangian:
             if size <= self.accuracy:
                 break
             stalled = torch.equal(before, self.theta)
-            if block % _CURVATURE_EVERY[self.cheap] == 0 or stalled:
+            self.blocks += 1
+            if self.blocks >= self.patience[self.metric.vectors is not None] or stalled:
                 value, gradient, moved = self._use_curvature(value, gradient)
                 self._save(self.theta, self.lam, self.penalty, self.accuracy)
                 if (stalled and not moved) or self._relative_size(gradient) <= self.accuracy:
                     break
         return True
+
+    def _warn_slow(self, start: float, size: float) -> None:
+        """Say early, and once, that the end is far away at the rate of the first round."""
+        spent = time.monotonic() - self.limits.begun
+        if self.rounds > 1 or spent < _EARLY or size <= self.accuracy:
+            return
+        left = math.log(size / self.accuracy) / math.log(start / size) if size < start else float("inf")
+        if left * spent < _LONG:
+            return
+        self.warned, curvatures = True, torch.as_tensor(self.metric.size) ** 2
+        flat = int((curvatures < _FLAT * curvatures.mean()).sum())
+        warn(
+            f"`fit` has reduced the gradient from {start:.2g} to {size:.2g} of its scale in {spent:.0f} s. It must be "
+            f"at most {self.accuracy:.0e} before Newton's method takes over; at this rate that takes "
+            f"{left * spent:.0f} s more. {flat} of {len(self.theta)} directions are flat (curvature below {_FLAT:g} "
+            "of the mean): the minimum is far along them, and one removal moves the parameters too far for a "
+            "derivative. `dif.Training` needs no minimum, and `dif.UnrolledInfluence(run)` predicts for the model as "
+            "it was trained. A larger ridge makes `fit` faster; `max_seconds` limits it.",
+            UserWarning,
+        )
 
     def _size(self) -> float:
         """Return ‖√D·θ‖."""
@@ -163,8 +196,12 @@ class AugmentedLagrangian:
         return float((gradient / self.root).norm()) / max(self.start_size, self._size())
 
     def _descend(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a block of L-BFGS in scaled coordinates u; θ moves, and the value and gradient there are returned."""
-        point = self.metric.to_u(self.theta)
+        """Run a block of L-BFGS in scaled coordinates u; θ moves, and the value and gradient there are returned.
+
+        Lengths are multiples of a small gradient's size: of shorter steps, torch's optimiser learns no curvature.
+        """
+        unit = min(1.0, float(self.metric.map_gradient(gradient).abs().sum())) or 1.0
+        point = self.metric.to_u(self.theta) / unit
         optimiser = torch.optim.LBFGS(
             [point], max_iter=_BLOCK[self.cheap], max_eval=2 * _BLOCK[self.cheap], history_size=_PAIRS[self.cheap],
             tolerance_grad=0.0, tolerance_change=0.0, line_search_fn="strong_wolfe",
@@ -175,24 +212,24 @@ class AugmentedLagrangian:
             nonlocal first_call
             if first_call:  # at θ, where value and gradient are known
                 first_call = False
-                point.grad = self.metric.map_gradient(gradient)
-                return value
-            trial_value, trial_gradient = self._evaluate(self.metric.to_theta(point))
+                point.grad = self.metric.map_gradient(gradient) / unit
+                return value / unit**2
+            trial_value, trial_gradient = self._evaluate(self.metric.to_theta(unit * point))
             if not (bool(torch.isfinite(trial_value)) and bool(torch.isfinite(trial_gradient).all())):
                 # outside the domain of the objective: a large value makes the line search turn back
-                return value + 1e10 * (1 + value.abs())
+                return (value + 1e10 * (1 + value.abs())) / unit**2
             near = not self.cheap and self._relative_size(trial_gradient) <= self.accuracy
             if near and float(trial_value) <= float(value):
                 raise _Reached(trial_value, trial_gradient)
-            point.grad = self.metric.map_gradient(trial_gradient)
-            return trial_value
+            point.grad = self.metric.map_gradient(trial_gradient) / unit
+            return trial_value / unit**2
 
         try:
             optimiser.step(closure)
         except _Reached as reached:
-            self.theta = self.metric.to_theta(point.detach())
+            self.theta = self.metric.to_theta(unit * point.detach())
             return reached.value, reached.gradient
-        self.theta = self.metric.to_theta(point.detach())
+        self.theta = self.metric.to_theta(unit * point.detach())
         return self._evaluate(self.theta)
 
     def _use_curvature(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, bool]:
@@ -201,11 +238,12 @@ class AugmentedLagrangian:
         Returns:
             The value and the gradient at the new θ, and whether θ moved.
         """
-        H = self._curvature()
-        if H.cheap and not bool(torch.isfinite(H.dense()).all()):  # no second derivative here
-            return value, gradient, False
+        H, self.blocks = self._curvature(), 0
         if H.cheap:
-            eigenvalues, vectors = torch.linalg.eigh(self.metric.scale_hessian(H.dense()))
+            matrix = H.rough() if self.patience[1] > self.patience[0] else H.dense()
+            if not bool(torch.isfinite(matrix).all()):  # no second derivative here
+                return value, gradient, False
+            eigenvalues, vectors = torch.linalg.eigh(self.metric.scale_hessian(matrix))
             self.metric = self.metric.with_eigenpairs(eigenvalues, vectors)
             propose = partial(exact_step, eigenvalues, vectors, gradient / self.root)
             return self._trust_region_step(value, gradient, propose, lambda p: p / self.root)

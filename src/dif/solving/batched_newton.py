@@ -18,48 +18,7 @@ from dif.optimality.kkt_system import KKTSystem, Solve, complete_step
 from dif.optimality.solution import Solution
 from dif.runtime.guard import numbers_at_once
 
-_DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve (Armijo's condition)
-
-
-def damped_newton(
-    z: Tensor,
-    residual: Tensor,
-    step: Callable[[Tensor], tuple[Tensor, Tensor]],
-    judge: Callable[[Tensor, Tensor], Tensor],
-    proceed: Callable[[Tensor, Tensor, Tensor], Tensor],
-    limit: int,
-) -> None:
-    """Move points along their Newton steps while their residuals fall; both are updated in place.
-
-    Args:
-        z: (P, n) the points.
-        residual: (P,) their residuals.
-        step: Takes the numbers (k,) of some points. Returns their Newton steps, (k, n), and which exist, (k,) bool.
-        judge: Takes numbers (k,) and trial points (k, n). Returns the residuals there, (k,), inf if unusable.
-        proceed: Called after every trial with the numbers of the points, whether each moved, and the length of its
-            next trial (1 where a new step is due). Returns which of them go on, (k,) bool.
-        limit: Largest number of trials.
-    """
-    live = torch.arange(len(z))
-    direction, length = torch.zeros_like(z), torch.ones(len(z), dtype=torch.float64)
-    due = torch.ones(len(z), dtype=torch.bool)  # where a new step must be computed
-    for _ in range(limit):
-        fresh = live[due[live]]
-        if len(fresh):
-            direction[fresh], exists = step(fresh)
-            due[fresh] = False
-            length[fresh] = exists.double()
-            live = live[length[live] > 0]
-        if len(live) == 0:
-            return
-        trial = z[live] + length[live, None].to(z) * direction[live]
-        trial_residual = judge(live, trial)
-        moved = trial_residual < (1 - _DECREASE * length[live]) * residual[live]
-        there = live[moved]
-        z[there], residual[there] = trial[moved], trial_residual[moved]
-        length[live] = torch.where(moved, 1.0, 0.5 * length[live])
-        due[there] = True
-        live = live[proceed(live, moved, length[live])]
+DECREASE = 0.1  # fraction of the decrease predicted by Newton's model that a step must achieve (Armijo's condition)
 
 
 _IN_MEMORY = 2**25  # entries of θ, weights and gradients in memory at once on the CPU: 256 MiB
@@ -256,35 +215,34 @@ class BatchedNewton:
     # Steps with each program's own curvature
 
     def _iterate_newton(self, stack: BatchedProgram, ends: Ends, max_iter: int) -> None:
-        """Run Newton's method on the programs not solved yet."""
-        P, d = ends.theta.shape
-        every = torch.nonzero(~ends.reached).reshape(-1)
-        f, J = ends.lam.new_zeros((P, 1 + ends.lam.shape[1])), ends.lam.new_zeros((P, 1 + ends.lam.shape[1], d))
-        f[every], J[every] = stack.take(every).gradients(ends.theta[every])
-        z, residual = torch.cat([ends.theta, ends.lam], 1)[every], ends.residual[every].clone()
-        trial: dict[str, Tensor] = {}
-
-        def step(which: Tensor) -> tuple[Tensor, Tensor]:
-            numbers = every[which]
-            omega, nu = self._newton_step(stack.take(numbers), ends, numbers, f[numbers], J[numbers])
-            moves = torch.cat([omega, nu - ends.lam[numbers]], 1)
-            return moves, torch.isfinite(moves).all(1).cpu()
-
-        def judge(which: Tensor, points: Tensor) -> Tensor:
-            ends.steps[every[which]] += 1
-            programs, lam = stack.take(every[which]), points[:, d:]
-            trial["f"], trial["J"] = programs.gradients(points[:, :d])
-            gradient = torch.einsum("pj,pjd->pd", self.at.program.weights(lam), trial["J"])
-            return self._judge(trial["f"][:, 1:] - programs.tau, gradient, lam)
-
-        def proceed(which: Tensor, moved: Tensor, length: Tensor) -> Tensor:
-            there = every[which[moved]]
-            f[there], J[there] = trial["f"][moved], trial["J"][moved]
-            ends.theta[there], ends.lam[there] = z[which[moved], :d], z[which[moved], d:]
-            ends.objective[there], ends.residual[there] = f[there, 0], residual[which[moved]]
-            return ~ends.reached[every[which]] & (length >= _SHORTEST)
-
-        damped_newton(z, residual, step, judge, proceed, min(_TRIALS, max_iter))
+        """Run Newton's method on the programs not solved yet; steps are shortened until the residual falls."""
+        (P, d), m = ends.theta.shape, ends.lam.shape[1]
+        live = torch.nonzero(~ends.reached).reshape(-1)
+        f, J = ends.lam.new_zeros((P, 1 + m)), ends.lam.new_zeros((P, 1 + m, d))
+        f[live], J[live] = stack.take(live).gradients(ends.theta[live])
+        moves, length = ends.lam.new_zeros((P, d + m)), torch.ones(P, dtype=torch.float64)
+        due = torch.ones(P, dtype=torch.bool)  # where a new step must be computed
+        for _ in range(min(_TRIALS, max_iter)):
+            fresh = live[due[live]]
+            if len(fresh):
+                omega, nu = self._newton_step(stack.take(fresh), ends, fresh, f[fresh], J[fresh])
+                moves[fresh], length[fresh], due[fresh] = torch.cat([omega, nu - ends.lam[fresh]], 1), 1.0, False
+                live = live[torch.isfinite(moves[live]).all(1).cpu()]
+            if len(live) == 0:
+                return
+            ends.steps[live] += 1
+            step, programs = length[live, None].to(moves) * moves[live], stack.take(live)
+            theta, lam = ends.theta[live] + step[:, :d], ends.lam[live] + step[:, d:]
+            f_there, J_there = programs.gradients(theta)
+            gradient = torch.einsum("pj,pjd->pd", self.at.program.weights(lam), J_there)
+            residual = self._judge(f_there[:, 1:] - programs.tau, gradient, lam)
+            moved = residual < (1 - DECREASE * length[live]) * ends.residual[live]
+            there = live[moved]
+            f[there], J[there] = f_there[moved], J_there[moved]
+            ends.theta[there], ends.lam[there] = theta[moved], lam[moved]
+            ends.objective[there], ends.residual[there] = f[there, 0], residual[moved]
+            length[live], due[there] = torch.where(moved, 1.0, 0.5 * length[live]), True
+            live = live[~ends.reached[live] & (length[live] >= _SHORTEST)]
 
     def _newton_step(
         self, stack: BatchedProgram, ends: Ends, which: Tensor, f: Tensor, J: Tensor

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from dif.derivatives.fingerprint import fingerprint_program
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import Program
 from dif.errors import DegenerateError, InfeasibleError, InvalidInputError, NotConvergedError, NotConvergedWarning, warn
+from dif.linalg.anderson import Extrapolation
 from dif.linalg.lanczos import lanczos
 from dif.linalg.solvers import SolverSeries
 from dif.optimality.judgement import ENDLESS, KKT, Scales, falls_without_end, judge_multipliers, residuals
@@ -29,7 +30,7 @@ from dif.runtime.archive import check_folder, read_archive, write_archive
 from dif.runtime.inputs import check_count, check_number, expect_path
 from dif.runtime.work import Limits, Reporter, progress
 from dif.solving.augmented_lagrangian import PATIENCE, AugmentedLagrangian
-from dif.solving.batched_newton import damped_newton
+from dif.solving.batched_newton import DECREASE
 
 _KIND = "fit checkpoint"  # of file
 
@@ -91,8 +92,10 @@ class Checkpoint:
 
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
-_FAST = 0.1  # factor by which a step must reduce the residual for the next one to keep the Hessian
-_EXPENSIVE = 64  # parameters from which assembling the Hessian takes longer than a few gradients
+_EXPENSIVE = 64  # price of a Hessian above which it is assembled near the solution only
+_WORTH = 2.0  # steps that a new Hessian should save, in units of what it costs
+_RENEWED = 1e-6  # factor by which the residual must fall for the noise to be measured anew
+_CLEAN = 0.83  # power of the rounding error that is the residual at which steps end: 1e-13 in float64
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
 _NEAR = 0.03  # relative KKT residual below which Newton's method is tried where the Hessian is not assembled
 _NEARER = 1e-3  # the same for the stationarity alone, where L-BFGS has Gauss–Newton coordinates, in which it is fast
@@ -144,24 +147,26 @@ def fit(
     parameters, theta = Parameters.of(params)
     program = Program.of(problem, parameters, theta)
     lam = read_multipliers(program, multipliers)
-    check_gradients(program, program.rows.gradients(theta)[1])
+    known = program.rows.gradients(theta)
+    check_gradients(program, known[1])
     check_limits(max_iter, max_seconds)
     limits = Limits(max_iter, max_seconds)
     file = None if checkpoint is None else Checkpoint.open(checkpoint, program)
-    start = (None if file is None else file.load()) or FitState(theta, lam)
+    loaded = None if file is None else file.load()
+    start, known = loaded or FitState(theta, lam), None if loaded else known
 
     def save(theta: Tensor, lam: Tensor, *phase: float) -> None:
         if file is not None:
             file.save(FitState(theta, lam, *phase))
 
     with progress("fit", None, show_progress) as report:
-        result = solve(program, start, limits, tol=tol, report=report, save=save)
+        result = solve(program, start, limits, tol=tol, report=report, save=save, known=known)
     solution = Solution.of_program(program, result.theta, result.lam)
     if program.m and (multipliers := judge_multipliers(solution)).error is InfeasibleError:
         multipliers.check()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
-            check_derivatives(samples, parameters, solution.theta)
+            check_derivatives(samples, parameters, solution.theta, points=2)
     else:
         _warn_unfinished(result, solution)
     return solution
@@ -230,6 +235,7 @@ class Found:
     iterations: int = 0
     stopped_by: str = ""
     negative_curvature: tuple[float, Tensor] | None = None  # at a saddle: the curvature and its direction in √D·θ
+    f: Tensor | None = None  # the rows at θ
 
     @property
     def reached(self) -> bool:
@@ -245,6 +251,7 @@ def solve(
     tol: float | None = None,
     report: Reporter = lambda done, text="": None,
     save: Callable[..., None] = lambda *state: None,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> Found:
     """Solve a compiled program: by Newton's method if the start is near, else after augmented-Lagrangian rounds.
 
@@ -256,18 +263,20 @@ def solve(
         report: Called with the iterations used and a text.
         save: Called after every Newton step and every block of other iterations, with θ and λ, and with the penalty
             and accuracy of the augmented Lagrangian once it is used.
+        known: The rows and their gradients at the start, if they were computed before.
     """
-    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report)
+    known = known or program.rows.gradients(start.theta)
+    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report, known)
     end = best = Found(start.theta, start.lam)
     phase = () if start.penalty is None else (start.penalty, start.accuracy)
     newton.polish(best, lambda at: save(at.theta, at.lam, *phase))
     if not best.reached:
-        rounds = AugmentedLagrangian(program, best.theta, best.lam, limits, report, save)
+        rounds = AugmentedLagrangian(program, best.theta, best.lam, newton.H, limits, report, save)
         rounds.penalty, rounds.accuracy = start.penalty or rounds.penalty, start.accuracy or rounds.accuracy
         best = _alternate(newton, rounds, best, save)
         # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
         end, phase = best if best.reached else rounds, (rounds.penalty, rounds.accuracy)
-    if limits.find_reached() is None and _ended_badly(program, start, best):
+    if limits.find_reached() is None and newton.H.cheap and _ended_badly(program, known[0], best):
         descent = Found(start.theta, start.lam)
         newton.descend(descent)
         newton.polish(descent, lambda at: save(at.theta, at.lam, *phase))
@@ -278,14 +287,13 @@ def solve(
     return best
 
 
-def _ended_badly(program: Program, start: FitState, end: Found) -> bool:
-    """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start."""
-    if not (program.m and Curvature(program.rows, start.theta, program.weights(start.lam)).cheap):
+def _ended_badly(program: Program, before: Tensor, end: Found) -> bool:
+    """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start with rows `before`."""
+    if not program.m or end.f is None:
         return False
-    before, after = (program.rows.values(theta) for theta in (start.theta, end.theta))
     rounding = torch.finfo(before.dtype).eps ** 0.5 * (1 + program.tau.abs())
-    feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, after))
-    worse = float(after[0] - before[0]) > float(rounding.min()) * float(before[0].abs())
+    feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, end.f))
+    worse = float(end.f[0] - before[0]) > float(rounding.min()) * float(before[0].abs())
     return (not end.reached and not met) or (feasible and (worse or not met))
 
 
@@ -313,19 +321,35 @@ def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: C
     return best
 
 
+def _expected_steps(before: float, at: Found) -> float:
+    """Return how many more steps reach rounding errors, if each reduces the residual as the last one did."""
+    aim = torch.finfo(at.theta.dtype).eps ** _CLEAN
+    return math.log(aim / at.residual) / math.log(min(at.residual / before, 0.999)) if at.residual > 0 else 0.0
+
+
 def _estimate_curvature(H: Curvature) -> Tensor | None:
     """Return a matrix like H, (d, d), where there is a cheap one; else the solver chooses."""
     return H.metric_matrix(0) if H.has_gauss_newton else None
 
 
-def _measure(program: Program, theta: Tensor, lam: Tensor, H: Curvature, tol: float) -> tuple[KKT, Tensor, Tensor]:
-    """Return the KKT residuals at (θ, λ), in the units of a Hessian nearby, with f and its gradients."""
-    f, J = program.rows.gradients(theta)
-    scales = Scales.of(theta, J, H.own, H.noise)
+@dataclass(frozen=True)
+class Units:
+    """The curvature of each coordinate at a point nearby, and the noise there, in which residuals are measured."""
+
+    own: Tensor  # (d,)
+    noise: float
+
+
+def _measure(
+    program: Program, theta: Tensor, lam: Tensor, units: Units | Curvature, tol: float, known: Any = None
+) -> tuple[KKT, Scales, Tensor, Tensor]:
+    """Return the KKT residuals at (θ, λ), their scales, f and its gradients; `known` has the last two if given."""
+    f, J = known or program.rows.gradients(theta)
+    scales = Scales.of(theta, J, units.own, units.noise)
     kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds, tol)
     if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
         kkt = replace(kkt, residual=float("nan"))
-    return kkt, f, J
+    return kkt, scales, f, J
 
 
 @dataclass
@@ -336,7 +360,10 @@ class Newton:
     goal: float  # relative KKT residual to reach
     limits: Limits
     report: Reporter
+    known: tuple[Tensor, Tensor] | None = None  # the rows and their gradients at the first point
     solver: SolverSeries = field(default_factory=lambda: SolverSeries(_estimate_curvature))
+    H: Curvature = field(init=False)  # where the last steps began
+    own: Tensor | None = None  # (d,) the curvature of each coordinate, where the Hessian is expensive
 
     def polish(self, at: Found, save: Callable[[Found], None]) -> None:
         """Iterate from `at`, with `save(at)` after every step; at a stationary point check whether it is a saddle."""
@@ -389,54 +416,76 @@ class Newton:
     def _iterate(self, at: Found, save: Callable[[Found], None]) -> bool:
         """Make steps while the residual falls; `at` is moved to the best point.
 
-        Where the Hessian is assembled they continue below the tolerance until rounding stops them, so that weak
-        constraints can be told from nearly weak ones. Elsewhere that would be expensive, and they stop at the
-        tolerance.
+        Where the Hessian is assembled, it is kept while the steps still expected with it cost less than a new one, and
+        the steps continue below the tolerance, so that weak constraints can be told from nearly weak ones. Elsewhere
+        that would be expensive, and they stop at the tolerance.
 
         Returns:
             Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
         """
-        program, d, convex = self.program, len(at.theta), False
-        units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        trial = kkt, f, J = _measure(program, at.theta, at.lam, units, self.goal)
-        at.residual, at.goal = kkt.residual, kkt.goal
-        far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-        if far or not kkt.residual < float("inf"):
+        program, only, past, kept = self.program, torch.tensor([0]), None, False
+        self.H = H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        expensive = not H.cheap or H.price > _EXPENSIVE
+        if H.cheap and expensive:
+            self.H = replace(H, assumed=H.estimate_scale() if self.own is None else self.own)
+        units = Units(self.H.own, self.H.noise)
+        kkt, scales, at.f, J = _measure(program, at.theta, at.lam, units, self.goal, self.known)
+        at.residual, at.goal, f, self.known = kkt.residual, kkt.goal, at.f, None
+        rough = not H.cheap and H.has_gauss_newton and kkt.stationarity > _NEARER
+        if (expensive and at.residual > _NEAR) or rough or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
-        z, residual = torch.cat([at.theta, at.lam])[None], torch.tensor([kkt.residual], dtype=torch.float64)
-
-        def step(_: Tensor) -> tuple[Tensor, Tensor]:
-            move = self._step(at, f, J, H)
-            return torch.zeros_like(z) if move is None else move[None], torch.tensor([move is not None])
-
-        def judge(_: Tensor, points: Tensor) -> Tensor:
-            nonlocal trial
-            trial = _measure(program, points[0, :d], points[0, d:], units, self.goal)
-            return torch.tensor([trial[0].residual], dtype=torch.float64)
-
-        def proceed(_: Tensor, moved: Tensor, length: Tensor) -> Tensor:
-            nonlocal f, J, H, units, convex
-            if not bool(moved):
-                stop = float(length) < _SHORTEST or at.reached or self.limits.find_reached() is not None
-                convex = stop and H.cheap
-                return torch.tensor([not stop])
-            kkt, f, J = trial
-            slow, fast = kkt.residual > _SLOW * at.residual, kkt.residual < _FAST * at.residual
-            at.theta, at.lam, at.residual, at.goal = z[0, :d].clone(), z[0, d:].clone(), kkt.residual, kkt.goal
-            save(at)
-            if not H.cheap and (at.reached or slow):
-                return torch.tensor([False])
-            if not ((fast or at.reached) and H.cheap and d >= _EXPENSIVE):
-                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=None if H.cheap else units.own)
-                units = H if H.cheap else units
-            return torch.tensor([True])
-
+        if units.own is not H.own:
+            self.own, units = H.own, Units(H.own, H.noise)
+            kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
+            at.residual, at.goal = kkt.residual, kkt.goal
+        mark, endless = at.residual, False  # the residual when the noise was measured last
         while True:
-            damped_newton(z, residual, step, judge, proceed, sys.maxsize)
-            kept = H.cheap and not torch.equal(H.theta, at.theta)
-            if at.reached or not kept or self.limits.find_reached() is not None:
-                return convex
-            units = H = Curvature(program.rows, at.theta, program.weights(at.lam))
+            z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H)
+            step = move if past is None or move is None else past.combine(only, z, move[None])[0]
+            found = None if step is None else self._search(at, step, units, whole=kept or at.reached)
+            if found is None and (not kept or at.reached or self.limits.find_reached() is not None):
+                return move is not None and H.cheap
+            if found is not None:
+                before = at.residual
+                at.theta, at.lam, (kkt, scales, f, J) = found
+                at.f = f
+                if kkt.residual <= _RENEWED * mark:
+                    units = Units(units.own, H.noise)
+                    kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
+                    endless, mark = kkt.residual > 0.5 * mark, kkt.residual
+                at.residual, at.goal = kkt.residual, kkt.goal
+                save(at)
+                if endless:  # the residual only fell in the old units, as on the way to infinity
+                    return False
+                if H.cheap and at.residual <= max(scales.floor, torch.finfo(f.dtype).eps ** _CLEAN):
+                    return True
+                if not H.cheap and (at.reached or at.residual > _SLOW * before):
+                    return False
+                kept = H.cheap and _expected_steps(before, at) < _WORTH * H.price
+                if kept and past is None and move is not None:
+                    past = Extrapolation(1, z.shape[1], partial(scales.lengths, G=J[1:]))
+                    past.combine(only, z, move[None])
+            if found is None or not kept:
+                assumed = None if H.cheap else units.own
+                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=assumed, compared=False)
+                units, past, kept = Units(H.own if H.cheap else units.own, units.noise), None, False
+
+    def _search(
+        self, at: Found, step: Tensor, units: Units, whole: bool
+    ) -> tuple[Tensor, Tensor, tuple[KKT, Scales, Tensor, Tensor]] | None:
+        """Return the point after a step, shortened until the residual falls, measured; None where it does not fall.
+
+        With `whole`, only the whole step is tried.
+        """
+        program, length = self.program, 1.0
+        while length >= _SHORTEST and self.limits.find_reached() is None:
+            theta, lam = (torch.cat([at.theta, at.lam]) + length * step).tensor_split([len(at.theta)])
+            lam = program.kinds.project(lam)
+            measured = _measure(program, theta, lam, units, self.goal)
+            if measured[0].residual < (1 - DECREASE * length) * at.residual:
+                return theta.clone(), lam.clone(), measured
+            length *= 0.0 if whole else 0.5
+        return None
 
     def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature) -> Tensor | None:
         """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none."""

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, evaluate_maps, measure_maps
+from dif.derivatives.linear_structure import assemble_hessian, evaluate_maps, measure_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
@@ -31,7 +31,6 @@ from dif.runtime.guard import (
     find_cure,
     gather_rows,
     holds_in_all_processes,
-    is_out_of_memory,
     is_unsupported,
     numbers_at_once,
     retry_with_smaller_batches,
@@ -470,13 +469,9 @@ def structured_hessian(
         return None
     inputs, outputs = each.maps
     fits = max(1, numbers_at_once(theta) // (outputs * (inputs + outputs) + each.inputs))
-    batches = samples.batches(indices, fits, theta.device, span(len(w)))
-    try:
+    batches, H = samples.batches(indices, fits, theta.device, span(len(w))), None
+    with fall_back(samples.fallbacks):  # where a batch differs, or there is no second derivative
         H = assemble_hessian(samples, parameters, theta, batches, w, each.elements)
-    except (NotLinearError, RuntimeError, NotImplementedError) as error:  # a batch differs, or no second derivative
-        if is_out_of_memory(error):
-            raise
-        H = None
     return sum_over_processes(H) if holds_in_all_processes(H is not None, theta) and H is not None else None
 
 

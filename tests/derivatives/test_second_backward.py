@@ -98,3 +98,20 @@ def test_without_forward_mode_the_loss_is_refused(dtype):
         "The second derivative of the loss of Samples 'train' differs from finite differences by",
         "What torch returns is not the derivative",
     )
+
+
+@pytest.mark.parametrize("operator", [Backward.apply, Forward.apply])
+def test_sweeps_through_training_take_the_pass_that_the_operator_has(operator):
+    found = []
+    for softplus in (SOFTPLUS, operator):
+        train, problem = state_problem(softplus, softplus)
+        start = {"w": torch.full((3,), 0.1, dtype=F64)}
+        run = dif.Training(problem, start, dif.SGD(0.5), dif.Ascent(0.5), 20, 3).run(**QUIET)
+        sweep = dif.UnrolledInfluence(run).scores
+        found.append(sweep(train.mean(), train.remove_each(), probe=0, **QUIET).values)
+        both = {"one": train.mean(), "other": 2 * train.mean()}
+        found += sweep(both, train.remove_each(), probe=0, **QUIET).values.T[..., None] / torch.tensor(
+            [[[1.0]], [[2.0]]]
+        )
+    for values in found[1:]:
+        torch.testing.assert_close(values, found[0], rtol=1e-9, atol=1e-15)

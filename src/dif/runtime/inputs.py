@@ -26,7 +26,13 @@ def read_frame(frame: Any, what: str) -> np.ndarray:
     """
     if not hasattr(frame, "items") or not len(frame.columns):  # a frame of another library, or an empty one
         return frame.to_numpy()
-    _check_missing(frame, what)
+    nullable = {k: c for k, c in frame.items() if not isinstance(c.dtype, np.dtype) and c.dtype.kind in _NUMBERS}
+    missing = [f"{name} ({c.dtype}, {count})" for name, c in nullable.items() if (count := int(c.isna().sum()))]
+    if missing:  # NaN in other columns is found later
+        raise InvalidInputError(
+            f"The DataFrame that was given as {what} has columns with missing entries: {few(missing)}; leave those "
+            "rows out, or fill them: frame.dropna(), frame.fillna(0)."
+        )
     columns = [(name, column, column.to_numpy()) for name, column in frame.items()]
     wrong = [f"{name} ({column.dtype})" for name, column, values in columns if values.dtype.kind not in _NUMBERS]
     if wrong:
@@ -36,17 +42,6 @@ def read_frame(frame: Any, what: str) -> np.ndarray:
         )
     dtype, *others = {values.dtype for _, _, values in columns}
     return frame.to_numpy(dtype=dtype if dtype.kind == "f" and not others else np.float64)
-
-
-def _check_missing(frame: Any, what: str) -> None:
-    """Refuse columns of a nullable dtype, such as Int64, that lack entries; NaN in other columns is found later."""
-    nullable = {k: c for k, c in frame.items() if not isinstance(c.dtype, np.dtype) and c.dtype.kind in _NUMBERS}
-    missing = [f"{name} ({c.dtype}, {count})" for name, c in nullable.items() if (count := int(c.isna().sum()))]
-    if missing:
-        raise InvalidInputError(
-            f"The DataFrame that was given as {what} has columns with missing entries: {few(missing)}; leave those "
-            "rows out, or fill them: frame.dropna(), frame.fillna(0)."
-        )
 
 
 def find_index(data: Any, what: str) -> Any:

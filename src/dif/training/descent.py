@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.func import grad, jvp, vjp, vmap
 
-from dif.derivatives.losses import cost
+from dif.derivatives.losses import NO_FORWARD, NO_SECOND_BACKWARD, cost
 from dif.derivatives.program import Program
 from dif.derivatives.rows import output_slices
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.problem import Problem
-from dif.runtime.guard import is_unsupported
 from dif.runtime.inputs import check_number
 from dif.training.step import VECTORS, Batch, Moves, Observation, Pulled, State, Weights
 
@@ -346,7 +345,7 @@ class TrainingStep:
         """Return the change of Jᵀc along (u, dc) in (θ, c), (T, d), Ju, and the values of `_evaluate`, which J is of.
 
         For one target two backward passes are faster than forward over reverse mode; on an accelerator they are not,
-        since second backward passes of convolutions are slow there.
+        since second backward passes of convolutions are slow there. Some operators have only one of the two.
         """
 
         def pull(theta: Tensor, c: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -357,14 +356,11 @@ class TrainingStep:
             (_, values), moved = jvp(pull, (theta, tuple(c)), (u, dc))[:2]
             return moved, values
 
-        if len(u) == 1 and not theta.is_cuda:
-            try:
-                (_, values), again = vjp(pull, theta, tuple(c))[:2]
-                change, slopes = again((u[0], tuple(x[0] for x in dc)))
-                return change[None], [x[None] for x in slopes], values
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
+        fallbacks = self.program.rows.fallbacks
+        if NO_FORWARD in fallbacks or (len(u) == 1 and not theta.is_cuda and NO_SECOND_BACKWARD not in fallbacks):
+            (_, values), again = vjp(pull, theta, tuple(c))[:2]
+            change, slopes = vmap(lambda u, *dc: again((u, dc)))(u, *dc)
+            return change, slopes, values
         (change, slopes), values = vmap(push, out_dims=(0, None))(u, *dc)  # type: ignore[arg-type]
         return change, slopes, values
 

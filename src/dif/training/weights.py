@@ -101,21 +101,17 @@ class RunPerturbation:
                 f"{addition.samples.name!r} are in no batch; pass like=i, and they are in the batches of sample i."
             )
         if addition.like is not None:
-            batches = [(t, indices[number]) for t, indices in enumerate(loop.indices)]
-            where = [[t for t, batch in batches for _ in range(int((batch == i).sum()))] for i in addition.like]
+            joins = [(t, addition.like[:, None] == step[number]) for t, step in enumerate(loop.indices)]
         else:
             generator = torch.Generator().manual_seed(0)
-            draw = [torch.randint(epoch.start, epoch.stop, (count,), generator=generator) for epoch in loop.epochs]
-            where = [[int(steps[q]) for steps in draw] for q in range(count)]
-        steps: dict[int, list[int]] = {}
-        for q, mine in enumerate(where):
-            for t in mine:
-                steps.setdefault(t, []).append(q)
+            draws = [torch.randint(epoch.start, epoch.stop, (count,), generator=generator) for epoch in loop.epochs]
+            joins = [(t, draw[:, None] == t) for draw in draws for t in set(draw.tolist())]
+        steps = {t: places for t, joining in joins if len(places := torch.nonzero(joining)[:, 0])}
         U = table.U.new_zeros((len(table.U), count))
         U[:, index.to(U.device)] = dw.T
         part = Part(number, new, None, self.sizes[number] + torch.arange(count), U, extra=True)
         self.sizes[number] += count
-        return self.extras.setdefault(key, Extra(part, {t: torch.tensor(places) for t, places in steps.items()}))
+        return self.extras.setdefault(key, Extra(part, steps))
 
     def find_groups(self) -> Iterator[tuple[int, Tensor, float]]:
         """Yield the sums that constraints contain, but not the objective.

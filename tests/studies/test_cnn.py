@@ -410,7 +410,6 @@ def test_study_by_layers(study, tmp_path, monkeypatch):
     """It has the numbers of the study with exact Hessians; its Hessian is kept."""
     out, result = study
     monkeypatch.setattr(cnn, "BY_LAYERS", 0)
-    monkeypatch.setattr(cnn, "_SAVED", 4)
     shutil.copy(out / "solution.npz", tmp_path)
     again = cnn.reproduce(SMALL, tmp_path, paper_epsilon=False, show_progress=False)
     part, known = (numbers["compared"]["renormalised"] for numbers in (again, result))

@@ -28,7 +28,7 @@ from studies.network import AllConvolutional
 _GRADIENT_CHUNK = 50  # images whose activations stay in a processor's cache
 _HESSIAN_CHUNK = 16  # the same for the tangents of one output channel
 _GRADIENT_CHUNK_CUDA = 5_000  # images at once on a GPU
-_HESSIAN_CHUNK_CUDA = 1_000  # the same for tangents: at 8 channels and 28 × 28, half a gigabyte for each tensor
+_HESSIAN_CHUNK_CUDA = 840  # the same for tangents: at 8 channels, convolutions of fewer than 2¹⁶ images
 _IN_ONE_SUM = 128  # images whose Hessians are added up in the precision in which they are computed
 _KIND = "sum of Hessians by channel"  # of file
 _KEPT_EVERY = 8  # such sums after which the total is written to a file

@@ -45,7 +45,8 @@ def retrain_each(
         if before.reached:
             continue
         if W is None:
-            W = find_coordinates(problem, State(solution.theta, solution.lam), _part_hessians(solution), l2)
+            assert solution.part_hessians is not None
+            W = find_coordinates(problem, State(solution.theta, solution.lam), solution.part_hessians, l2)
         say(f"Retraining {p + 1} of {len(images)}, {removals[p].labels[0]}")
         other = problem.without(image, direction.perturbed_program(p))
         end = settle(other, State(before.theta, before.lam), W, solution.scales, tol)
@@ -67,8 +68,3 @@ def list_moves(solution: dif.Solution, ends: Sequence[Found]) -> list[Tensor]:
     """Return θ − θ̄ of each retraining; NaN where it failed."""
     unknown = torch.full_like(solution.theta, float("nan"))
     return [end.theta - solution.theta if end.reached else unknown for end in ends]
-
-
-def _part_hessians(solution: dif.Solution) -> Tensor:
-    assert solution.part_hessians is not None
-    return solution.part_hessians

@@ -34,6 +34,7 @@ _NEAR = 2e-6  # ‖W⊤∇‖ at which Newton's method begins; the value then fa
 _PENALTY = 10.0  # weight of the squared violations
 _DIFFERENCE = 1e-6  # length in u of the differences of gradients: rounding and bending are both below 1e-4
 _PRODUCTS = 100  # with the Hessian, in one Newton step
+_STEPS = 25  # of Newton's method, of which most removals need about ten
 _TRIES = 5  # of Newton's method, with a round of descent between two
 _CLOSE = 0.01  # relative distance of two θ with similar Hessians
 _SAME = 1e-5  # relative distance of two θ, by Newton's last steps, that have the same Hessian to about three digits
@@ -229,7 +230,9 @@ class Point:
 def newton(problem: GroupProgram, state: State, W: Tensor, scales: Scales, goal: float) -> State:
     """Make Newton steps on the KKT conditions, each at least half as good as it would be on a quadratic problem."""
     at = Point.of(problem, W, scales, state.theta, state.lam > 0)
-    while at.kkt.residual > goal and (u := at.step(goal)) is not None:
+    for _ in range(_STEPS):
+        if at.kkt.residual <= goal or (u := at.step(goal)) is None:
+            break
         lengths = (1.0, 0.5, 0.25)
         tried = ((x, Point.of(problem, W, scales, at.theta + W @ (x * u), at.active)) for x in lengths)
         there = next((p for x, p in tried if p.kkt.residual <= (1 - 0.5 * x) * at.kkt.residual), None)
@@ -246,12 +249,13 @@ def settle(
 ) -> State:  # fmt: skip
     """Find a KKT point by Newton's method, with rounds of descent where that fails; if all fails, the best point."""
     best = state
-    for _ in range(_TRIES):
+    for number in range(_TRIES):
+        if number:
+            state = descend(problem, state, W, save)
         found = newton(problem, state, W, scales, goal)
         best = found if found.residual < best.residual else best
         if best.residual <= goal:
             break
-        state = descend(problem, state, W, save)
     save(best)
     return best
 

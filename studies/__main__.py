@@ -126,6 +126,9 @@ def reproduce_cnn(
     paper_epsilon: Annotated[
         bool, typer.Option(help="Also retrain with the weights 1/Nⱼ unchanged, as the paper defines a removal.")
     ] = True,
+    unconstrained: Annotated[
+        bool, typer.Option(help="Also fit the network without constraints, for its error on the test images.")
+    ] = False,
     epochs: Annotated[int, typer.Option(help="Mini-batch epochs before the exact solver.", min=0)] = 100,
     image: Annotated[
         int, typer.Option(help="Which misclassified test image is the target: 0 is the first.", min=0)
@@ -158,7 +161,7 @@ def reproduce_cnn(
         "channels": channels, "seed": seed, "epochs": epochs, "removals": removals,
         "image": image,
     }  # fmt: skip
-    _run_cnn(out, setting, paper_epsilon=paper_epsilon, **options)
+    _run_cnn(out, setting, paper_epsilon=paper_epsilon, unconstrained=unconstrained, **options)
     typer.echo(f"\nWrote {out.resolve() / 'cnn.png'}, cnn-images.png, cnn.json")
 
 
@@ -424,6 +427,9 @@ def _run_cnn(out: Path, setting: dict[str, Any] | None, **options: Any) -> None:
         make_console().print(table)
     for name, remark in result["remarks"].items():
         typer.echo(f"{name}: {remark}")
+    if "unconstrained" in result:
+        typer.echo(f"Test error {result['test_error']:.1%}; without constraints "
+                   f"{result['unconstrained']['test_error']:.1%}")  # fmt: skip
     if "plain" in result:
         typer.echo(f"L-BFGS-B: the loss changes of {len(result['plain']['removed'])} removals differ by at most "
                    f"{result['plain']['largest_difference']:.2%}")  # fmt: skip

@@ -28,7 +28,8 @@ from dif.runtime.archive import open_atomically
 from studies import results
 from studies.cnn_curvature import GroupRisks
 from studies.cnn_figures import draw_figure, draw_images
-from studies.cnn_fit import Checkpoint, GroupProgram, State, minimise
+from studies.cnn_fit import Checkpoint, GroupProgram, State, approach, minimise
+from studies.cnn_retraining import describe_failures, list_moves, retrain_each
 from studies.data import mnist
 from studies.network import (
     PAPER,
@@ -50,8 +51,7 @@ DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ
 BATCH = 256  # images per mini-batch
 BY_LAYERS = 10_000  # training images from which the Hessian is assembled layer by layer, halved images on a GPU apart
 TOLERANCE = 1e-8  # relative KKT residual of retrainings there; elsewhere that of `dif.Retraining`
-PASSES = 150  # over the data, at most, in one call of a retraining there; a later call goes on where it stopped
-_SAVED = 8  # retrainings that are begun together there, so that a killed study loses few
+FLAT = 1e-4  # slope at which the fit without constraints ends; its error on test images does not change any more
 PAPERS = "paper"  # removal convention of the paper: weights 1/Nⱼ unchanged
 _FIGURES = ("cnn.png", "cnn-images.png")  # files that the study draws
 
@@ -127,6 +127,8 @@ def to_single(task: Task, setting: Setting) -> Task:
     images, labels = task.images[0].float(), task.images[1]
     train = dif.Samples(cross_entropy, (images, labels), name="train")
     problem = state_problem(train, task.group, setting)
+    if not task.problem.constraints:
+        problem = dif.Problem(problem.objective)
     return replace(task, train=train, problem=problem, start=deepcopy(task.start).float(), images=(images, labels))
 
 
@@ -176,20 +178,35 @@ def by_layers(task: Task) -> bool:
 def fit_by_layers(task: Task, setting: Setting, show_progress: bool, *, checkpoint: Path) -> dif.Solution:
     """Fit the model: mini-batches in single precision, then all samples, with Hessians by layers."""
     problem, files = group_program(task), checkpoint_files(checkpoint.parent)
-    if files.state.exists():
-        state = State.load(files.state)
-        state = replace(state, theta=state.theta.to(task.test), lam=state.lam.to(task.test))
-    else:
-        run = train(to_single(task, setting), setting, show_progress)
-        state = State(run.theta.double(), run.point.lam.double())
-        files.save(state)
+    state = load_or_train(task, setting, show_progress, files)
     state = minimise(problem, state, setting.l2, 1e-10, files)
     return dif.Solution.of_program(problem.program, state.theta, state.lam)
 
 
-def checkpoint_files(out: Path) -> Checkpoint:
+def fit_unconstrained(task: Task, setting: Setting, show_progress: bool, out: Path) -> dict[str, float]:
+    """Fit the same network without constraints, from the same start; return its error on the test images."""
+    task = replace(task, problem=dif.Problem(task.problem.objective))
+    problem, files = group_program(task), checkpoint_files(out, "unconstrained.npz")
+    state = load_or_train(task, setting, show_progress, files)
+    state = approach(problem, state, setting.l2, FLAT, files)
+    solution = dif.Solution.of_program(problem.program, state.theta, state.lam)
+    return {"test_error": float(find_wrong(task, solution)[1].double().mean()), "slope": state.slope}
+
+
+def load_or_train(task: Task, setting: Setting, show_progress: bool, files: Checkpoint) -> State:
+    """Return where a fit by layers was; if it has not begun, train on mini-batches."""
+    if files.state.exists():
+        state = State.load(files.state)
+        return replace(state, theta=state.theta.to(task.test), lam=state.lam.to(task.test))
+    run = train(to_single(task, setting), setting, show_progress)
+    state = State(run.theta.double(), run.point.lam.double())
+    files.save(state)
+    return state
+
+
+def checkpoint_files(out: Path, state: str = "fit.npz") -> Checkpoint:
     """Return the files of a fit by layers in this folder."""
-    return Checkpoint(out / "fit.npz", out / "hessian.npz", out / "hessian-part.npz")
+    return Checkpoint(out / state, out / "hessian.npz", out / "hessian-part.npz")
 
 
 def group_program(task: Task) -> GroupProgram:
@@ -211,9 +228,8 @@ def find_target(task: Task, solution: dif.Solution, number: int = 0) -> tuple[in
 
     `number` counts the misclassified test images from 0.
     """
-    with torch.no_grad():
-        predicted = solution.params(task.test).argmax(1)  # type: ignore[operator]
-    wrong = torch.nonzero(predicted != task.test_labels).reshape(-1)
+    predicted, missed = find_wrong(task, solution)
+    wrong = torch.nonzero(missed).reshape(-1)
     if len(wrong) <= number:
         raise dif.InvalidInputError(
             f"{len(wrong)} of the {len(predicted)} test images are misclassified, and --image is {number}. "
@@ -222,6 +238,13 @@ def find_target(task: Task, solution: dif.Solution, number: int = 0) -> tuple[in
     image = int(wrong[number])
     test = dif.Samples(cross_entropy, (task.test[[image]], task.test_labels[[image]]), name="test")
     return image, int(predicted[image]), len(wrong) / len(predicted), test
+
+
+def find_wrong(task: Task, solution: dif.Solution) -> tuple[Tensor, Tensor]:
+    """Return the predicted labels of the test images, and which of them are wrong."""
+    with torch.no_grad():
+        predicted = solution.params(task.test).argmax(1)  # type: ignore[operator]
+    return predicted, predicted != task.test_labels
 
 
 def build_estimators(
@@ -272,7 +295,7 @@ def find_least_damping(
 
 def run(
     setting: Setting, out: Path, *, data: str | None = None, device: str = "cpu", jobs: int = 1, plain: int = 0,
-    paper_epsilon: bool = True, show_progress: bool = True,
+    paper_epsilon: bool = True, unconstrained: bool = False, show_progress: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """Fit, score every training sample, retrain without the most influential ones, compare.
 
@@ -281,9 +304,10 @@ def run(
         out: Folder in which every stage is saved; a later call with the same folder continues from there.
         data: Folder with the four MNIST files; None: the images that come with dif, or a download.
         device: torch device.
-        jobs: Number of processes that retrain in parallel.
+        jobs: Number of processes that retrain in parallel; by layers there is one, with several threads.
         plain: How many of the removals are also retrained with SciPy's L-BFGS-B.
         paper_epsilon: Also retrain with the weights 1/Nⱼ unchanged, as the paper defines a removal.
+        unconstrained: Also fit the network without constraints, for its error on the test images.
         show_progress: Show progress bars on a terminal.
     """
     check_removals(setting.removals, setting.n)
@@ -306,26 +330,33 @@ def run(
     with results.time(out, "scores"):
         scored = estimators["DIF"].scores(test, removals, out=out / "scores.npy", show_progress=show_progress, assess=0)
     ranked = [entry.index for entry in scored.top(setting.removals)]
-    tol, piece = (TOLERANCE, _SAVED) if by_layers(task) else (None, setting.removals)
-    passes = PASSES if by_layers(task) else 20_000
-    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False, tol=tol, max_iter=passes)
+    retraining = dif.Retraining(solution, keep=out / "retrained", strict=False)
     compared: dict[str, Any] = {}
     for convention in (RENORMALISED, PAPERS) if paper_epsilon else (RENORMALISED,):
         chosen = task.train.remove_each(ranked, renormalise=convention == RENORMALISED)
         with results.time(out, f"retraining, {convention}"):
-            for end in range(piece, setting.removals, piece):  # a killed study loses no more than a piece
-                retraining.scores(test, chosen[end - piece : end], jobs=jobs, show_progress=show_progress)
-            actual = retraining.scores(test, chosen, jobs=jobs, show_progress=show_progress)
+            if by_layers(task):
+                ends = retrain_each(
+                    group_program(task), solution, chosen, ranked, l2=setting.l2, tol=TOLERANCE, keep=out / "retrained"
+                )
+                changes = differences(solution, Targets(test, solution), list_moves(solution, ends))
+                residuals, failed = [end.residual for end in ends], describe_failures(chosen, ends)
+            else:
+                actual = retraining.scores(test, chosen, jobs=jobs, show_progress=show_progress)
+                changes, residuals, failed = (
+                    actual.values,
+                    *(actual.diagnostics[key] for key in ("residuals", "failed")),
+                )
         predicted = {name: e.scores(test, chosen, assess=0).values for name, e in estimators.items()}
         predicted |= {
             name + REEVALUATED: reevaluate(e, test, chosen) for name, e in estimators.items() if name != "Newton"
         }
         compared[convention] = {
-            "actual": actual.values[:, 0].tolist(),
-            "residuals": actual.diagnostics["residuals"],
-            "failed": actual.diagnostics["failed"],
+            "actual": changes[:, 0].tolist(),
+            "residuals": residuals,
+            "failed": failed,
             "predicted": {name: values[:, 0].tolist() for name, values in predicted.items()},
-            "agreement": {name: measure_agreement(values, actual.values) for name, values in predicted.items()},
+            "agreement": {name: measure_agreement(values, changes) for name, values in predicted.items()},
         }
     result: dict[str, Any] = {
         "study": "cnn",
@@ -335,7 +366,7 @@ def run(
         "parameters": solution.theta.numel(),
         "kkt": asdict(solution.kkt),
         "seconds": results.load_seconds(out),
-        "tolerance": retraining.tol,
+        "tolerance": TOLERANCE if by_layers(task) else retraining.tol,
         "multipliers": solution.lam.tolist(),
         "binding": [active.names[j] for j in active.binding],
         "weak": [active.names[j] for j in active.weak],
@@ -349,6 +380,9 @@ def run(
         "helpful": _find_extremes(scored, 8),
         "harmful": _find_extremes(scored, -8),
     }
+    if unconstrained:
+        with results.time(out, "fit without constraints"):
+            result["unconstrained"] = fit_unconstrained(task, setting, show_progress, out)
     if plain:
         with results.time(out, "L-BFGS-B"):
             part = compared[RENORMALISED]
@@ -447,6 +481,7 @@ def reproduce(setting: Setting, out: Path, *, resume: bool = False, **options: A
         or known["version"] != dif.__version__
         or len(known["compared"]) < conventions
         or len(known.get("plain", {}).get("removed", ())) < checks
+        or (options.get("unconstrained") and "unconstrained" not in known)
     ):
         known = run(setting, out, **options)
         results.write(result_file, known)

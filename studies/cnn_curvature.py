@@ -28,7 +28,9 @@ from studies.network import AllConvolutional
 _GRADIENT_CHUNK = 50  # images whose activations stay in a processor's cache
 _HESSIAN_CHUNK = 16  # the same for the tangents of one output channel
 _GRADIENT_CHUNK_CUDA = 5_000  # images at once on a GPU
-_IN_ONE_SUM = 128  # images whose Hessians are added up in the precision in which they are computed; on a GPU, at once
+_HESSIAN_CHUNK_CUDA = 840  # the same for tangents: at 8 channels, convolutions of fewer than 2¹⁶ images
+_IN_ONE_SUM = 128  # images whose Hessians are added up in the precision in which they are computed
+_KIND = "sum of Hessians by channel"  # of file
 _KEPT_EVERY = 8  # such sums after which the total is written to a file
 
 R = TypeVar("R")
@@ -79,16 +81,16 @@ class Layer:
                 wide[:, :, a, b, rows, columns] = delta
         return wide[..., edge : edge + size, edge : edge + size]
 
-    def places(self, channel: int) -> Tensor:
-        """Return the positions in θ of the weights of an output channel and of its bias."""
-        begin = self.start + channel * self.inputs
-        here = {"device": self.weight.device}
-        weights, bias = torch.arange(begin, begin + self.inputs, **here), torch.tensor([self._bias + channel], **here)
-        return torch.cat([weights, bias])
+    @property
+    def size(self) -> int:
+        """Number of its parameters."""
+        return self.weight.numel() + self.bias.numel()
 
     @property
-    def _bias(self) -> int:
-        return self.start + self.weight.numel()
+    def by_channel(self) -> Tensor:
+        """The positions in θ of its parameters, those of one output channel together, its bias after its weights."""
+        weights, bias = torch.arange(self.start, self.start + self.size).split([self.weight.numel(), len(self.bias)])
+        return torch.cat([weights.view(-1, self.inputs), bias[:, None]], 1).reshape(-1)
 
 
 def read_layers(model: AllConvolutional, theta: Tensor) -> list[Layer]:
@@ -138,15 +140,17 @@ class Sweep:
 
 
 def add_hessian(H: Tensor, layers: Sequence[Layer], images: Tensor, labels: Tensor) -> None:
-    """Add the sum of the Hessians of the images' losses to H, (d, d): its rows of later layers and the diagonal."""
+    """Add the sum of the Hessians of the images' losses to H, (d, d): its rows of later layers and the diagonal.
+
+    H is in the order of `Layer.by_channel`.
+    """
     sweep = Sweep.of(layers, images, labels)
     for number, layer in enumerate(layers):
         for channel in range(len(layer.bias)):
-            columns = layer.places(channel)
+            begin = layer.start + channel * (layer.inputs + 1)
             for later, block in _channel_columns(sweep, layers, number, channel):
-                shape = (len(later.bias), later.inputs + 1, len(columns))
-                rows = torch.stack([later.places(o) for o in range(shape[0])]).reshape(-1)
-                H[rows[:, None], columns] += block.reshape(-1, shape[2]).to(H)
+                rows, columns = slice(later.start, later.start + later.size), slice(begin, begin + layer.inputs + 1)
+                H[rows, columns] += block.reshape(later.size, -1)
 
 
 def _channel_columns(
@@ -208,7 +212,7 @@ class GroupRisks:
     model: AllConvolutional
     images: Tensor  # (n, side, side)
     labels: Tensor
-    group: Tensor
+    group: Tensor  # −1: left out
     threads: int = field(default_factory=torch.get_num_threads)
 
     def __call__(self, theta: Tensor) -> Tensor:
@@ -242,16 +246,17 @@ class GroupRisks:
         """
         layers = read_layers(self.model, theta.to(dtype))
         counts = (share * self._sizes).ceil().long()
-        chunks = self._chunks(_IN_ONE_SUM, counts)
+        size = _HESSIAN_CHUNK_CUDA if self.images.is_cuda else _IN_ONE_SUM
+        chunks = self._chunks(size, counts)
         name = hash_all((encode_tensor(theta), encode_tensor(counts), str(dtype).encode())).hex()
         H, done = theta.new_zeros((self._groups, len(theta), len(theta))), 0
         with suppress(FileNotFoundError, InvalidInputError):
-            arrays, about = read_archive(keep or "", "part of a sum of Hessians", name=name)
+            arrays, about = read_archive(keep or "", _KIND, name=name)
             H, done = torch.from_numpy(arrays["H"]).to(theta), about["done"]
 
         def work(chosen: Tensor) -> Tensor:
             part = theta.new_zeros((len(theta), len(theta)), dtype=dtype)
-            for some in chosen.split(_IN_ONE_SUM if self.images.is_cuda else _HESSIAN_CHUNK):
+            for some in chosen.split(size if self.images.is_cuda else _HESSIAN_CHUNK):
                 add_hessian(part, layers, self.images[some].to(dtype), self.labels[some])
             return part
 
@@ -259,11 +264,12 @@ class GroupRisks:
             H[group] += part
             done += 1
             if keep is not None and done % _KEPT_EVERY == 0 and not H.is_cuda:  # there it takes seconds
-                write_archive(keep, "part of a sum of Hessians", {"H": H}, {"name": name, "done": done})
-        for k in range(1, len(layers)):  # what belongs to later layers is above the diagonal, too
-            here = slice(layers[k].start, layers[k].start + layers[k].weight.numel() + len(layers[k].bias))
-            H[:, : layers[k].start, here] = H[:, here, : layers[k].start].mT
-        return 0.5 * (H + H.mT) / counts[:, None, None]
+                write_archive(keep, _KIND, {"H": H}, {"name": name, "done": done})
+        for layer in layers[1:]:  # what belongs to later layers is above the diagonal, too
+            here = slice(layer.start, layer.start + layer.size)
+            H[:, : layer.start, here] = H[:, here, : layer.start].mT
+        place = torch.cat([layer.by_channel for layer in layers]).argsort().to(H.device)
+        return (0.5 * (H + H.mT) / counts[:, None, None])[:, place[:, None], place]
 
     @property
     def _groups(self) -> int:
@@ -271,7 +277,7 @@ class GroupRisks:
 
     @property
     def _sizes(self) -> Tensor:
-        return torch.bincount(self.group)
+        return torch.bincount(self.group[self.group >= 0])
 
     def _chunks(self, size: int, counts: Tensor) -> list[tuple[int, Tensor]]:
         """Divide the first members of each group, as many as given, into chunks: the group, and their numbers."""

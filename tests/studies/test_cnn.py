@@ -410,16 +410,19 @@ def test_study_by_layers(study, tmp_path, monkeypatch):
     """It has the numbers of the study with exact Hessians; its Hessian is kept."""
     out, result = study
     monkeypatch.setattr(cnn, "BY_LAYERS", 0)
-    monkeypatch.setattr(cnn, "_SAVED", 4)
     shutil.copy(out / "solution.npz", tmp_path)
-    again = cnn.reproduce(SMALL, tmp_path, paper_epsilon=False, show_progress=False)
+    again = cnn.reproduce(SMALL, tmp_path, paper_epsilon=False, unconstrained=True, show_progress=False)
     part, known = (numbers["compared"]["renormalised"] for numbers in (again, result))
     assert again["removed"] == result["removed"]
+    assert part["failed"] == {}
+    assert max(part["residuals"]) <= again["tolerance"] == cnn.TOLERANCE
     for name in known["predicted"]:
         np.testing.assert_allclose(part["predicted"][name], known["predicted"][name], rtol=1e-3)
     np.testing.assert_allclose(part["actual"], known["actual"], rtol=1e-4)
     assert len(retrainings(tmp_path / "retrained")) == SMALL.removals
     assert (tmp_path / "hessian.npz").exists()
+    assert again["unconstrained"]["slope"] <= cnn.FLAT
+    assert abs(again["unconstrained"]["test_error"] - again["test_error"]) < 0.1
 
 
 def test_retrainings_by_another_optimiser_are_kept(study, tmp_path, monkeypatch):

@@ -221,7 +221,7 @@ class Point:
         accuracy = min(0.1, max(0.3 * goal / self.kkt.residual, 30 * float(rest.norm())))
         tolerance = torch.full((1,), accuracy).to(rest)
         found = conjugate_gradients(
-            lambda D, _: project(multiply(D[:, 0]))[:, None], rest[:, None], tolerance, _PRODUCTS
+            lambda D, _: project(multiply(D[:, 0]))[:, None], rest[:, None], tolerance, _PRODUCTS, lambda R: R
         )
         say(f"Newton: {self.kkt}, {found.iterations} products, λ {self.lam.tolist()}")
         return None if bool(torch.isfinite(found.negative)) else normal + found.X[:, 0]

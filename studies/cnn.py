@@ -26,6 +26,7 @@ from dif.estimators.protocol import differences
 from dif.linalg.solvers import SolverSeries
 from dif.runtime.archive import open_atomically
 from studies import results
+from studies.assembly import assemble
 from studies.cnn_curvature import GroupRisks
 from studies.cnn_figures import draw_figure, draw_images
 from studies.cnn_fit import Checkpoint, GroupProgram, State, approach, minimise
@@ -320,7 +321,7 @@ def run(
             solution.part_hessians = files.assemble(problem, solution.theta)
             solution.check()
         elif not solution.curvature.assembled and solution.theta.numel() <= DENSE_LIMIT:
-            solution = solution.assemble(out / "hessian", show_progress=show_progress)
+            solution = assemble(solution, out / "hessian", show_progress=show_progress)
     with results.time(out, "curvature"):
         active = solution.active
     image, predicted_label, error, test = find_target(task, solution, setting.image)

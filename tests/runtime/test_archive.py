@@ -22,6 +22,7 @@ from dif.report.builder import build_reports, load_reports, save_reports
 from dif.report.subjects import Subjects
 from dif.runtime.archive import Journal, open_atomically, read_archive, write_archive
 from dif.solving.fit import Checkpoint, FitState
+from studies.assembly import assemble
 
 DAMAGES = 300  # to the files of each kind; where reading is slow, all of them only with -m slow
 QUIET = {"show_progress": False}
@@ -116,7 +117,7 @@ def write_run_and_sweep(folder):
 
 
 def read_hessian(folder):
-    return ground()[2].assemble(folder, **QUIET).part_hessians
+    return assemble(ground()[2], folder, **QUIET).part_hessians
 
 
 def read_kept_fit(folder):

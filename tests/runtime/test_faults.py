@@ -250,6 +250,7 @@ FULL = """
 import sys, resource, dif, torch
 from pathlib import Path
 from problems import fair_logistic, fit_problem, zeros
+from studies.assembly import assemble
 train, problem, _ = fair_logistic()
 influence, folder = dif.DirectionalInfluence(fit_problem(problem)), Path(sys.argv[1])
 scores, solution = influence.scores(train.mean(), train.remove_each(), show_progress=False), influence.solution
@@ -261,7 +262,7 @@ works = {
     "solution": lambda: solution.save(folder / "solution.npz"),
     "fit": lambda: dif.fit(problem, zeros(), checkpoint=folder / "fit.npz", show_progress=False),
     "run": lambda: training.run(keep=folder / "run", show_progress=False),
-    "hessian": lambda: solution.assemble(folder / "hessian", show_progress=False),
+    "hessian": lambda: assemble(solution, folder / "hessian", show_progress=False),
     "report": lambda: scores.report(folder / "report.html"),
 }
 (folder / "scores.npz").write_bytes(b"old")

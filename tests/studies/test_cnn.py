@@ -17,9 +17,8 @@ from problems import retrainings
 
 import dif
 from dif.derivatives import hessian
-from dif.optimality import solution as solution_module
 from dif.solving.batched_newton import BatchedNewton
-from studies import cnn, cnn_curvature
+from studies import assembly, cnn, cnn_curvature
 from studies.cnn_curvature import GroupRisks
 from studies.cnn_fit import State
 from studies.data import mnist
@@ -400,7 +399,7 @@ def test_another_image_starts_from_a_copy_of_the_solution(study, tmp_path, monke
     second.mkdir()
     shutil.copy(first / "solution.npz", second)
     shutil.copytree(first / "hessian", second / "hessian")
-    monkeypatch.setattr(solution_module.np, "save", None)  # the Hessian is not assembled again
+    monkeypatch.setattr(assembly, "write_archive", None)  # the Hessian is not assembled again
     other = cnn.reproduce(replace(SMALL, removals=2, image=1), second, paper_epsilon=False, show_progress=False)
     assert other["test_image"]["index"] > again["test_image"]["index"]
     assert other["tangent_curvature"] == again["tangent_curvature"]

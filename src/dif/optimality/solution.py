@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,17 +20,7 @@ from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
 from dif.runtime.archive import read_archive, write_archive
-from dif.runtime.inputs import check_instance, check_number, expect_folder
-from dif.runtime.work import progress
-
-_COLUMNS = 128  # columns per file: seconds of work, where all columns take minutes
-
-
-def _read_columns(file: Path) -> Tensor | None:
-    """Return the columns of a Hessian in a file; None if it is missing or damaged."""
-    with suppress(FileNotFoundError, InvalidInputError):
-        return torch.from_numpy(read_archive(file, "columns of a Hessian", name=file.name)[0]["columns"])
-
+from dif.runtime.inputs import check_instance, check_number
 
 _MOST_ENTRIES = 3  # parameters that an error names
 
@@ -88,7 +76,7 @@ class Solution:
     def _set(self, program: Program, theta: Tensor, lam: Tensor | None, tol: float | None) -> None:
         self.program = program
         self.made_by = b""  # identity of the training run that ended here
-        self.part_hessians: Tensor | None = None  # (K, d, d), see `assemble`
+        self.part_hessians: Tensor | None = None  # (K, d, d) ∇²pₖ(θ̄) of the parts of f = C·p, if known
         self.theta = theta.detach()
         self.parts, self.part_gradients = program.rows.part_gradients(self.theta)  # what the rows are made of
         self.f, self.J = program.rows.C @ self.parts, program.rows.C @ self.part_gradients  # rows and their gradients
@@ -226,34 +214,6 @@ class Solution:
             )
         theta, lam = (torch.from_numpy(arrays[name]).to(theta) for name in ("theta", "lam"))
         return cls.of_program(program, theta, lam, about["tol"])
-
-    def assemble(self, keep: str | os.PathLike[str] | None = None, *, show_progress: bool = True) -> Solution:
-        """Return this solution with its Hessian assembled, however long that takes; every solve is then quick.
-
-        What is assembled are ∇²pₖ(θ̄) of the parts of the rows f = C·p, of which any Σⱼ μⱼ∇²fⱼ is a sum. Each costs as
-        many Hessian-vector products as there are parameters, over the samples of that part. In `keep`, a folder,
-        finished columns are kept: a later call for the same solution continues from there.
-        """
-        other = Solution.of_program(self.program, self.theta, self.lam, self.tol)
-        rows, theta, d = self.program.rows, self.theta, self.theta.numel()
-        folder = None if keep is None else expect_folder(keep, "keep")
-        name = "" if folder is None else hash_all((encode_tensor(theta), fingerprint_program(self.program))).hex()[:16]
-        count, samples = rows.C.shape[1], sum(len(table.U) for table in rows.tables)
-        parts, identity = theta.new_zeros((count, d, d)), torch.eye(d).to(theta)
-        with progress("Hessian", count * d, show_progress) as report:
-            for k, unit in enumerate(torch.eye(count).to(theta)):
-                for begin in range(0, d, _COLUMNS):
-                    columns = slice(begin, begin + _COLUMNS)
-                    file = None if folder is None or k >= samples else folder / f"{name}-{k}-{begin}.npz"
-                    found = None if file is None else _read_columns(file)
-                    if found is None:
-                        found = rows.hessian_products(theta, unit, identity[:, columns])
-                        if file is not None:
-                            write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
-                    parts[k, :, columns] = found.to(theta)
-                    report(k * d + min(d, begin + _COLUMNS))
-        other.part_hessians = 0.5 * (parts + parts.mT)
-        return other
 
     @cached_property
     def curvature(self) -> Curvature:

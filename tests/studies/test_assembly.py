@@ -8,8 +8,8 @@ from problems import class_data, logistic
 import dif
 from dif.derivatives import hessian
 from dif.derivatives.rows import Rows
-from dif.optimality import solution as solution_file
 from dif.runtime.archive import write_archive
+from studies import assembly
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def expensive(monkeypatch):
     """Hessians count as too expensive to assemble."""
     for limit in ("_ANYWAY", "DENSE_LIMIT"):
         monkeypatch.setattr(hessian, limit, 0)
-    monkeypatch.setattr(solution_file, "_COLUMNS", 3)
+    monkeypatch.setattr(assembly, "_COLUMNS", 3)
 
 
 def solve():
@@ -41,7 +41,7 @@ def count_products(monkeypatch):
 
 def test_the_same_answers_as_with_products(expensive):
     train, solution = solve()
-    assembled = solution.assemble(show_progress=False)
+    assembled = assembly.assemble(solution, show_progress=False)
     assert not solution.curvature.assembled
     assert assembled.curvature.assembled
     X, y = class_data()
@@ -68,21 +68,21 @@ def test_the_same_answers_as_with_products(expensive):
 
 def test_finished_columns_are_kept(expensive, tmp_path, monkeypatch):
     _, solution = solve()
-    whole = solution.assemble(show_progress=False).part_hessians
-    monkeypatch.setattr(solution_file, "write_archive", fail_after(2, write_archive))
+    whole = assembly.assemble(solution, show_progress=False).part_hessians
+    monkeypatch.setattr(assembly, "write_archive", fail_after(2, write_archive))
     with pytest.raises(KeyboardInterrupt):
-        solution.assemble(tmp_path / "hessian", show_progress=False)
+        assembly.assemble(solution, tmp_path / "hessian", show_progress=False)
     monkeypatch.undo()
-    monkeypatch.setattr(solution_file, "_COLUMNS", 3)
+    monkeypatch.setattr(assembly, "_COLUMNS", 3)
     assert len(list((tmp_path / "hessian").iterdir())) == 2
     counted = count_products(monkeypatch)
-    kept = solution.assemble(tmp_path / "hessian", show_progress=False).part_hessians
+    kept = assembly.assemble(solution, tmp_path / "hessian", show_progress=False).part_hessians
     columns = 4 * solution.program.rows.C.shape[1]
     assert sum(counted) == columns - 4
     assert torch.equal(kept, whole)
     counted.clear()
     moved = dif.Solution(solution.problem, {"theta": solution.theta + 1e-9}, solution.multipliers)
-    moved.assemble(tmp_path / "hessian", show_progress=False)
+    assembly.assemble(moved, tmp_path / "hessian", show_progress=False)
     assert sum(counted) == columns
 
 

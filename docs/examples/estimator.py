@@ -3,7 +3,7 @@ import torch
 import dif
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
-from dif.estimators.protocol import by_chunk, differences, fill_scores
+from dif.estimators.protocol import by_chunk, differences, fill_scores, resolve
 from dif.linalg.solvers import build_solver
 from dif.optimality.solution import expect_solution
 
@@ -34,9 +34,9 @@ class Unconstrained:
         def work(some):
             return differences(at, targets, map(self._move, some.perturbation)), {}
 
-        direction = Direction(at.program, perturbations)
-        score = by_chunk(work, direction, jobs=jobs)
-        return fill_scores(self, at, targets, direction, score, {}, out=out, show_progress=show_progress)
+        direction, reasons = resolve(at.program, perturbations)  # reasons of those that leave a term without samples
+        score, given = by_chunk(work, direction, jobs=jobs), {"given": perturbations, "reasons": reasons}
+        return fill_scores(self, at, targets, direction, score, {}, out=out, show_progress=show_progress, **given)
 
 
 X, y = torch.randn(50, 2).double(), torch.randn(50).double()

@@ -1,4 +1,4 @@
-"""What users see: the report and its HTML page, plots, the file that describes a model. No estimates are made here."""
+"""What users see: the report, its HTML page and the plots."""
 
 from dif.report.builder import Report, write_report
 

@@ -1,4 +1,4 @@
-"""The one builder of reports, for Python and for the command line: it asks the scores, and makes no estimates."""
+"""The one builder of reports, for Python and for the command line: it asks the estimator of the scores."""
 
 from __future__ import annotations
 

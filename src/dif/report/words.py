@@ -95,7 +95,8 @@ def _describe_sum(part: SampleSum, sets: SampleSets, minimised: Sequence[Samples
     if not members:
         return part.words
     kind = "mean" if part.normalised else "sum" if bool((part.weights[members] == 1).all()) else "weighted sum"
-    name = f"{kind}{' loss' if part.samples in minimised else ''} of {part.samples.name}"
+    is_loss = any(part.samples.same_loss(other) for other in minimised)
+    name = f"{kind}{' loss' if is_loss else ''} of {part.samples.name}"
     return name if part.everyone else f"{name} over {sets.describe(part.samples, members)}"
 
 

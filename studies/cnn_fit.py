@@ -175,7 +175,7 @@ def polish(
         if omega is None or nu is None:
             H, c = problem.hessian(parts, z.lam), f[1:] - program.tau
             binding = kinds.has_force(z.lam) | (c > 0)
-            omega, nu = kkt_step(program.weights(z.lam) @ J, Matrix(H), c, J[1:], z.lam, kinds, binding)
+            omega, nu, _ = kkt_step(program.weights(z.lam) @ J, Matrix(H), c, J[1:], z.lam, kinds, binding)
         theta, lam = z.theta + length * omega, kinds.project(z.lam + length * (nu - z.lam))
         f1, J1 = problem.gradients(theta)
         kkt = residuals(scales, program.weights(lam) @ J1, f1[1:] - program.tau, lam, kinds)

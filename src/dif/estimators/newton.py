@@ -103,7 +103,7 @@ class NewtonInfluence:
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
         H, solver = self._curvature(direction, weights)
         try:
-            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver), ""
+            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver)[:2], ""
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"This is the step of the perturbation {direction.perturbation.labels[0]!r}.")

@@ -137,7 +137,7 @@ def memory(device, n):
     columns, direction = targets.gradients(solution.theta), Direction(solution.program, train.remove_each())
 
     def score(chunk):
-        values, _ = estimator.first_order_scores(system, columns, chunk)
+        values = estimator.answer(system, chunk, columns)[0]
         return values.double().cpu(), {}
 
     with tempfile.TemporaryDirectory() as folder:

@@ -56,7 +56,8 @@ def measure_time(setting: Setting, device: str, data: str | None) -> list[str]:
     run, seconds = timed(device, lambda: training.run(show_progress=False))
     ratios = []
     for count in TARGETS:
-        targets = [*task.targets.values(), *task.targets.values()][:count]
+        every = {f"{name} ({copy})": target for copy in "ab" for name, target in task.targets.items()}
+        targets = dict(list(every.items())[:count])
         work = lambda targets=targets: dif.UnrolledInfluence(run).scores(  # noqa: E731
             targets, task.train.remove_each(), show_progress=False, probe=0
         )

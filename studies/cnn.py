@@ -48,7 +48,7 @@ from studies.plain import retrain, sample_losses, whiten
 
 DAMPINGS = (0.0, *(10.0**e * f for e in range(-4, 1) for f in (1.0, 3.0)))  # δ in H + δI, tried in this order
 BATCH = 256  # images per mini-batch
-BY_LAYERS = 10_000  # training images from which, without a GPU, the Hessian is assembled layer by layer
+BY_LAYERS = 10_000  # training images from which the Hessian is assembled layer by layer, halved images on a GPU apart
 TOLERANCE = 1e-8  # relative KKT residual of retrainings there; elsewhere that of `dif.Retraining`
 PASSES = 150  # over the data, at most, in one call of a retraining there; a later call goes on where it stopped
 _SAVED = 8  # retrainings that are begun together there, so that a killed study loses few
@@ -168,16 +168,17 @@ def fit(task: Task, setting: Setting, show_progress: bool, **options: Any) -> di
 
 
 def by_layers(task: Task) -> bool:
-    """Whether Hessians are assembled layer by layer, because products take seconds."""
+    """Whether Hessians are assembled layer by layer, because products take long."""
     images, _ = task.images
-    return not images.is_cuda and len(images) >= BY_LAYERS
+    return len(images) >= BY_LAYERS and not (images.is_cuda and images.shape[-1] < 28)
 
 
 def fit_by_layers(task: Task, setting: Setting, show_progress: bool, *, checkpoint: Path) -> dif.Solution:
-    """Fit the model on a processor: mini-batches in single precision, then all samples, with Hessians by layers."""
+    """Fit the model: mini-batches in single precision, then all samples, with Hessians by layers."""
     problem, files = group_program(task), checkpoint_files(checkpoint.parent)
     if files.state.exists():
         state = State.load(files.state)
+        state = replace(state, theta=state.theta.to(task.test), lam=state.lam.to(task.test))
     else:
         run = train(to_single(task, setting), setting, show_progress)
         state = State(run.theta.double(), run.point.lam.double())
@@ -194,7 +195,7 @@ def checkpoint_files(out: Path) -> Checkpoint:
 def group_program(task: Task) -> GroupProgram:
     """Return the compiled problem, with sums over the groups that are computed by layers."""
     program = dif.Solution(task.problem, task.start, [0.0] * len(task.problem.constraints)).program
-    return GroupProgram(program, GroupRisks(task.start, *task.images, task.group))
+    return GroupProgram(program, GroupRisks(task.start, *task.images, task.group.to(task.test.device)))
 
 
 def train(task: Task, setting: Setting, show_progress: bool) -> dif.Run:
@@ -398,14 +399,14 @@ def check_retraining(
 def reevaluate(estimator: FirstOrderEstimator, target: Any, removals: dif.Perturbation) -> Tensor:
     """Return the difference of each target between θ̄ and θ̄ + Δθ, (P, T); `scores` has its first-order part, qᵀΔθ."""
     direction, targets = Direction(estimator.at.program, removals), Targets(target, estimator.at)
-    return differences(estimator.at, targets, estimator.steps(estimator.linearise(direction), direction)[0])
+    return differences(estimator.at, targets, estimator.ends(estimator.linearise(direction), direction)[0])
 
 
 def group_risks(task: Task, kept: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function θ → risks of the groups, (groups,), over the images that are kept."""
     images, labels = task.images
     if by_layers(task):
-        return GroupRisks(task.start, images[kept], labels[kept], task.group[kept])
+        return GroupRisks(task.start, images[kept], labels[kept], task.group[kept].to(images.device))
     groups = range(int(task.group.max()) + 1)
     shares = torch.stack([m / m.sum() for m in ((task.group == g) & kept for g in groups)]).to(images)
     return lambda theta: shares @ sample_losses(task.start, theta, images, labels)

@@ -1,4 +1,4 @@
-"""Risks of the groups on the paper's network, with gradients and Hessians, for machines without a GPU.
+"""Risks of the groups on the paper's network, with gradients and Hessians.
 
 The Hessian is assembled layer by layer. The parameters of one output channel of a layer are taken together: their
 tangents begin at that layer, and its own rows and those of later layers are all that is needed, since the matrix is
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,7 +27,8 @@ from studies.network import AllConvolutional
 
 _GRADIENT_CHUNK = 50  # images whose activations stay in a processor's cache
 _HESSIAN_CHUNK = 16  # the same for the tangents of one output channel
-_IN_ONE_SUM = 128  # images whose Hessians are added up in the precision in which they are computed
+_GRADIENT_CHUNK_CUDA = 5_000  # images at once on a GPU
+_IN_ONE_SUM = 128  # images whose Hessians are added up in the precision in which they are computed; on a GPU, at once
 _KEPT_EVERY = 8  # such sums after which the total is written to a file
 
 R = TypeVar("R")
@@ -81,7 +82,9 @@ class Layer:
     def places(self, channel: int) -> Tensor:
         """Return the positions in θ of the weights of an output channel and of its bias."""
         begin = self.start + channel * self.inputs
-        return torch.cat([torch.arange(begin, begin + self.inputs), torch.tensor([self._bias + channel])])
+        here = {"device": self.weight.device}
+        weights, bias = torch.arange(begin, begin + self.inputs, **here), torch.tensor([self._bias + channel], **here)
+        return torch.cat([weights, bias])
 
     @property
     def _bias(self) -> int:
@@ -206,7 +209,7 @@ class GroupRisks:
     images: Tensor  # (n, side, side)
     labels: Tensor
     group: Tensor
-    threads: int = 2
+    threads: int = field(default_factory=torch.get_num_threads)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return the risks as autograd sees them, once differentiable."""
@@ -224,7 +227,8 @@ class GroupRisks:
             loss = F.cross_entropy(h.mean((2, 3)), self.labels[chosen], reduction="sum")
             return loss.detach(), torch.autograd.grad(loss, flat)[0]
 
-        for group, (value, gradient) in self._run(work, self._chunks(_GRADIENT_CHUNK, self._sizes)):
+        size = _GRADIENT_CHUNK_CUDA if self.images.is_cuda else _GRADIENT_CHUNK
+        for group, (value, gradient) in self._run(work, self._chunks(size, self._sizes)):
             values[group] += value
             gradients[group] += gradient
         return values / self._sizes, gradients / self._sizes[:, None]
@@ -243,18 +247,18 @@ class GroupRisks:
         H, done = theta.new_zeros((self._groups, len(theta), len(theta))), 0
         with suppress(FileNotFoundError, InvalidInputError):
             arrays, about = read_archive(keep or "", "part of a sum of Hessians", name=name)
-            H, done = torch.from_numpy(arrays["H"]), about["done"]
+            H, done = torch.from_numpy(arrays["H"]).to(theta), about["done"]
 
         def work(chosen: Tensor) -> Tensor:
-            part = torch.zeros((len(theta), len(theta)), dtype=dtype)
-            for some in chosen.split(_HESSIAN_CHUNK):
+            part = theta.new_zeros((len(theta), len(theta)), dtype=dtype)
+            for some in chosen.split(_IN_ONE_SUM if self.images.is_cuda else _HESSIAN_CHUNK):
                 add_hessian(part, layers, self.images[some].to(dtype), self.labels[some])
             return part
 
         for group, part in self._run(work, chunks[done:]):
             H[group] += part
             done += 1
-            if keep is not None and done % _KEPT_EVERY == 0:
+            if keep is not None and done % _KEPT_EVERY == 0 and not H.is_cuda:  # there it takes seconds
                 write_archive(keep, "part of a sum of Hessians", {"H": H}, {"name": name, "done": done})
         for k in range(1, len(layers)):  # what belongs to later layers is above the diagonal, too
             here = slice(layers[k].start, layers[k].start + layers[k].weight.numel() + len(layers[k].bias))
@@ -276,6 +280,10 @@ class GroupRisks:
 
     def _run(self, work: Callable[[Tensor], R], chunks: Sequence[tuple[int, Tensor]]) -> Iterator[tuple[int, R]]:
         """Yield the group of each chunk and what `work` returns for it, in their order."""
+        if self.images.is_cuda:
+            torch.backends.cudnn.allow_tf32 = False
+            yield from ((group, work(some)) for group, some in chunks)
+            return
         before = torch.get_num_threads()
         torch.set_num_threads(1)
         try:

@@ -1,7 +1,8 @@
-"""A fit of the paper's network on a processor: descent in coordinates of equal curvature, then Newton's method.
+"""A fit of the paper's network at full size: descent in coordinates of equal curvature, then Newton's method.
 
-`dif.fit` needs a thousand Hessian-vector products for this, each of which takes seconds with ten thousand images. Here
-Hessians are assembled layer by layer. How the point was found does not matter afterwards: `dif.Solution` judges it.
+`dif.fit` needs thousands of Hessian-vector products for this, each of which takes seconds on a processor with ten
+thousand images. Here Hessians are assembled layer by layer. How the point was found does not matter afterwards:
+`dif.Solution` judges it.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class State:
     def save(self, path: Path) -> None:
         """Write the file, complete or not at all."""
         with open_atomically(path) as file:
-            np.savez(file, theta=self.theta, lam=self.lam, rounds=self.rounds, slope=self.slope, residual=self.residual)
+            numbers = {"rounds": self.rounds, "slope": self.slope, "residual": self.residual}
+            np.savez(file, theta=self.theta.cpu(), lam=self.lam.cpu(), **numbers)
 
     @classmethod
     def load(cls, path: Path) -> State:
@@ -124,24 +126,24 @@ def descend(problem: GroupProgram, state: State, parts: Tensor, floor: float, sa
         at, done = state, 0
 
         def augmented_lagrangian(u: np.ndarray, at: State = at) -> tuple[float, np.ndarray]:
-            f, J = problem.gradients(at.theta + W @ torch.tensor(u), dtype)
+            f, J = problem.gradients(at.theta + W @ torch.tensor(u).to(W), dtype)
             lam = next_multipliers(f, at.lam)
             value = f[0] + ((lam**2).sum() - (at.lam**2).sum()) / (2 * _PENALTY)
-            return float(value), (W.T @ (problem.program.weights(lam) @ J)).numpy()
+            return float(value), (W.T @ (problem.program.weights(lam) @ J)).cpu().numpy()
 
         def checkpoint(u: np.ndarray, at: State = at) -> None:
             nonlocal done
             done += 1
             if done % _BLOCK == 0:
                 say(f"{done} iterations")
-                save(replace(at, theta=at.theta + W @ torch.tensor(u)))
+                save(replace(at, theta=at.theta + W @ torch.tensor(u).to(W)))
 
         found = minimize(
             augmented_lagrangian, np.zeros(len(W)), jac=True, method="L-BFGS-B", callback=checkpoint,
             options={"maxiter": left, "maxfun": 2 * left, "maxcor": 60, "ftol": 0.0, "gtol": 0.1 * goal},
         )  # fmt: skip
         left -= max(done, 1)
-        theta, slope = at.theta + W @ torch.tensor(found.x), float(np.linalg.norm(found.jac))
+        theta, slope = at.theta + W @ torch.tensor(found.x).to(W), float(np.linalg.norm(found.jac))
         f, _ = problem.gradients(theta, dtype)
         lam = next_multipliers(f, at.lam)
         say(f"{found.nfev} gradients, value {found.fun:.8f}, slope {slope:.1e}, multipliers {lam.tolist()}")
@@ -207,8 +209,8 @@ class Checkpoint:
         """Return the Hessians of the parts of the rows from all images, as in the file if that has them."""
         with suppress(FileNotFoundError, dif.InvalidInputError):
             arrays, _ = read_archive(self.hessians, _KIND)
-            if float((torch.from_numpy(arrays["theta"]) - theta).norm()) <= _SAME * float(theta.norm()):
-                return torch.from_numpy(arrays["parts"])
+            if float((torch.from_numpy(arrays["theta"]).to(theta) - theta).norm()) <= _SAME * float(theta.norm()):
+                return torch.from_numpy(arrays["parts"]).to(theta)
         say("Hessian of all images")
         parts = problem.part_hessians(theta, keep=self.part)
         write_archive(self.hessians, _KIND, {"theta": theta, "parts": parts}, {})

@@ -106,5 +106,5 @@ def _read_removals(perturbations: dif.Perturbation) -> tuple[Samples, list[list[
     factor, removal = perturbations.removal or (0.0, None)
     if removal is None or factor != 1.0 or removal.terms is not None:
         raise dif.InvalidInputError("TracIn scores complete removals only: remove, remove_each or remove_groups.")
-    sizes = torch.bincount(removal.entries.owner, minlength=len(removal)).tolist()
+    sizes = torch.bincount(removal.entries.owner, minlength=len(perturbations)).tolist()
     return removal.samples, [index.tolist() for index in removal.entries.index.split(sizes)]

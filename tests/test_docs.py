@@ -1,6 +1,8 @@
 """The documentation builds without a warning, and its examples run as they stand."""
 
+import inspect
 import os
+import pkgutil
 import re
 import runpy
 import subprocess
@@ -64,3 +66,16 @@ def test_code_in_the_pages_is_the_code_that_runs(page):
     examples = {path.read_text().strip() for path in EXAMPLES}
     assert any(code in examples for code in shown)
     assert "--8<--" not in text
+
+
+def test_examples_in_docstrings_have_a_heading():
+    """Without "Examples:" above it, a >>> is rendered on the API page as a quotation in a quotation."""
+    bare = []
+    for name in re.findall(r"^::: ([\w.]+)", (ROOT / "docs" / "api.md").read_text(), flags=re.M):
+        found = pkgutil.resolve_name(name)
+        members = vars(found).values() if inspect.isclass(found) else []
+        for part in (found, *(member for member in members if member.__doc__ != type(member).__doc__)):
+            heading, *examples = (inspect.getdoc(part) or "").split(">>>")
+            if examples and "Examples:" not in heading.splitlines():
+                bare.append(f"{name}: {getattr(part, '__name__', part)}")
+    assert not bare

@@ -4,7 +4,7 @@ import dif
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.estimators.protocol import by_chunk, differences, fill_scores
-from dif.linalg.solvers import prepare
+from dif.linalg.solvers import build_solver
 from dif.optimality.solution import expect_solution
 
 
@@ -16,7 +16,7 @@ class Unconstrained:
     def __init__(self, solution):
         self.solution = expect_solution(solution)
         solution.check()
-        self.solver, _ = prepare(solution.curvature, solution.G[:0])
+        self.solver = build_solver(solution.curvature)
 
     def _move(self, perturbation):
         at = self.solution

@@ -84,7 +84,7 @@ def compile_loss(start, loss, **options):
     """Return samples, layout, θ, rows and the exact Hessian of the weighted sum of a loss."""
     samples = Samples(loss, data, **options)
     layout, theta = Parameters.of(start)
-    rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
+    rows, *_ = Rows.compile([samples.weighted(w)], layout, theta)
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
     return samples, layout, theta, rows, exact
 
@@ -160,7 +160,7 @@ def test_small_coordinates_beside_large_ones_are_checked():
     start, data_ = params(w=(7,), u=(7,)), (large, small)
     samples = Samples(lambda p, z: 0.5 * (z[0] @ p["w"]) ** 2 + softplus(z[1] @ p["u"]), data_)
     layout, theta = Parameters.of(start)
-    rows, _ = Rows.compile([samples.weighted(w)], layout, theta)
+    rows, *_ = Rows.compile([samples.weighted(w)], layout, theta)
     one = torch.ones(1).double()
     H = structured_hessian(samples, layout, theta, w)
     assert rows._agrees(H, theta, one)
@@ -173,7 +173,7 @@ def test_samples_without_weight():
     start, loss = MAPPED["softmax"]
     train, other = Samples(loss, data), Samples(MAPPED["quadratic"][1], data, name="other")
     layout, theta = Parameters.of(start)
-    rows, _ = Rows.compile([train.weighted(w), other.mean()], layout, theta)
+    rows, *_ = Rows.compile([train.weighted(w), other.mean()], layout, theta)
     exact = torch.autograd.functional.hessian(lambda t: loss(layout.tensors(t), data) @ w, theta)
     H = rows.hessian(theta, torch.tensor([1.0, 0.0]).double())
     assert torch.allclose(H, exact, rtol=1e-12, atol=1e-13)
@@ -187,15 +187,10 @@ def test_several_points_in_one_product_are_those_one_by_one(name):
     mapped = replace(plain, by_maps=True)
     assert not plain.by_maps
     draw = lambda *shape: torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)  # noqa: E731
-    thetas, W, mu = theta + 0.1 * draw(4, len(theta)), draw(4, 3, N), draw(4, 3)
+    thetas, W = theta + 0.1 * draw(4, len(theta)), draw(4, 3, N)
     assert evaluate_maps(plain.samples, layout, thetas, plain.batch)[0].shape == (4, N)
     thetas[0, 0] = float("nan")  # at one point, which must not spoil the others
-    for verb, arguments in {
-        "pull": (theta, W[0]),
-        "stacked_values": (thetas,),
-        "stacked_pull": (thetas, W),
-        "stacked_gradients": (thetas, W, mu),
-    }.items():
+    for arguments in ((theta[None], W[:1]), (thetas,), (thetas, W)):
         torch.testing.assert_close(
-            getattr(mapped, verb)(*arguments), getattr(plain, verb)(*arguments), rtol=1e-12, atol=1e-12, equal_nan=True
+            mapped.evaluate_at(*arguments), plain.evaluate_at(*arguments), rtol=1e-12, atol=1e-12, equal_nan=True
         )

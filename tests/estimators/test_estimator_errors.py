@@ -148,8 +148,8 @@ def test_bounds_of_dependent_constraints_that_move_apart_are_refused():
 
 
 def check_unanswered(at, perturbation, reason):
-    """Check that change and scores are NaN, with the reason in the diagnostics."""
-    for answer in (at.change(perturbation), at.scores(TRAIN, perturbation)):
+    """Check that change, scores and prices are NaN, with the reason in the diagnostics."""
+    for answer in (at.change(perturbation), at.scores(TRAIN, perturbation), at.prices(perturbation)):
         assert torch.isnan(answer.flat if isinstance(answer, dif.Change) else answer.values).all()
         (found,) = answer.diagnostics["unanswered"].values()
         assert reason in found

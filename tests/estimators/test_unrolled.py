@@ -612,6 +612,35 @@ def test_every_constrained_group_is_among_those_carried_out():
     assert dif.UnrolledInfluence(run).scores(train.mean(), train.remove_each([5]), **PLAIN).trusted is None
 
 
+def test_a_removal_that_empties_a_mean_leaves_the_others_their_scores(tmp_path):
+    """Sample 0 is alone in its group; the run and its retraining answer all other removals, also in a file."""
+    X, y, group, params = classify(n=40)
+    group[0] = 7
+    train = dif.Samples(logistic, (X, y), name="train")
+    alone = (train.mean(where=group == 7) <= 0.4).named("alone")
+    problem = dif.Problem(train.mean() + dif.ridge(0.01), [alone])
+    run = dif.Training(problem, params, dif.SGD(0.05), dif.Ascent(0.1), 20, 3).run(**QUIET)
+    removals, others = train.remove_each(), train.remove_each(range(1, 40))
+    estimator = dif.UnrolledInfluence(run)
+    with pytest.warns(dif.FirstOrderWarning, match="1 of 40 perturbations have no answer"):
+        scores = estimator.scores(train.mean(), removals, out=tmp_path / "s.npy", **QUIET)
+    with pytest.warns(dif.FirstOrderWarning, match="1 of 40 perturbations have no answer"):
+        truth = dif.Retraining(run).scores(train.mean(), removals, **QUIET)
+    expected = estimator.scores(train.mean(), others, **PLAIN)
+    assert torch.isnan(scores.values[0]).all()
+    assert torch.isnan(truth.values[0]).all()
+    np.testing.assert_allclose(scores.values[1:], expected.values, rtol=1e-12)
+    rows = scores.diagnostics["assessment"]["rows"]
+    assert 0 not in rows
+    np.testing.assert_allclose(scores.diagnostics["probe"]["actual"], truth.values[rows], rtol=1e-9)
+    for influence in (scores, truth, estimator.by_term(train.mean(), removals, **QUIET)):
+        ((label, reason),) = influence.diagnostics["unanswered"].items()
+        assert label == removals.labels[0]
+        assert "leaves no samples in" in reason
+        assert torch.isfinite(influence.values[1:]).all()
+    invalid(lambda: estimator.scores(train.mean(), removals[0], **QUIET), "leaves no samples in")
+
+
 def test_scores_in_a_file_keep_their_verdict(tmp_path):
     run, train, target = train_minority(1)
     first, again = (
@@ -646,7 +675,9 @@ def test_wrong_input_is_refused():
         dif.DegenerateError,
         lambda: dif.UnrolledInfluence(adam).scores(flat.mean(), flat.remove_each(), **QUIET),
         "scores are NaN or infinite",
-        "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root.",
+        "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root. "
+        "Or a step of your own divides by the weights of a group that is empty without a sample.",
+        "Leave empty groups out of a step of your own.",
     )
     invalid(lambda: dif.UnrolledInfluence(run).change(3), "int")
     invalid(lambda: dif.UnrolledInfluence(run.end), "`run` must be a dif.Run, not of type Solution")

@@ -536,6 +536,19 @@ def test_a_dataset_of_named_tuples():
     assert gap.abs().max() < 1e-12
 
 
+class Failing(Pairs):
+    def __getitem__(self, i):
+        raise AssertionError("Torch not compiled with CUDA enabled\nmore")  # as x.cuda() does
+
+
+def test_a_dataset_that_fails_is_named():
+    train = samples(squares, Failing())
+    expected = "The Dataset of Samples 'odd' raised AssertionError: Torch not compiled with CUDA enabled."
+    invalid(lambda: solve(train.mean()), expected)
+    training = dif.Training(dif.Problem(train.mean()), START, dif.SGD(0.1))
+    invalid(lambda: training.run(show_progress=False), expected)
+
+
 MALFORMED = {
     "reweight by none": lambda: TRAIN.reweight(None),
     "weights of text": lambda: TRAIN.weighted(["a"] * 8),

@@ -93,7 +93,7 @@ def test_scores_are_readable_while_they_grow(scored, tmp_path, monkeypatch):
     assert loaded.diagnostics["rows"] == 60
     assert sorted(p.name for p in tmp_path.iterdir()) == ["scores.npy", "scores.npy.journal"]
     # the same question again: nothing is done; another: begun anew
-    monkeypatch.setattr("dif.estimators.first_order.FirstOrderEstimator._score", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("dif.estimators.first_order.by_chunk", lambda *_: lambda begin: pytest.fail("done again"))
     assert torch.equal(influence.scores(train, train.remove_each(), out=path).values, held.values)
     monkeypatch.undo()
     other = influence.scores(train.mean(), train.remove_each(), out=path)
@@ -237,7 +237,7 @@ def test_another_number_of_jobs_is_the_same_work(scored, tmp_path, monkeypatch):
     train, influence, held = scored
     path = tmp_path / "scores.npy"
     influence.scores(train, train.remove_each(), out=path, jobs=2)
-    monkeypatch.setattr("dif.estimators.first_order.FirstOrderEstimator._score", lambda *_: pytest.fail("done again"))
+    monkeypatch.setattr("dif.estimators.first_order.by_chunk", lambda *_: lambda begin: pytest.fail("done again"))
     found = influence.scores(train, train.remove_each(), out=path).values
     assert torch.allclose(found, held.values, rtol=1e-12, atol=1e-16)
 

@@ -1,4 +1,4 @@
-"""Cooper: train a dif.Problem with mini-batch primal–dual optimisers, and read what Cooper has trained.
+"""Cooper: train a dif.Problem with Cooper's primal–dual optimisers, and read what Cooper has trained.
 
 Mini-batch training ends near a solution, not at one. `Solution.kkt` measures the distance; `dif.fit` continues from it.
 `unroll` carries out a Cooper loop as a run of dif, which influence through training can differentiate. Cooper's
@@ -9,7 +9,6 @@ Lagrangians detach the multipliers, so its steps are built anew from the loss an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -178,58 +177,6 @@ def solution_of(
             raise InvalidInputError(f"The multiplier of {name!r} must have {rows} values, not {weight.numel()}.")
         lam.append(float((signs or {}).get(name, 1.0)) * weight.detach().reshape(-1).clone())
     return dif.Solution(problem, params, lam)
-
-
-def train(
-    problem: dif.Problem,
-    params: Params,
-    *,
-    epochs: int = 100,
-    batch_size: int = 64,
-    rate: float = 1e-2,
-    dual_rate: float = 1e-2,
-    optimizer: Any = cooper.optim.SimultaneousOptimizer,
-    seed: int = 0,
-) -> dif.Solution:
-    """Train by mini-batches with Adam on θ and gradient ascent on λ; return the last point, without polishing.
-
-    Both learning rates decrease to zero (cosine schedule).
-
-    Args:
-        problem: The problem to train.
-        params: The start; not changed.
-        epochs: Passes over the data.
-        batch_size: Samples per mini-batch.
-        rate: Initial learning rate of Adam.
-        dual_rate: Initial learning rate of the multipliers. If it is too large, λ oscillates.
-        optimizer: Cooper's class that combines both optimisers; it must accept plain torch optimisers.
-        seed: Seed of the order of the samples.
-
-    Raises:
-        InvalidInputError: epochs or batch_size is less than 1, or a loss cannot be evaluated on its data.
-    """
-    if min(epochs, batch_size) < 1:
-        raise InvalidInputError(f"`epochs` and `batch_size` must be at least 1, not {epochs} and {batch_size}.")
-    zeros = [torch.zeros(_count_rows(constraint, params)) for constraint in problem.constraints]
-    dif.Solution(problem, params, zeros)  # raises for invalid losses and data before training starts
-    model = _copy_params(params)
-    cmp = Constrained(problem, model)
-    primal = torch.optim.Adam(_trained_tensors(model).values(), lr=rate)
-    dual = torch.optim.SGD(
-        list(cmp.dual_parameters()) or [torch.zeros(1, requires_grad=True)], lr=dual_rate, maximize=True
-    )
-    joint = optimizer(cmp=cmp, primal_optimizers=primal, dual_optimizers=dual)
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(part, T_max=epochs) for part in (primal, dual)]
-    generator = torch.Generator().manual_seed(seed)
-    steps = max((-(-len(samples) // batch_size) for samples in problem.samples), default=1)
-    for _ in range(epochs):
-        orders = {samples: torch.randperm(len(samples), generator=generator) for samples in problem.samples}
-        for step in range(steps):
-            indices = {samples: _take_batch(order, step, batch_size) for samples, order in orders.items()}
-            joint.roll(compute_cmp_state_kwargs={"indices": indices})
-        for schedule in schedules:
-            schedule.step()
-    return solution_of(problem, model, cmp)
 
 
 def unroll(
@@ -454,12 +401,6 @@ def _count_rows(constraint: dif.Constraint, params: Params) -> int:
     return max(part.numel() for part in (constraint.tau, *parts))
 
 
-def _take_batch(order: Tensor, step: int, batch_size: int) -> Tensor:
-    """Return batch number `step` of the order, starting over at its end."""
-    size = min(batch_size, len(order))
-    return order[torch.arange(step * size, (step + 1) * size) % len(order)]
-
-
 def _trained_tensors(params: Params) -> dict[str, Tensor]:
     """Return the tensors to train, by name."""
     if isinstance(params, nn.Module):
@@ -476,10 +417,3 @@ def _loss_arguments(params: Params, tensors: dict[str, Tensor] | None = None) ->
     arguments = dif.variable(params, list(tensors))
     arguments.update(tensors)
     return arguments
-
-
-def _copy_params(params: Params) -> Params:
-    """Return a copy of the params that can be trained."""
-    if isinstance(params, nn.Module):
-        return deepcopy(params)
-    return {name: t.detach().clone().requires_grad_() for name, t in params.items()}

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 from warnings import simplefilter
-
-import torch
 
 import dif
 from dif.cli.description import Description
@@ -155,27 +153,17 @@ class Analysis:
 
 def _score_all(description: Description, targets: dict[str, Any], question: Question, silent: bool) -> Influence:
     """Return the scores of all samples: NaN and a reason for those that cannot be removed."""
-    train, needed = description.train, description.needed
-    removable = [i for i in range(len(train)) if i not in needed]
-    if not removable:
+    removals, needed = description.train.remove_each(), description.needed
+    if len(needed) == len(removals):
         fail(
             "No sample can be removed: each is the only sample in a term of the problem, which would be undefined "
             "without it."
         )
-    removals = train.remove_each(removable if needed else None)
     scores = _choose_estimator(description.solution, question).scores(targets, removals, show_progress=not silent)
-    if not needed:
-        return scores
-    values = torch.full((len(train), len(targets)), float("nan"), dtype=scores.values.dtype)
-    values[removable] = scores.values
-    assessment, everyone = dict(scores.diagnostics["assessment"]), train.remove_each()
-    assessment["rows"] = [removable[row] for row in assessment["rows"]]
-    unanswered = scores.diagnostics.get("unanswered", {}) | {
-        everyone[i].labels[0]: f"It is the only sample in {term}, which would be undefined without it."
-        for i, term in needed.items()
-    }
-    diagnostics = scores.diagnostics | {"unanswered": unanswered, "assessment": assessment}
-    return replace(scores, stored=values, carried_out=everyone, diagnostics=diagnostics)
+    for i, term in needed.items():
+        why = f"It is the only sample in {term}, which would be undefined without it."
+        scores.diagnostics["unanswered"][scores.perturbations[i]] = why
+    return scores
 
 
 def _choose_estimator(solution: Solution, question: Question) -> dif.Estimator:

@@ -38,9 +38,10 @@ class Credit:
 def german_credit() -> Credit:
     """Return the Statlog data set (Hofmann, UCI, CC BY 4.0), without the attributes whose codes are in doubt.
 
-    >>> credit = german_credit()
-    >>> tuple(credit.X.shape), int((credit.paid > 0).sum()), int((credit.age <= 25).sum())
-    ((1000, 28), 700, 190)
+    Examples:
+        >>> credit = german_credit()
+        >>> tuple(credit.X.shape), int((credit.paid > 0).sum()), int((credit.age <= 25).sum())
+        ((1000, 28), 700, 190)
     """
     raw = gzip.decompress((files("dif.data") / "german.data.gz").read_bytes())
     lines = [line.split() for line in raw.decode().splitlines() if line]

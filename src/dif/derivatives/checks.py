@@ -19,6 +19,7 @@ from dif.derivatives.losses import (
     Differentiable,
     OperationCounter,
     cost,
+    fall_back,
     sample_losses,
     sample_slopes,
     stacked_losses,
@@ -170,12 +171,9 @@ class _Check:
 
     def _replace_if_wrong(self, fallback: str, gap: Callable[[int], float]) -> bool:
         """Add the fallback if a method is wrong or unsupported by torch; return whether it was added."""
-        try:
+        with fall_back(self.losses.fallbacks):
             if self._agrees(gap):
                 return False
-        except Exception as error:
-            if not is_unsupported(error):
-                raise
         self.losses.fallbacks.add(fallback)
         return True
 
@@ -199,22 +197,21 @@ class _Check:
         """Compare gradients by vmap and by linear maps, for several weights and at several θ, with plain ones."""
         thetas = torch.stack([self.theta, self.theta + self.steps[number] * self.directions[number]])
         expected = torch.stack([self.plain[0], self._gradient_near(number, self.steps[number])])
-        W, ones = self.weights[0].expand(2, 1, -1), torch.ones_like(thetas[:, :1])
-        gaps = []
+        W = self.weights[0].expand(2, 1, -1)
+        gaps = [_relative_gap(self.losses.pull(self.theta, self.weights)[1], self.plain)]
         for losses in self.ways:
-            gaps.append(_relative_gap(losses.pull(self.theta, self.weights)[1], self.plain))
-            gaps.append(_relative_gap(losses.stacked_gradients(thetas, W, ones)[1], expected))
+            gaps.append(_relative_gap(losses.evaluate_at(self.theta[None], self.weights[None])[1][0], self.plain))
+            gaps.append(_relative_gap(losses.evaluate_at(thetas, W)[1][:, 0], expected))
         return max(gaps)
 
     def slope_gap(self, number: int) -> float:
         """Compare slopes by forward mode, for one column and for two, with differences of the losses."""
-        expected = self._differences(number)
-        return max(_relative_gap(self.losses.push(self.theta, V)[1][:, 0], *expected) for V in self._columns(number))
+        expected, V = self._differences(number), self._two_directions(number)
+        return max(_relative_gap(self.losses.push(self.theta, v)[1][:, 0], *expected) for v in (V[:, :1], V))
 
-    def _columns(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return a direction as one column, (d, 1), and the same with the next one beside it, (d, 2)."""
-        both = self.directions[[number, (number + 1) % _TRIES]].T
-        return both[:, :1], both
+    def _two_directions(self, number: int) -> Tensor:
+        """Return a direction and the next one as columns, (d, 2)."""
+        return self.directions[[number, (number + 1) % _TRIES]].T
 
     def sample_gap(self, number: int) -> float:
         """Compare per-sample gradients, (n, d), with a plain gradient."""
@@ -223,21 +220,18 @@ class _Check:
 
     def curvature_gap(self, number: int) -> float:
         """Compare Hessian-vector products, for one column and for two, with differences of the plain gradient."""
-        columns = self._columns(number)
-        v, other = columns[1].T
-        single, double = (self.losses.products(self.theta, self.weights[0], V) for V in columns)
+        V = self._two_directions(number)
+        v, other = V.T
+        single, double = (self.losses.products(self.theta, self.weights[0], columns) for columns in (V[:, :1], V))
         crossed = torch.stack([double[:, 0] @ other, double[:, 1] @ v])  # equal for a symmetric matrix
         size = float(double[:, 0].abs() @ other.abs() + double[:, 1].abs() @ v.abs())
         asymmetry = max(float((crossed[0] - crossed[1]).abs()) - self.negligible, 0.0) / size if size > 0 else 0.0
         at, step = partial(self._gradient_near, number), self.steps[number]
         differences, rounding, bend = difference(at, self.plain[0], step)
-        uncertainty = self.negligible / self.units + rounding.max() + bend
-        gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
-        if gap > self.allowed:  # on a kink, or where the curvature vanishes, differences depend on the step
-            closer, rounding, bend = difference(at, self.plain[0], step / 32)
-            uncertainty = uncertainty + rounding.max() + bend + 2 * (differences - closer).abs()
-            gap = max(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double))
-        return max(gap, asymmetry)
+        closer, more_rounding, bent = difference(at, self.plain[0], step / 32)
+        moved = 2 * (differences - closer).abs()  # on a kink, or where the curvature vanishes, the step matters
+        uncertainty = self.negligible / self.units + rounding.max() + more_rounding.max() + bend + bent + moved
+        return max(asymmetry, *(_relative_gap(HV[:, 0], differences, uncertainty) for HV in (single, double)))
 
     def _differences(self, number: int, mask: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
         """Return the slope of each loss by differences, (n,), and its uncertainty, (n,): rounding, and bends on kinks.
@@ -247,11 +241,9 @@ class _Check:
         v, step = mask * self.directions[number], self.steps[number]
         at = lambda t: self.losses.values(self.theta + t * v)  # noqa: E731
         slope, rounding, bend = difference(at, self.here, step)
-        change = step * (slope.abs() + 0.5 * bend)  # to the steeper side
-        jumps = change > _LEAP * torch.maximum(self.here.abs(), change)
-        if bool(jumps.any()):  # a real jump has the same size at a smaller step
-            closer, _, bent = difference(at, self.here, step / 32)
-            jumps &= step / 32 * (closer.abs() + 0.5 * bent) > 0.5 * change
+        closer, _, bent = difference(at, self.here, step / 32)
+        change, near = step * (slope.abs() + 0.5 * bend), step / 32 * (closer.abs() + 0.5 * bent)  # to the steeper side
+        jumps = (change > _LEAP * torch.maximum(self.here.abs(), change)) & (near > 0.5 * change)  # of any step alike
         return slope, torch.where(jumps, rounding, rounding + bend)
 
     def _gradient_near(self, number: int, step: float) -> Tensor:
@@ -332,13 +324,14 @@ def _check_function(f: Function, parameters: Parameters, theta: Tensor) -> None:
             f"{value.reshape(-1)[:4].tolist()}."
         )
     for at in (theta, _shift(theta, 1e-3, 1.0)):
-        _check_same(f"function {f.name!r}", *(evaluate_function(f, parameters, at) for _ in range(2)))
+        _evaluate_twice(f"function {f.name!r}", partial(evaluate_function, f, parameters, at))
     compiled = CompiledFunction.of(f, parameters, theta, value.numel())
     _Check(compiled, theta).check_all(f"function {f.name!r}", parameters)
 
 
-def _check_same(what: str, first: Tensor, second: Tensor) -> None:
-    """Refuse two calls with different results."""
+def _evaluate_twice(what: str, evaluate: Callable[[], Tensor]) -> Tensor:
+    """Return the values of a loss or function; refuse them if a second call returns others."""
+    first, second = evaluate(), evaluate()
     if not torch.equal(torch.nan_to_num(first), torch.nan_to_num(second)):
         raise InvalidInputError(
             f"Two calls of the {what} returned values that differ by up to {float((first - second).abs().max()):.3g}.",
@@ -346,15 +339,14 @@ def _check_same(what: str, first: Tensor, second: Tensor) -> None:
             "It is random (dropout, augmentation, sampling), so there is no solution to differentiate.",
             "Switch the randomness off: model.eval(), no augmentation, no sampling.",
         )
+    return first
 
 
 def check_used(
     every_samples: Sequence[Samples], functions: Sequence[Function], parameters: Parameters, theta: Tensor
 ) -> None:
     """Refuse parameters that no loss and no function other than a ridge depends on."""
-    evaluations: list[tuple[Callable[..., Tensor], tuple[Any, ...]]] = [
-        (f.fn, ()) for f in functions if f.ridge is None
-    ]
+    evaluations: list[Any] = [(f.fn, ()) for f in functions if f.ridge is None]
     for samples in every_samples:
         _, batch = next(samples.batches(torch.arange(min(_PROBE_SAMPLES, len(samples))), device=theta.device))
         evaluations.append((samples.loss, (batch,)))
@@ -389,10 +381,9 @@ def _check_losses(samples: Samples, parameters: Parameters, theta: Tensor) -> No
     """Refuse losses that are not finite, random, of another type than the parameters, or depend on other samples."""
     name, spread, eps = samples.name, _spread(samples, _PROBE_SAMPLES), torch.finfo(parameters.dtype).eps
     for at in (theta, _shift(theta, 1e-3, 1.0)):  # randomness may hide at θ = 0
-        together, again = (sample_losses(samples, parameters, at, spread) for _ in range(2))
+        together = _evaluate_twice(f"loss of Samples {name!r}", partial(sample_losses, samples, parameters, at, spread))
         if together.dtype != parameters.dtype:
             raise wrong_type_error(f"The loss of Samples {name!r}", together, parameters.dtype)
-        _check_same(f"loss of Samples {name!r}", together, again)
         apart = together.clone()
         for subset in (slice(0, None, 2), slice(1, None, 2), slice(0, 1), slice(1, 2)):
             if len(spread[subset]):
@@ -472,7 +463,7 @@ def find_kinks(rows: Rows, theta: Tensor) -> tuple[Kink, ...]:
         for owner, losses in searched + [(f.function, f) for f in double.functions if f.is_nonlinear]:
             where = (getattr(owner, "storage", None), rows.parameters.module)
             known = owner.kinks.get(len(theta), ((), theta, None))
-            if list(map(id, known[0])) != list(map(id, where)) or not known[1].equal(theta):
+            if known[0] != where or not known[1].equal(theta):
                 known = owner.kinks[len(theta)] = where, theta, _search(losses, double.parameters, theta)
             kinks.append(known[2])
     except (RuntimeError, InvalidInputError):  # a loss that cannot run in double precision
@@ -491,7 +482,7 @@ def _search(searched: Samples | CompiledFunction, parameters: Parameters, theta:
         """Return the values of given numbers (k,) at several θ (P, d), (P, k)."""
         if isinstance(searched, Samples):
             return stacked_losses(searched.take(spread[which]), parameters, thetas)
-        return searched.stacked_values(thetas)[:, which.to(thetas.device)]
+        return searched.evaluate_at(thetas)[0][:, which.to(thetas.device)]
 
     generator, d = torch.Generator().manual_seed(0), theta.numel()
     size = 0.5 * max(0.1, float(theta.square().mean().sqrt()))
@@ -500,10 +491,8 @@ def _search(searched: Samples | CompiledFunction, parameters: Parameters, theta:
 
     def along(t: Tensor, number: Tensor, which: Tensor) -> Tensor:
         """Return values at θ + t·v for each t and number of a line, (len(t), k)."""
-        pairs = zip(t.split(at_once), number.split(at_once), strict=True)
-        return torch.cat(
-            [evaluate(theta + a[:, None].to(V) * V[b.to(V.device)], which).double().cpu() for a, b in pairs]
-        )
+        pairs = zip(t.to(V).split(at_once), number.to(V.device).split(at_once), strict=True)
+        return torch.cat([evaluate(theta + a[:, None] * V[b], which).double().cpu() for a, b in pairs])
 
     grid = torch.linspace(-1, 1, _POINTS, dtype=torch.float64)
     numbers = torch.arange(_LINES).repeat_interleave(_POINTS)
@@ -518,21 +507,22 @@ def _search(searched: Samples | CompiledFunction, parameters: Parameters, theta:
         found = along(t.reshape(-1), number.repeat(len(t)), i).reshape(*t.shape, len(i))
         return found.diagonal(dim1=1, dim2=2)
 
-    kinks = _classify_bends(values, grid[k], grid[k + 2], lines[number, :, i])
-    for which, kind in zip(i.tolist(), kinks, strict=True):
-        if kind is not None:
-            with torch.no_grad(), OperationCounter() as counter:
-                evaluate(theta[None], torch.tensor([which]))
-            operators = tuple(name for name in counter.names if name in _PIECEWISE)
-            where = f"{what}[{int(spread[which])}]" if isinstance(searched, Samples) else what
-            return Kink(where, kind == "jump", operators)
-    return None
+    jumps, bent = _classify_bends(values, grid[k], grid[k + 2], lines[number, :, i])
+    found = torch.nonzero(jumps | bent).reshape(-1)
+    if len(found) == 0:
+        return None
+    first = i[found[:1]]
+    with torch.no_grad(), OperationCounter() as counter:
+        evaluate(theta[None], first)
+    operators = tuple(name for name in counter.names if name in _PIECEWISE)
+    where = f"{what}[{int(spread[first])}]" if isinstance(searched, Samples) else what
+    return Kink(where, bool(jumps[found[0]]), operators)
 
 
 def _sharpest_bends(values: Tensor) -> Iterator[tuple[int, int]]:
     """Yield (point, sample) of the sharpest bends, relative to the range of the sample's slopes along the line."""
-    bends = values.diff(dim=0).diff(dim=0).abs()  # (points − 2, n)
     slopes = values.diff(dim=0)
+    bends = slopes.diff(dim=0).abs()  # (points − 2, n)
     rounding = torch.finfo(values.dtype).eps ** 0.5 * float(values.abs().max())
     scale = (slopes.amax(0) - slopes.amin(0)).clamp(min=max(rounding, torch.finfo(values.dtype).tiny))
     sharpness = torch.nan_to_num((bends - bends.median(0).values) / scale, nan=0.0, posinf=0.0)
@@ -541,33 +531,26 @@ def _sharpest_bends(values: Tensor) -> Iterator[tuple[int, int]]:
     return ((int(sharpest.indices[i]), i) for i in order if sharpest.values[i] > 0)
 
 
-def _classify_bends(losses: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, lines: Tensor) -> list[str | None]:
-    """Return "kink" or "jump" for each bend between two points (B,) of its line (B, points); None if it is smooth."""
+def _classify_bends(
+    values: Callable[[Tensor], Tensor], low: Tensor, high: Tensor, lines: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return whether the value jumps, and whether the slope does, between two points of a line, (B,) bool for B bends.
+
+    Of each interval, the half with the sharpest bend is kept; `lines` (B, points) has the values along the whole lines.
+    """
     eps = torch.finfo(torch.float64).eps
     h = eps**0.44  # 1e-7
-
-    def look(t: Tensor) -> Tensor:
-        """Return the points, and the values just before, at and after them, (4, B)."""
-        return torch.cat([t[None], losses(torch.stack([t - h, t, t + h]))])
-
-    def slope(at: Tensor) -> Tensor:
-        return (at[3] - at[1]) / (2 * h)
-
-    def bend(a: Tensor, b: Tensor) -> Tensor:
-        """Measure how far the slopes at two points differ, from each other and from the chord."""
-        chord = (b[2] - a[2]) / (b[0] - a[0])
-        return (slope(b) - slope(a)).abs() + (chord - 0.5 * (slope(a) + slope(b))).abs()
-
-    left, right = look(low), look(high)
-    while float((right[0] - left[0]).max()) > 16 * h:
-        middle = look(0.5 * (left[0] + right[0]))
-        first = bend(left, middle) >= bend(middle, right)
-        left, right = torch.where(first, left, middle), torch.where(first, middle, right)
+    while float((high - low).max()) > 16 * h:
+        quarter = 0.25 * (high - low)
+        f = values(torch.stack([low + k * quarter for k in range(5)]))
+        low = low + quarter * (f[:3] - 2 * f[1:4] + f[2:]).abs().argmax(0)
+        high = low + 2 * quarter
+    ends = values(torch.stack([low - h, low + h, high - h, high + h]))
+    left, right = (ends[1] - ends[0]) / (2 * h), (ends[3] - ends[2]) / (2 * h)
     slopes = lines.diff(dim=1) * (lines.shape[1] - 1) / 2
-    every_slope = torch.cat([slopes, slope(left)[:, None], slope(right)[:, None]], 1)  # an exponential is steep at once
+    every_slope = torch.cat([slopes, left[:, None], right[:, None]], 1)  # an exponential is steep at once
     value_range, slope_range = (x.amax(1) - x.amin(1) for x in (lines, every_slope))
     noise = eps * lines.abs().amax(1)  # rounding error of one value
-    smooth_change = 2 * slopes.abs().amax(1) * (right[0] - left[0] + 2 * h)  # without a jump
-    jumps = (right[3] - left[1]).abs() > torch.stack([_JUMP * value_range, 1e3 * noise, smooth_change]).amax(0)
-    kinks = (slope(right) - slope(left)).abs() > torch.maximum(_JUMP * slope_range, 10 * noise / h)
-    return ["jump" if jump else "kink" if kink else None for jump, kink in zip(jumps, kinks, strict=True)]
+    smooth_change = 2 * slopes.abs().amax(1) * (high - low + 2 * h)  # without a jump
+    jumps = (ends[3] - ends[0]).abs() > torch.stack([_JUMP * value_range, 1e3 * noise, smooth_change]).amax(0)
+    return jumps, (right - left).abs() > torch.maximum(_JUMP * slope_range, 10 * noise / h)

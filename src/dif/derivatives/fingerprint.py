@@ -7,7 +7,6 @@ cached results that depend on it are never reused.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 import os
 import sys
@@ -92,18 +91,12 @@ def hash_targets(targets: Targets) -> Iterator[bytes]:
         yield encode_tensor(targets.constant)
 
 
-def hash_direction(direction: Direction, p: int | None = None) -> Iterator[bytes]:
-    """Yield hashes of the changes of weights and bounds under perturbation p, or all, and of the samples in them."""
-    yield encode_tensor(direction.dtau if p is None else direction.dtau[p])
-    if p is not None:
-        yield encode_tensor(direction.rescaling(p))
+def hash_direction(direction: Direction) -> Iterator[bytes]:
+    """Yield hashes of the changes of weights and bounds under all perturbations, and of the samples in them."""
+    yield encode_tensor(direction.dtau)
     for block in direction.blocks:
-        mine = slice(None) if p is None else block.entries_of(p)
-        if p is None:
-            yield encode_tensor(block.alpha)
-            yield encode_tensor(block.owner)
-        yield from map(encode_tensor, (block.touch, block.index[mine], block.s[mine]))
-        for _, batch in block.samples.batches(torch.unique(block.index[mine]).cpu(), READ):
+        yield from map(encode_tensor, (block.touch, block.alpha, block.owner, block.index, block.s))
+        for _, batch in block.samples.batches(block.distinct if block.distinct is None else block.distinct.cpu(), READ):
             yield from map(encode_tensor, leaves(batch))
 
 
@@ -111,9 +104,8 @@ class ObjectEncoder:
     """Encodes an object and everything it refers to as bytes. An object that occurs again is encoded by its number."""
 
     def __init__(self) -> None:
-        self.seen: dict[
-            int, tuple[int, Any]
-        ] = {}  # id → number of the object, and the object, so that its id stays valid
+        # By id the number of each object, and the object, so that its id stays valid
+        self.seen: dict[int, tuple[int, Any]] = {}
 
     def encode(self, thing: Any) -> Iterator[bytes]:
         """Yield the encoding of an object and of everything it refers to."""
@@ -136,9 +128,7 @@ class ObjectEncoder:
             yield encode_tensor(thing)
         elif isinstance(thing, np.ndarray):
             yield f"{thing.dtype} {thing.shape}".encode()
-            yield from (
-                self.encode(thing.tolist()) if thing.dtype.hasobject else (np.ascontiguousarray(thing).tobytes(),)
-            )
+            yield from self.encode(thing.tolist()) if thing.dtype.hasobject else [thing.tobytes()]
         elif isinstance(thing, tuple | list):
             for item in thing:
                 yield from self.encode(item)
@@ -165,13 +155,9 @@ class ObjectEncoder:
             yield thing.__name__.encode()
         elif isinstance(thing, type):
             yield from self._encode_class(thing)
-        elif isinstance(thing, staticmethod | classmethod):
-            yield from self.encode(thing.__func__)
         elif isinstance(thing, property):
             yield from self.encode((thing.fget, thing.fset))
-        elif isinstance(thing, enum.Enum):
-            yield from self.encode((type(thing), thing.name, thing.value))
-        elif hasattr(thing, "__wrapped__"):  # for example functools.cache
+        elif hasattr(thing, "__wrapped__"):  # for example functools.cache, and staticmethod
             yield from self.encode(thing.__wrapped__)
         else:
             arguments, state, items, pairs = (*thing.__reduce_ex__(4)[1:5], None, None, None)[:4]
@@ -210,9 +196,8 @@ class ObjectEncoder:
         for base in thing.__mro__:
             yield f"{base.__module__} {base.__qualname__}".encode()
             if not _is_installed(base):
-                yield from self.encode(
-                    {k: v for k, v in vars(base).items() if k[:2] != "__" or isinstance(v, _METHODS)}
-                )
+                own = {k: v for k, v in vars(base).items() if k[:2] != "__" or isinstance(v, _METHODS)}
+                yield from self.encode(own)
 
 
 def _used_names(code: CodeType) -> Iterator[str]:

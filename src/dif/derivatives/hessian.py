@@ -37,7 +37,7 @@ class Curvature:
     >>> from dif.problem.parameters import Parameters
     >>> from dif.problem.term import Function
     >>> layout, theta = Parameters.of({"w": torch.ones(2, dtype=torch.float64)})
-    >>> rows, _ = Rows.compile([Function(lambda p: (p["w"] ** 3).sum()).as_term()], layout, theta)
+    >>> rows, *_ = Rows.compile([Function(lambda p: (p["w"] ** 3).sum()).as_term()], layout, theta)
     >>> Curvature(rows, theta, torch.ones(1, dtype=torch.float64)).dense().tolist()
     [[6.0, 0.0], [0.0, 6.0]]
     """
@@ -75,21 +75,11 @@ class Curvature:
         share = _AFFORDABLE.get(device, 2.5e11) / max(multiplications, 1)
         affordable = d <= _ANYWAY or _ONCE.get(device, 1) * share >= 1
         known = self.parts is not None and not self.gauss_newton
-        decided = {
-            "d": d,
-            "share": share,
-            "price": (multiplications + d**3 / 3 + _OVERHEAD) / (of_gradient + _PER_SOLVE * d**2 + _OVERHEAD),
-            "cheap": d <= DENSE_LIMIT and share >= 1,
-            "parts": None if self.gauss_newton else self.parts,
-            "assembled": known or (d <= DENSE_LIMIT and affordable),
-        }
-        for name, value in decided.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and device of the operator."""
-        return self.theta
+        assembled = known or (d <= DENSE_LIMIT and affordable)
+        parts = None if self.gauss_newton else self.parts
+        price = (multiplications + d**3 / 3 + _OVERHEAD) / (of_gradient + _PER_SOLVE * d**2 + _OVERHEAD)
+        cheap = d <= DENSE_LIMIT and share >= 1
+        vars(self).update(d=d, share=share, price=price, cheap=cheap, assembled=assembled, parts=parts)
 
     def sketch(self, evaluations: float | None = None) -> Curvature | None:
         """Estimate the operator from as many samples as make the matrix affordable; None if those are too few.
@@ -130,7 +120,8 @@ class Curvature:
         some samples, which may cost as many evaluations of all losses as given.
         """
         if self.has_gauss_newton:
-            return self._add_rows(replace(self.plain or self, gauss_newton=True).dense())
+            plain = None if self.plain is None else replace(self.plain, gauss_newton=True)
+            return replace(self, gauss_newton=True, plain=plain).dense()
         sketch = self.sketch(evaluations)
         return None if sketch is None else sketch.rough()
 
@@ -155,8 +146,8 @@ class Curvature:
         """Return the matrix, (d, d); it is assembled on the first call."""
         if "dense" not in self._kept:
             weights = self.weights @ self.rows.C
-            if self.plain is not None:
-                H = self._add_rows(self.plain.dense())
+            if self.plain is not None and self.G is not None and self.R is not None:
+                H = Matrix(self.plain.dense()).with_rows(self.G, self.R, self.damping).H
             elif self.parts is not None:
                 H = torch.tensordot(weights, self.parts, 1)
             else:
@@ -164,14 +155,10 @@ class Curvature:
             self._kept["dense"] = H
         return self._kept["dense"]
 
-    def _add_rows(self, H: Tensor) -> Tensor:
-        """Add this operator's GᵀRG and δI to an assembled matrix."""
-        return H if self.G is None or self.R is None else Matrix(H).with_rows(self.G, self.R, self.damping).H
-
     def rough(self) -> Tensor:
         """Return the matrix, (d, d), from cheaper products in single precision, if the losses allow it."""
-        if self.plain is not None:
-            return self._add_rows(self.plain.rough())
+        if self.plain is not None and self.G is not None and self.R is not None:
+            return Matrix(self.plain.rough()).with_rows(self.G, self.R, self.damping).H
         if self.parts is not None:
             return self.dense()
         if "rough" not in self._kept:
@@ -208,16 +195,15 @@ class Curvature:
         factor of four of the median of their tensor get that median.
         """
         weights, squares = self.weights @ self.rows.C, torch.zeros_like(self.theta)
-        for table, part in self.rows.split(weights)[0]:
-            mu = (part @ table.U).abs().sqrt()
-            signs = _signs(mu, _PROBES).T * mu  # (probes, n)
-            gradients = weighted_gradients(table.samples, self.rows.parameters, self.theta, signs)[1]
+        for samples, w in self.rows.split(weights)[0]:
+            signs = _signs(w, _PROBES).T * w.abs().sqrt()  # (probes, n)
+            gradients = weighted_gradients(samples, self.rows.parameters, self.theta, signs)[1]
             squares += (gradients**2).mean(0)
         squares = torch.cat([_replace_by_median(t) for t in torch.split(squares, list(self.rows.parameters.sizes))])
         signs = _signs(self.theta, _PROBES)
         mean = abs(float((signs * self.product(signs)).sum())) / signs.numel()
         of_functions = weights.clone()
-        of_functions[: sum(self.rows.sizes[: len(self.rows.tables)])] = 0
+        of_functions[: self.rows.sums] = 0
         curved = (signs * self.rows.hessian_products(self.theta, of_functions, signs)).mean(1).abs()
         total, rest = float(squares.mean()), max(mean - float(curved.mean()), 1e-3 * mean)
         if not (0 < total < float("inf") and 0 < mean < float("inf")):
@@ -229,9 +215,9 @@ class Curvature:
         """How far random weights on the samples move √D·θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
         directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
         centred = uncentred = 0.0
-        for table, part in self.rows.split(self.weights @ self.rows.C)[0]:
-            _, slopes = sample_slopes(table.samples, self.rows.parameters, self.theta, directions)
-            size = (part @ table.U).abs()[:, None]
+        for samples, w in self.rows.split(self.weights @ self.rows.C)[0]:
+            _, slopes = sample_slopes(samples, self.rows.parameters, self.theta, directions)
+            size = w.abs()[:, None]
             mean = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)
             centred += float(((size * (slopes - mean)) ** 2).sum()) / directions.shape[1]
             uncentred += float(((size * slopes) ** 2).sum()) / directions.shape[1]

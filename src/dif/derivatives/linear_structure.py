@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -99,18 +100,6 @@ class _Tape:
         self.maps: list[Map] = []
         self.values: list[Tensor] = []
 
-    def record(self, traced: _Traced) -> Tensor:
-        """Return the value of a map as a variable of φ; note the map at its first use."""
-        if traced.map is None:
-            raise NotLinearError
-        known = [number for number, recorded in enumerate(self.maps) if recorded is traced.map]
-        number = known[0] if known else len(self.maps)
-        if not known:
-            self.maps.append(traced.map)
-            if self.given is None:
-                self.values.append(_value(traced).detach().requires_grad_())
-        return self.values[number] if self.given is None else self.given[number]
-
 
 def _trace(func: Any, args: Any) -> _Traced | None:
     """Apply a linear operator to traced tensors and keep the result traced; None if it is not a known one."""
@@ -120,10 +109,8 @@ def _trace(func: Any, args: Any) -> _Traced | None:
         if any(isinstance(a, Tensor) for a in args[1:]):
             return None
         return _Traced.of(func(_value(first), *args[1:]), first.tape, func(first.entries, *args[1:]))
-    if func in _PRODUCTS and len(args) == 2:
-        return _trace_product(func, first, second, lambda index: index)
-    if func is linear and len(args) in (2, 3):
-        product = _trace_product(func, first, second, lambda index: index.T)
+    if (func in _PRODUCTS and len(args) == 2) or (func is linear and len(args) in (2, 3)):
+        product = _trace_product(func, first, second)
         has_bias = product is not None and len(args) == 3 and args[2] is not None
         return _trace_sum(product, args[2]) if has_bias else product
     if func in _SUMS and len(args) == 2:
@@ -131,21 +118,21 @@ def _trace(func: Any, args: Any) -> _Traced | None:
     return None
 
 
-def _trace_product(func: Any, X: Any, W: Any, orient: Callable[[Tensor], Tensor]) -> _Traced | None:
-    """Return the product of data X and parameters W as a map; `orient` brings the entries of W to shape (p, C)."""
+def _trace_product(func: Any, X: Any, W: Any) -> _Traced | None:
+    """Return the product of data X and parameters W as a map."""
     if isinstance(X, _Traced) or not isinstance(X, Tensor) or X.dim() != 2:
         return None
     if not isinstance(W, _Traced) or W.entries is None or W.dim() > 2:
         return None
     if _depends_on_theta(X, W.tape):
         raise NotLinearError  # a second layer: X depends on θ
-    index = orient(W.entries) if W.dim() == 2 else W.entries[:, None]
+    index = W.entries[:, None] if W.dim() < 2 else W.entries.T if func is linear else W.entries  # (p, C)
     return _Traced.of(func(X, _value(W)), W.tape, map=Map(X, index))
 
 
 def _trace_sum(first: Any, second: Any) -> _Traced | None:
     """Return the sum of a map and another map, a parameter shared by all samples, or a constant, as a map."""
-    if not isinstance(first, _Traced) or (isinstance(second, _Traced) and first.map is None):
+    if not isinstance(first, _Traced) or first.map is None:
         first, second = second, first
     if not isinstance(first, _Traced) or first.map is None:
         return None
@@ -156,9 +143,7 @@ def _trace_sum(first: Any, second: Any) -> _Traced | None:
     if value.shape != first.shape:
         return None
     if isinstance(second, _Traced):
-        if second.map is not None:
-            if second.shape != first.shape:
-                return None
+        if second.map is not None and second.shape == first.shape:
             more = second.map
         elif second.entries is not None and second.dim() <= 1:
             shared = second.entries.reshape(1, -1).expand(1, index.shape[1])
@@ -183,8 +168,19 @@ def _value(given: Any) -> Any:
 
 
 def _record(given: Tensor) -> Tensor:
-    """Return a traced tensor as a plain one after recording it on the tape, and other tensors unchanged."""
-    return given.tape.record(given) if isinstance(given, _Traced) else given
+    """Return the value of a map as a variable of φ, noted on the tape at its first use, and other tensors unchanged."""
+    if not isinstance(given, _Traced):
+        return given
+    if given.map is None:
+        raise NotLinearError
+    tape = given.tape
+    known = [number for number, recorded in enumerate(tape.maps) if recorded is given.map]
+    number = known[0] if known else len(tape.maps)
+    if not known:
+        tape.maps.append(given.map)
+        if tape.given is None:
+            tape.values.append(_value(given).detach().requires_grad_())
+    return tape.values[number] if tape.given is None else tape.given[number]
 
 
 def _run(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, tape: _Tape) -> Tensor:
@@ -302,19 +298,12 @@ def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
 
     Samples are taken in slices whose weighted inputs stay in the cache.
     """
-    starts = [0]
-    for m in maps:
-        starts.append(starts[-1] + m.index.numel())
-    K, row = S.new_zeros((starts[-1], starts[-1])), 0
-    for k, left in enumerate(maps):
-        column = row
-        for right, start in zip(maps[k:], starts[k:], strict=False):
-            for a in range(left.outputs):
-                for b in range(a if right is left else 0, right.outputs):
-                    block = K[starts[k] + a * left.X.shape[1] :, start + b * right.X.shape[1] :]
-                    _add_product(block, left.X, S[row + a, column + b], right.X, upper=left is right and a == b)
-            column += right.outputs
-        row += left.outputs
+    inputs = [m.X for m in maps for _ in range(m.outputs)]  # of each output
+    starts = list(accumulate((X.shape[1] for X in inputs), initial=0))
+    K = S.new_zeros((starts[-1], starts[-1]))
+    for a, X in enumerate(inputs):
+        for b in range(a, len(inputs)):
+            _add_product(K[starts[a] :, starts[b] :], X, S[a, b], inputs[b], upper=a == b)
     return K
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, evaluate_maps, measure_maps
+from dif.derivatives.linear_structure import assemble_hessian, evaluate_maps, measure_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
@@ -31,7 +31,6 @@ from dif.runtime.guard import (
     find_cure,
     gather_rows,
     holds_in_all_processes,
-    is_out_of_memory,
     is_unsupported,
     numbers_at_once,
     retry_with_smaller_batches,
@@ -56,6 +55,18 @@ _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave r
 _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
 _LARGE = 2**16  # numbers in the data of a batch from which tracing its linear maps pays
 _PROBE_SAMPLES = 8  # number of samples on which the cost per sample is measured
+
+
+@contextmanager
+def fall_back(fallbacks: set[str], note: str | None = None) -> Iterator[None]:
+    """Try a method that torch may lack: on failure, note the fallback, and go on with the statements that follow."""
+    try:
+        yield
+    except Exception as error:
+        if not is_unsupported(error):
+            raise
+        if note is not None:
+            fallbacks.add(note)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +105,11 @@ class Differentiable(ABC):
         Forward mode gives them, or gradients if an operator has none.
         """
         if NO_FORWARD not in self.fallbacks:
-            try:
-                with _ConstantFactors() if V.shape[1] == 1 else nullcontext():
-                    value, slope = self._map_columns(lambda v: jvp(self, (theta,), (v,))[:2], theta, V)
+            with fall_back(self.fallbacks, NO_FORWARD), _ConstantFactors() if V.shape[1] == 1 else nullcontext():
+                value, slope = self._map_columns(lambda v: jvp(self, (theta,), (v,))[:2], theta, V)
                 return value[0], slope.T
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
-                self.fallbacks.add(NO_FORWARD)
-        value, gradients = self.pull(theta, torch.eye(len(self.values(theta))).to(theta))
-        return value, gradients @ V
+        value, gradients = self.evaluate_at(theta[None], torch.eye(len(self.values(theta))).to(theta)[None])
+        return value[0], gradients[0] @ V
 
     def products(self, theta: Tensor, w: Tensor, V: Tensor) -> Tensor:
         """Return ∇²(wᵀf)·v for every column v of V (d, c), f these numbers.
@@ -120,22 +126,19 @@ class Differentiable(ABC):
         except Exception as error:
             if not is_unsupported(error):
                 raise
-            try:
+            with fall_back(self.fallbacks):
                 products = self._map_columns(forward, theta, V)[0].T
-            except Exception as other:
-                if not is_unsupported(other):
-                    raise
-                if isinstance(error, UserCodeError):
-                    raise error from None
-                first_line = str(error).splitlines()[0].rstrip(".")
-                cure = find_cure(
-                    error, "Write that step with elementary operations, such as a sum of squares instead of cdist."
-                )
-                raise InvalidInputError(
-                    f"Torch cannot differentiate a loss or function twice: {first_line}. {cure}"
-                ) from error
-            self.fallbacks.add(NO_SECOND_BACKWARD)
-            return products
+                self.fallbacks.add(NO_SECOND_BACKWARD)
+                return products
+            if isinstance(error, UserCodeError):
+                raise
+            first_line = str(error).splitlines()[0].rstrip(".")
+            cure = find_cure(
+                error, "Write that step with elementary operations, such as a sum of squares instead of cdist."
+            )
+            raise InvalidInputError(
+                f"Torch cannot differentiate a loss or function twice: {first_line}. {cure}"
+            ) from error
 
     # At several θ (P, d), each with its own arguments
 
@@ -152,30 +155,13 @@ class Differentiable(ABC):
         values, jacobians = self._map_thetas(at, W.shape[1], thetas, W)
         return values, jacobians
 
-    def stacked_values(self, thetas: Tensor) -> Tensor:
-        """Return the numbers at several θ, (P, n)."""
-        return self.evaluate_at(thetas)[0]
+    def stacked_products(self, thetas: Tensor, w: Tensor, V: Tensor) -> Tensor:
+        """Return ∇²(wᵀf)·v at several θ, each with its own w (P, n) and columns V (P, d, c)."""
 
-    def stacked_pull(self, thetas: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Wf, (P, k), and its Jacobian, (P, k, d), for f at several θ and weights W (P, k, n)."""
-        values, jacobians = self.evaluate_at(thetas, W)
-        return (W @ values[:, :, None])[:, :, 0], jacobians
+        def at(theta: Tensor, w: Tensor, V: Tensor) -> tuple[Tensor]:
+            return (self._map_columns(vjp(grad(lambda t: self(t) @ w), theta)[1], theta, V)[0].T,)
 
-    def stacked_gradients(self, thetas: Tensor, W: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
-        """Return Wf, (P, k), and the gradient of μᵀWf, (P, d), for f at several θ with W (P, k, n) and μ (P, k)."""
-        values, gradients = self.evaluate_at(thetas, mu[:, None] @ W)
-        return (W @ values[:, :, None])[:, :, 0], gradients[:, 0]
-
-    def stacked_products(
-        self, thetas: Tensor, w: Tensor, V: Tensor, mu: Tensor, more: Callable[..., Tensor] | None = None
-    ) -> Tensor:
-        """Return ∇²(wᵀf + more(θ, μ))·v at several θ, each with its own w (P, n), μ and columns V (P, d, c)."""
-
-        def at(theta: Tensor, w: Tensor, V: Tensor, mu: Tensor) -> tuple[Tensor]:
-            scalar = lambda t: self(t) @ w if more is None else self(t) @ w + more(t, mu)  # noqa: E731
-            return (self._map_columns(vjp(grad(scalar), theta)[1], theta, V)[0].T,)
-
-        return self._map_thetas(at, V.shape[2], thetas, w, V, mu)[0]
+        return self._map_thetas(at, V.shape[2], thetas, w, V)[0]
 
     # How torch is asked
 
@@ -199,11 +185,8 @@ class Differentiable(ABC):
         theta = arguments[0][0]
         at_once = numbers_at_once(theta) // (self.inputs + (self.kept + 4 * len(theta)) * max(1, columns))
         if at_once > 1 and len(arguments[0]) > 1 and NO_VMAP not in self.fallbacks:
-            try:
+            with fall_back(self.fallbacks):
                 return [part.detach() for part in vmap(fn, chunk_size=at_once, randomness="same")(*arguments)]
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
         results = [fn(*items) for items in zip(*arguments, strict=True)]
         return [torch.stack(parts).detach() for parts in zip(*results, strict=True)]
 
@@ -240,7 +223,7 @@ class BatchLosses(Differentiable):
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return the losses, (count,), with their shape checked."""
-        return self.samples.losses(self.parameters.bind(self.parameters.tensors(theta)), self.batch, self.count)
+        return self.samples.losses(self.parameters.bind(theta), self.batch, self.count)
 
     def evaluate_at(self, thetas: Tensor, W: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the losses at several θ, (P, n), and Σᵢ wᵢ∇ℓᵢ, (P, k, d), for weights W (P, k, n).
@@ -248,41 +231,24 @@ class BatchLosses(Differentiable):
         A matrix product by linear maps is faster than vmap, which multiplies by one vector after the other.
         """
         if self.by_maps and NO_VMAP not in self.fallbacks:
-            try:
+            with fall_back(self.fallbacks):
                 return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
         return super().evaluate_at(thetas, W)
-
-    def pull(self, theta: Tensor, W: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the losses, (n,), and Jᵀw for each row w of W (k, n), as (k, d)."""
-        if not self.by_maps or len(W) < 2:
-            return super().pull(theta, W)
-        values, gradients = self.evaluate_at(theta[None], W[None])
-        return values[0], gradients[0]
 
     def sample_gradients(self, theta: Tensor) -> Tensor:
         """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""
         loss_of_one = lambda t, z: replace(self, batch=_as_batch(z), count=1)(t)[0]  # noqa: E731
         if NO_MAP not in self.fallbacks:
-            try:
+            with fall_back(self.fallbacks, NO_MAP):
                 return vmap(grad(loss_of_one), in_dims=(None, 0), randomness="same")(theta, self.batch)
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
-                self.fallbacks.add(NO_MAP)
-        return self.pull(theta, torch.eye(self.count).to(theta))[1]
+        return self.evaluate_at(theta[None], torch.eye(self.count).to(theta)[None])[1][0]
 
     # Gauss–Newton curvature: J of the model's outputs, ∇² of the loss in them
 
     def gauss_newton_products(self, theta: Tensor, w: Tensor, V: Tensor) -> Tensor:
         """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ·v for every column v of V (d, c)."""
-        outputs, criterion = _split_model(self.samples)
-
-        def model(t: Tensor) -> Tensor:
-            return outputs(self.parameters.bind(self.parameters.tensors(t)), self.batch)
-
+        outputs, criterion = _split_model(self.samples, self.parameters)
+        model = lambda t: outputs(t, self.batch)  # noqa: E731
         values, pull = vjp(model, theta)[:2]
         slope = grad(lambda out: criterion(out, self.batch) @ w)
 
@@ -293,15 +259,10 @@ class BatchLosses(Differentiable):
 
     def gauss_newton_matrix(self, theta: Tensor, w: Tensor) -> Tensor:
         """Return Σᵢ wᵢ Jᵢᵀ(∇²ℓᵢ)Jᵢ, (d, d), from the Jacobian of each sample."""
-        outputs, criterion = _split_model(self.samples)
-
-        def model(t: Tensor, z: Any) -> Tensor:
-            return outputs(self.parameters.bind(self.parameters.tensors(t)), _as_batch(z))[0]
-
-        def loss(out: Tensor, z: Any) -> Tensor:
-            return criterion(out.unsqueeze(0), _as_batch(z))[0]
-
-        out = outputs(self.parameters.bind(self.parameters.tensors(theta)), self.batch).detach()
+        outputs, criterion = _split_model(self.samples, self.parameters)
+        model = lambda t, z: outputs(t, _as_batch(z))[0]  # noqa: E731
+        loss = lambda out, z: criterion(out.unsqueeze(0), _as_batch(z))[0]  # noqa: E731
+        out = outputs(theta, self.batch).detach()
         count = max(1, out[0].numel())
         J = vmap(jacrev(model), (None, 0), randomness="same")(theta, self.batch).reshape(-1, count, len(theta)).detach()
         S = vmap(hessian(loss), randomness="same")(out, self.batch).reshape(-1, count, count).detach()
@@ -313,14 +274,15 @@ def _as_batch(z: Any) -> Any:
     return map_tensors(z, lambda x: x.unsqueeze(0))
 
 
-def _split_model(samples: Samples) -> tuple[Callable[[Any, Any], Tensor], Callable[[Tensor, Any], Tensor]]:
-    """Return the model and the loss of its outputs; refuse samples that do not name the outputs."""
+def _split_model(samples: Samples, parameters: Parameters) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return the model, (θ, batch) → outputs, and their loss; refuse samples that do not name the outputs."""
     if samples.parted is None:
         raise InvalidInputError(
             f"Samples {samples.name!r} must name the outputs of the model for Gauss–Newton, which leaves out the "
             "curvature of the model; write dif.Samples(loss, data, outputs=lambda params, z: ...)."
         )
-    return samples.parted
+    outputs, loss = samples.parted
+    return lambda theta, batch: outputs(parameters.bind(theta), batch), loss
 
 
 # What a pass costs, and how many samples it takes at once
@@ -398,18 +360,14 @@ def jacobians_at_once(samples: Samples, parameters: Parameters, theta: Tensor) -
 
     It is tried on one sample.
     """
-    outputs, _ = _split_model(samples)
+    outputs, _ = _split_model(samples, parameters)
     _, loss = next(sweep_batches(samples, parameters, theta, at_most=1, shared=False))
     if NO_MAP not in samples.fallbacks:
-        try:
+        with fall_back(samples.fallbacks, NO_MAP):
             loss.gauss_newton_matrix(theta, torch.ones_like(theta[:1]))
-        except Exception as error:
-            if not is_unsupported(error):
-                raise
-            samples.fallbacks.add(NO_MAP)
     if NO_MAP in samples.fallbacks:
         return None
-    count = max(1, outputs(parameters.bind(parameters.tensors(theta)), loss.batch).numel())
+    count = max(1, outputs(theta, loss.batch).numel())
     return max(1, numbers_at_once(theta) // (count * (len(theta) + loss.kept)))
 
 
@@ -486,7 +444,10 @@ def weighted_gradients(
     U = weights if of_losses is None else of_losses
     value, gradient = theta.new_zeros(len(U)), theta.new_zeros((len(weights), theta.numel()))
     for place, loss in sweep_batches(samples, parameters, theta, indices):
-        losses, part = loss.pull(theta, weights[:, place])
+        if loss.by_maps and len(weights) > 1:
+            losses, part = (at_theta[0] for at_theta in loss.evaluate_at(theta[None], weights[None, :, place]))
+        else:
+            losses, part = loss.pull(theta, weights[:, place])
         value, gradient = value + U[:, place] @ losses, gradient + part
     return sum_over_processes(value), sum_over_processes(gradient)
 
@@ -495,7 +456,7 @@ def weighted_gradients(
 def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor) -> Tensor:
     """Return ℓᵢ of all samples at several θ (P, d), (P, n)."""
     sweep = sweep_batches(samples, parameters, thetas[0], shared=False)
-    return torch.cat([thetas.new_zeros((len(thetas), 0)), *(loss.stacked_values(thetas) for _, loss in sweep)], 1)
+    return torch.cat([thetas.new_zeros((len(thetas), 0)), *(loss.evaluate_at(thetas)[0] for _, loss in sweep)], 1)
 
 
 @retry_with_smaller_batches
@@ -508,13 +469,9 @@ def structured_hessian(
         return None
     inputs, outputs = each.maps
     fits = max(1, numbers_at_once(theta) // (outputs * (inputs + outputs) + each.inputs))
-    batches = samples.batches(indices, fits, theta.device, span(len(w)))
-    try:
+    batches, H = samples.batches(indices, fits, theta.device, span(len(w))), None
+    with fall_back(samples.fallbacks):  # where a batch differs, or there is no second derivative
         H = assemble_hessian(samples, parameters, theta, batches, w, each.elements)
-    except (NotLinearError, RuntimeError, NotImplementedError) as error:  # a batch differs, or no second derivative
-        if is_out_of_memory(error):
-            raise
-        H = None
     return sum_over_processes(H) if holds_in_all_processes(H is not None, theta) and H is not None else None
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from dif.derivatives.checks import Kink, check_used, find_kinks, probe
 from dif.derivatives.losses import sample_gradients, sample_losses, stacked_losses
-from dif.derivatives.rows import Rows, name_rows
+from dif.derivatives.rows import Rows
 from dif.errors import InvalidInputError, count_words, few
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.problem.term import Constraint, Expression, Kinds, Term
-from dif.runtime.inputs import as_index, as_numbers, as_tensor, check_instance
+from dif.runtime.inputs import as_index, as_numbers, check_instance
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,8 +47,9 @@ class Program:
     @classmethod
     def compile(cls, problem: Problem, parameters: Parameters, theta: Tensor) -> Program:
         """Compile a problem whose losses were checked before."""
-        terms = [problem.objective, *(Term(c.term.sums, c.term.functions, c.tau) for c in problem.constraints)]
-        rows, (first, *shapes) = Rows.compile(terms, parameters, theta)
+        named = zip(problem.constraints, problem.names, strict=True)
+        terms = [problem.objective, *(Term(c.term.sums, c.term.functions, c.tau, name) for c, name in named)]
+        rows, (first, *shapes), (_, *names) = Rows.compile(terms, parameters, theta)
         if first:
             raise InvalidInputError(
                 f"The objective must be a single number, not a vector of length {first.numel()}; add up the rows "
@@ -62,7 +63,7 @@ class Program:
             rows,
             torch.cat([torch.zeros(0, dtype=torch.float64), *tau]).to(theta),
             Kinds.of(((c.kind, s.numel()) for c, s in zip(problem.constraints, shapes, strict=True)), theta.device),
-            name_rows(problem.names, shapes),
+            tuple(names),
             tuple(shapes),
             torch.repeat_interleave(sizes),
             int(sizes.sum()) - 1,
@@ -74,8 +75,6 @@ class Program:
 
     def flatten_multipliers(self, multipliers: Any) -> Tensor:
         """Convert multipliers to shape (m,): from a vector, a list per constraint, or a dict by constraint or name."""
-        if isinstance(multipliers, PerConstraint):
-            multipliers = multipliers.flat
         if isinstance(multipliers, Mapping):
             by_name = dict(zip(self.problem.constraints, self.problem.names, strict=True))
             multipliers = {by_name.get(key, key): value for key, value in multipliers.items()}
@@ -87,12 +86,9 @@ class Program:
                     f"{unknown} and lacks the names {missing}."
                 )
             multipliers = [multipliers[name] for name in self.problem.names]
-        if isinstance(multipliers, Tensor) or hasattr(multipliers, "__array__"):
-            flat = as_tensor(multipliers, "multipliers").reshape(-1)
-        else:
-            given = multipliers if isinstance(multipliers, Sequence) else [multipliers]
-            vectors = [as_numbers(v, "multipliers").reshape(-1) for v in given]
-            flat = torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
+        given = multipliers if isinstance(multipliers, Sequence | PerConstraint) else [multipliers]
+        vectors = [as_numbers(v, "multipliers").reshape(-1) for v in given]
+        flat = torch.cat([torch.zeros(0, dtype=torch.float64), *vectors])
         infinite = int((~torch.isfinite(flat)).sum())
         if flat.numel() != self.m or infinite:
             raise InvalidInputError(
@@ -180,12 +176,12 @@ class Targets:
         new = {id(s): s for s in used if id(s) not in known}
         functions = {id(f): f for t in self.terms for _, f in t.functions}
         probe(list(new.values()), list(functions.values()), parameters, theta)
-        self.rows, shapes = Rows.compile(self.terms, parameters, theta)  # none for Samples
+        self.rows, shapes, names = Rows.compile(self.terms, parameters, theta)  # none for Samples
         constants = [t.constant.to(theta).expand(s).reshape(-1) for t, s in zip(self.terms, shapes, strict=True)]
         self.constant = torch.cat([theta.new_zeros(0), *constants])
-        self.names = name_rows((t.label for t in self.terms), shapes)
         if self.samples is not None:
-            self.names = tuple(f"{self.samples.name}[{i}]" for i in range(len(self.samples)))
+            names = [f"{self.samples.name}[{i}]" for i in range(len(self.samples))]
+        self.names = tuple(names)
 
     def check_single(self, method: str) -> None:
         """Refuse several targets for a method whose result has a column for each term."""
@@ -216,7 +212,7 @@ class Targets:
         if self.samples is not None:
             Q = sample_gradients(self.samples, self.rows.parameters, theta)
         else:
-            Q = self.rows.gradients(theta)[1]
+            Q = self.rows.C @ self.rows.part_gradients(theta)[1]
         bad = torch.nonzero(~torch.isfinite(Q).all(1)).reshape(-1).tolist()
         if bad:
             raise InvalidInputError(

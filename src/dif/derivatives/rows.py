@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,11 +44,7 @@ class CompiledFunction(Differentiable):
     parameters: Parameters
     size: int  # rows
     matrix: Tensor | None  # (rows, d)
-
-    @property
-    def is_nonlinear(self) -> bool:
-        """Whether it is neither linear nor a ridge."""
-        return self.matrix is None and self.function.ridge is None
+    is_nonlinear: bool  # neither linear nor a ridge
 
     @classmethod
     def of(cls, f: Function, parameters: Parameters, theta: Tensor, size: int) -> CompiledFunction:
@@ -58,13 +54,16 @@ class CompiledFunction(Differentiable):
             parts = [theta.new_zeros((len(matrix), size)) for size in parameters.sizes]
             parts[parameters.names.index(f.of)] = matrix
             matrix = torch.cat(parts, 1)
-        return cls(f.fallbacks, 0, _KEPT, f, parameters, size, matrix)
+        return cls(f.fallbacks, 0, _KEPT, f, parameters, size, matrix, matrix is None and f.ridge is None)
 
     def __call__(self, theta: Tensor) -> Tensor:
         """Return φ(θ), (rows,)."""
         if self.matrix is not None:
             return self.matrix @ theta
-        return evaluate_function(self.function, self.parameters, theta).reshape(-1)
+        if self.function.ridge is not None:
+            return (0.5 * self.function.ridge * (theta @ theta)).reshape(1)
+        with convert_errors(f"function {self.function.name!r}"):
+            return self.function.fn(self.parameters.bind(theta)).reshape(-1)  # of the shape that it had when compiled
 
     def gradient(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return φ(θ), (rows,), and its Jacobian, (rows, d)."""
@@ -84,9 +83,9 @@ def output_slices(functions: Sequence[CompiledFunction], total: int) -> Iterator
 
 
 def evaluate_function(f: Function, parameters: Parameters, theta: Tensor) -> Tensor:
-    """Return φ(θ) after checking its shape and type."""
+    """Return φ(θ), () or (rows,), after checking its shape and type."""
     with convert_errors(f"function {f.name!r}"):
-        out = f.fn(parameters.bind(parameters.tensors(theta)))
+        out = f.fn(parameters.bind(theta))
     if not isinstance(out, Tensor) or out.dim() > 1:
         kind = f"shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"a value of type {type(out).__name__}"
         raise InvalidInputError(f"The function {f.name!r} must return a tensor of shape () or (rows,), not {kind}.")
@@ -114,12 +113,6 @@ class Table:
     sums: tuple[SampleSum, ...]
     U: Tensor  # (k, n)
 
-    def weigh(self, weights: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the nonzero weights of the samples in a combination of the sums, and their indices (None: all)."""
-        w = weights @ self.U
-        indices = torch.nonzero(w).reshape(-1)
-        return w[indices], indices if len(indices) < len(w) else None
-
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -134,8 +127,10 @@ class Rows:
     C: Tensor  # (R, K)
 
     @classmethod
-    def compile(cls, terms: Sequence[Term], parameters: Parameters, theta: Tensor) -> tuple[Rows, list[torch.Size]]:
-        """Compile these terms to rows; return the rows and the shape of each term, () or (rows,)."""
+    def compile(
+        cls, terms: Sequence[Term], parameters: Parameters, theta: Tensor
+    ) -> tuple[Rows, list[torch.Size], list[str]]:
+        """Compile these terms to rows; return them, the shape of each term, () or (rows,), and the name of each row."""
         sums = list({id(s): s for term in terms for _, s in term.sums}.values())
         every_samples = list({id(s.samples): s.samples for s in sums}.values())
         functions = list({id(f): f for term in terms for _, f in term.functions}.values())
@@ -151,7 +146,7 @@ class Rows:
             position[id(f.function)] = slice(total, total + f.size)
             total += f.size
 
-        blocks, shapes = [theta.new_zeros((0, total))], []
+        blocks, shapes, names = [theta.new_zeros((0, total))], [], []
         for term in terms:
             different = {outputs[id(f)].shape for _, f in term.functions if outputs[id(f)].dim()}
             different |= {term.constant.shape} if term.constant.dim() else set()
@@ -161,6 +156,7 @@ class Rows:
                     f"{' and '.join(str(s[0]) for s in different)}; check the rows of A against the length of b."
                 )
             shapes.append(different.pop() if different else torch.Size([]))
+            names += [f"{term.label}[{i}]" for i in range(shapes[-1][0])] if shapes[-1] else [term.label]
             block = theta.new_zeros((shapes[-1].numel(), total))
             for c, s in term.sums:
                 block[:, position[id(s)]] += c
@@ -168,7 +164,7 @@ class Rows:
                 rows = outputs[id(f)].numel()
                 block[:, position[id(f)]] += c if rows == 1 else c * torch.eye(rows).to(theta)
             blocks.append(block)
-        return cls(parameters, tuple(tables), compiled, torch.cat(blocks)), shapes
+        return cls(parameters, tuple(tables), compiled, torch.cat(blocks)), shapes, names
 
     def to(self, dtype: torch.dtype) -> Rows:
         """Convert to another precision."""
@@ -204,27 +200,24 @@ class Rows:
         losses = [table.samples.fallbacks for table in self.tables]
         return set().union(*losses, *(f.fallbacks for f in self.functions))
 
-    @cached_property
-    def sizes(self) -> list[int]:
-        """How many numbers of p belong to each table and each function."""
-        return [*(len(table.U) for table in self.tables), *(f.size for f in self.functions)]
-
     def columns(self, table: int) -> slice:
         """Return the positions in p of the sums of a table."""
-        start = sum(self.sizes[:table])
-        return slice(start, start + self.sizes[table])
+        start = sum(len(before.U) for before in self.tables[:table])
+        return slice(start, start + len(self.tables[table].U))
 
-    def split(self, weights: Tensor) -> tuple[list[tuple[Table, Tensor]], list[tuple[CompiledFunction, Tensor]]]:
-        """Split weights of p (K,) among the tables and the functions."""
-        parts, count = torch.split(weights, self.sizes), len(self.tables)
-        return list(zip(self.tables, parts)), list(zip(self.functions, parts[count:], strict=True))  # noqa: B905
+    def split(self, weights: Tensor) -> tuple[list[tuple[Samples, Tensor]], list[tuple[CompiledFunction, Tensor]]]:
+        """Split weights of p (K,) into those of each table's samples, (n,), and those of each function, (rows,)."""
+        sizes, count = [*(len(t.U) for t in self.tables), *(f.size for f in self.functions)], len(self.tables)
+        parts = torch.split(weights, sizes)
+        samples = [(t.samples, part @ t.U) for t, part in zip(self.tables, parts[:count], strict=True)]
+        return samples, list(zip(self.functions, parts[count:], strict=True))
 
     def weight_ratio(self, mu: Tensor, than: Tensor) -> float:
         """Return the largest ratio of a sample's or nonlinear function's weights in Σⱼ muⱼfⱼ and Σⱼ thanⱼfⱼ."""
         largest = []
         for weights in (mu @ self.C, than @ self.C):
-            tables, functions = self.split(weights)
-            parts = [w @ table.U for table, w in tables] + [w for f, w in functions if f.matrix is None]
+            samples, functions = self.split(weights)
+            parts = [w for _, w in samples] + [w for f, w in functions if f.matrix is None]
             largest.append(torch.cat([weights[:0], *parts]).abs())
         a, b = largest
         return float((a[a > 0] / b[a > 0]).max()) if bool((a > 0).any()) else 0.0
@@ -247,7 +240,7 @@ class Rows:
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return f at several θ (P, d), (P, R)."""
         parts = [stacked_losses(t.samples, self.parameters, thetas) @ t.U.T for t in self.tables]
-        parts += [f.stacked_values(thetas) for f in self.functions]
+        parts += [f.evaluate_at(thetas)[0] for f in self.functions]
         return torch.cat(parts, 1) @ self.C.T
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
@@ -274,16 +267,16 @@ class Rows:
         for table in self.tables:
             place, loss = next(sweep_batches(table.samples, self.parameters, theta))
             losses, pull = vjp(loss, theta)[:2]
-            pulls.append(lambda w, pull=pull, U=table.U[:, place]: sum_over_processes(pull(w @ U)[0]))
+            pulls.append(lambda w, pull=pull, place=place: sum_over_processes(pull(w[place])[0]))
             values.append(sum_over_processes(table.U[:, place] @ losses.detach()))
         for f in self.functions:
             value, pull = vjp(f, theta)[:2]
             pulls.append(lambda w, pull=pull: pull(w)[0])
             values.append(value.detach())
         f_values = self.C @ torch.cat(values)
-        weights = torch.split(weigh(f_values) @ self.C, self.sizes)
+        samples, functions = self.split(weigh(f_values) @ self.C)
         gradient = torch.zeros_like(theta)
-        for pull, w in zip(pulls, weights, strict=True):
+        for pull, (_, w) in zip(pulls, [*samples, *functions], strict=True):
             gradient = gradient + pull(w).detach()
         return f_values, gradient
 
@@ -295,15 +288,12 @@ class Rows:
     def weighted_gradient(self, theta: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ), in one sweep: as `pullback`, with weights that do not depend on f."""
         values, gradient = [], torch.zeros_like(theta)
-        tables, functions = self.split(mu @ self.C)
-        for table, w in tables:
-            sums, part = weighted_gradients(
-                table.samples, self.parameters, theta, (w @ table.U)[None], of_losses=table.U
-            )
-            values.append(sums)
-            gradient = gradient + part[0]
-        for f, w in functions:
-            value, part = f.pull(theta, w[None])
+        every_samples, functions = self.split(mu @ self.C)
+        parts = [
+            weighted_gradients(samples, self.parameters, theta, w[None], of_losses=table.U)
+            for table, (samples, w) in zip(self.tables, every_samples, strict=True)
+        ]
+        for value, part in parts + [f.pull(theta, w[None]) for f, w in functions]:
             values.append(value)
             gradient = gradient + part[0]
         return self.C @ torch.cat(values), gradient
@@ -321,18 +311,20 @@ class Rows:
         """
         d, assemble = theta.numel(), gauss_newton_hessian if gauss_newton else structured_hessian
         H, weights, ridge = theta.new_zeros((d, d)), weights.clone(), weights.new_zeros(())
-        for f, w in self.split(weights)[1]:
+        every_samples, functions = self.split(weights)
+        for f, w in functions:
             if not f.is_nonlinear:
                 ridge = ridge + w.sum() * (f.function.ridge or 0.0)
-                w.zero_()
+                w.zero_()  # in the weights
         rest = weights.clone()
-        for (table, part), unassembled in zip(self.split(weights)[0], rest.split(self.sizes), strict=False):
-            w, indices = table.weigh(part)
-            if len(w) and (gauss_newton or d >= STRUCTURED):
-                assembled = assemble(table.samples, self.parameters, theta, w, indices)
+        for number, (samples, w) in enumerate(every_samples):
+            chosen = torch.nonzero(w).reshape(-1)
+            if len(chosen) and (gauss_newton or d >= STRUCTURED):
+                only = chosen if len(chosen) < len(w) else None
+                assembled = assemble(samples, self.parameters, theta, w[chosen], only)
                 if assembled is not None:
                     H += assembled
-                    unassembled.zero_()
+                    rest[self.columns(number)] = 0.0
         compare = compare and not gauss_newton and not torch.equal(rest, weights)
         if compare and not self._agrees(H, theta, weights - rest):
             H, rest = torch.zeros_like(H), weights
@@ -358,14 +350,13 @@ class Rows:
 
         With `gauss_newton`, the part of the samples leaves out the curvature of the model.
         """
-        total, (tables, functions) = torch.zeros_like(V), self.split(weights)
-        for table, part in tables:
-            w, indices = table.weigh(part)  # samples without weight are skipped
-            if len(w):
-                sweep = sweep_batches(table.samples, self.parameters, theta, indices, columns=V.shape[1])
-                for place, loss in sweep:
-                    products = loss.gauss_newton_products if gauss_newton else loss.products
-                    total += products(theta, w[place], V)
+        total, (every_samples, functions) = torch.zeros_like(V), self.split(weights)
+        for samples, w in every_samples:
+            chosen = torch.nonzero(w).reshape(-1)  # samples without weight are skipped
+            only = chosen if len(chosen) < len(w) else None
+            for place, loss in sweep_batches(samples, self.parameters, theta, only, columns=V.shape[1]):
+                products = loss.gauss_newton_products if gauss_newton else loss.products
+                total += products(theta, w[chosen[place]], V)
         total = sum_over_processes(total)
         for f, w in functions:
             if f.function.ridge is not None:
@@ -373,11 +364,3 @@ class Rows:
             elif f.matrix is None and bool((w != 0).any()):
                 total = total + f.products(theta, w, V)
         return total
-
-
-def name_rows(names: Iterable[str], shapes: Iterable[torch.Size]) -> tuple[str, ...]:
-    """Return a name for each row of terms with these names and shapes, () or (rows,)."""
-    rows: list[str] = []
-    for name, shape in zip(names, shapes, strict=True):
-        rows += [f"{name}[{i}]" for i in range(shape[0])] if shape else [name]
-    return tuple(rows)

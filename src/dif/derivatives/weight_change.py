@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_tensors
-from dif.derivatives.losses import sample_losses, sample_slopes, sweep_batches, weighted_gradients
+from dif.derivatives.losses import Differentiable, sample_losses, sample_slopes, sweep_batches, weighted_gradients
 from dif.derivatives.program import Program
 from dif.derivatives.rows import CompiledFunction, Rows, Table, output_slices
 from dif.errors import InvalidInputError
@@ -35,17 +36,12 @@ class Block:
     owner: Tensor  # (E,) perturbation of each entry
     index: Tensor  # (E,) sample of each entry
     s: Tensor  # (E, k) weight changes
+    distinct: Tensor | None  # the distinct samples; None: all, in order
+    place: Tensor | slice  # (E,) place of each entry's sample among them
 
     def entries_of(self, p: int) -> Tensor:
         """Return which entries belong to perturbation p, (E,) bool."""
         return self.owner == (p if self.count > 1 else 0)
-
-    def distinct(self) -> tuple[Tensor | None, Tensor | slice]:
-        """Return the distinct samples (None: all in order), and the place of each entry's sample among them."""
-        index, n = self.index, len(self.samples)
-        if len(index) == n and bool((index == torch.arange(n, device=index.device)).all()):
-            return None, slice(None)
-        return torch.unique(index, return_inverse=True)
 
 
 class Direction:
@@ -67,19 +63,22 @@ class Direction:
         self.program, self.perturbation, self.changes = program, perturbation, changes
         self.P, like = len(perturbation), program.tau
         self.blocks: list[Block] = []
+        ends = accumulate(len(table.U) for table in program.rows.tables)
+        places = {t.samples: slice(end - len(t.U), end) for t, end in zip(program.rows.tables, ends, strict=True)}
         for change in changes.sums:
-            (number,) = (t for t, table in enumerate(program.rows.tables) if table.samples is change.samples)
-            columns = program.rows.columns(number)
+            columns = places[change.samples]
             touched = torch.isin(program.terms, torch.tensor(change.terms, device=like.device))
             touch = program.rows.C[:, columns] * touched[:, None]
             alpha = (change.factor * change.alpha).to(like)
             for move in change.moves:
                 samples = move.added.new.under(change.samples) if move.added else change.samples
-                owner, index = move.entries.owner, move.entries.index
+                owner, index = move.entries.owner, move.entries.index.to(like.device)
                 a = change.alpha if len(change.alpha) == 1 else change.alpha[owner]
                 s = (change.factor * ((1.0 + a) * move.dw)).to(like)
-                entries = move.entries.P, owner.to(like.device), index.to(like.device), s
-                self.blocks.append(Block(touch, columns, alpha, samples, *entries))
+                entries = move.entries.P, owner.to(like.device), index, s
+                every = len(index) == len(samples) and torch.equal(index, torch.arange(len(index)).to(index))
+                distinct, place = (None, slice(None)) if every else torch.unique(index, return_inverse=True)
+                self.blocks.append(Block(touch, columns, alpha, samples, *entries, distinct, place))
                 alpha = torch.zeros_like(alpha[:1])  # it belongs to the first move
         none = like.new_zeros((1, program.m)).expand(self.P, -1)
         self.dtau = none.clone() if changes.bounds else none
@@ -90,9 +89,7 @@ class Direction:
 
     def __getitem__(self, rows: slice) -> Direction:
         begin, end, _ = rows.indices(self.P)
-        if (begin, end) == (0, self.P):
-            return self
-        return Direction(self.program, self.perturbation[rows], self.changes.pick(torch.arange(begin, end)))
+        return self if (begin, end) == (0, self.P) else self.pick(range(begin, end))
 
     @classmethod
     def resolve_single(cls, program: Program, perturbation: Perturbation) -> Direction:
@@ -133,9 +130,8 @@ class Direction:
         for block in self.blocks:
             df += block.alpha @ (block.touch * p[block.columns]).T
             bV += torch.einsum("pk,k...,kc->p...c", block.alpha, block.touch.T @ weights, Dp[block.columns] @ V)
-            distinct, place = block.distinct()
-            losses, slopes = sample_slopes(block.samples, self.program.parameters, theta, V, distinct)
-            losses, slopes = losses[place], slopes[place]
+            losses, slopes = sample_slopes(block.samples, self.program.parameters, theta, V, block.distinct)
+            losses, slopes = losses[block.place], slopes[block.place]
             bad = ~(torch.isfinite(losses) & torch.isfinite(slopes).all(1))
             if bool(bad.any()):
                 raise _not_finite_error(block.samples.name, f"{int(bad.sum())} of {len(bad)}")
@@ -157,15 +153,14 @@ class Direction:
             alpha = mix @ block.alpha.expand(self.P, -1)  # (Z, k)
             df += alpha @ (block.touch * p[block.columns]).T
             b += (alpha * (weights @ block.touch)) @ Dp[block.columns]
-            distinct, place = block.distinct()
             entries = (mix if block.count == self.P else mix.sum(1, keepdim=True))[:, block.owner]  # (Z, E)
             row_weights = block.s @ block.touch.T  # (E, 1 + m)
-            losses = sample_losses(block.samples, self.program.parameters, theta, distinct)
-            df += entries @ (losses[place][:, None] * row_weights)
+            losses = sample_losses(block.samples, self.program.parameters, theta, block.distinct)
+            df += entries @ (losses[block.place][:, None] * row_weights)
             w = entries * (row_weights @ weights)
-            if isinstance(place, Tensor):
-                w = w.new_zeros((len(mix), len(losses))).index_add(1, place, w)
-            b += weighted_gradients(block.samples, self.program.parameters, theta, w, distinct)[1]
+            if isinstance(block.place, Tensor):
+                w = w.new_zeros((len(mix), len(losses))).index_add(1, block.place, w)
+            b += weighted_gradients(block.samples, self.program.parameters, theta, w, block.distinct)[1]
         return b, df
 
     # Effects of a single perturbation
@@ -192,10 +187,10 @@ class Direction:
         C = torch.cat([self.program.rows.C[:, :0], *(block.touch for block in self.blocks)], 1)
         return Rows(self.program.parameters, tables, (), C)
 
-    def _perturb_tables(self, p: int) -> dict[Samples, tuple[Tensor, Tensor]]:
-        """Return the sums after perturbation p by samples: their weights, and their coefficients in the rows."""
+    def perturbed_program(self, p: int) -> Program:
+        """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
         rows, C = self.program.rows, self.rescaling(p)
-        C += rows.C[:, : C.shape[1]]
+        C += rows.C[:, : rows.sums]
         tables = {table.samples: (table.U, C[:, rows.columns(number)]) for number, table in enumerate(rows.tables)}
         for block in self.blocks:
             mine = block.entries_of(p)
@@ -203,31 +198,22 @@ class Direction:
             U.index_add_(1, block.index[mine], block.s[mine].T)
             old, touch = tables.get(block.samples, (U[:0], block.touch[:, :0]))
             tables[block.samples] = (torch.cat([old, U]), torch.cat([touch, block.touch], 1))
-        return tables
-
-    def perturbed_program(self, p: int) -> Program:
-        """Return the program after perturbation p at ε = 1: weights w + δw, bounds τ + δτ."""
-        rows, tables = self.program.rows, self._perturb_tables(p)
-        functions = rows.C[:, rows.sums :]
-        perturbed = Rows(
-            rows.parameters,
-            tuple(Table(samples, (), U) for samples, (U, _) in tables.items()),
-            rows.functions,
-            torch.cat([*(touch for _, touch in tables.values()), functions], 1),
-        )
+        parts = tuple(Table(samples, (), U) for samples, (U, _) in tables.items())
+        C = torch.cat([*(touch for _, touch in tables.values()), rows.C[:, rows.sums :]], 1)
+        perturbed = Rows(rows.parameters, parts, rows.functions, C)
         return replace(self.program, rows=perturbed, tau=self.program.tau + self.dtau[p])
 
     def stack_programs(self) -> BatchedProgram:
         """Stack the programs after each perturbation at ε = 1, so that they are evaluated together."""
-        rows, sums = self.program.rows, self.program.rows.sums
-        used = torch.nonzero((rows.C[:, :sums] != 0).any(1)).reshape(-1)
-        perturbed = [self._perturb_tables(p) for p in range(self.P)]
-        weights = {
-            samples: [each[samples][1][used] @ each[samples][0] for each in perturbed] for samples in perturbed[0]
-        }
-        tables = tuple((samples, torch.stack(parts)) for samples, parts in weights.items())
+        rows, C = self.program.rows, self.program.rows.C[:, self.program.rows.sums :]
+        used = torch.nonzero((rows.C[:, : rows.sums] != 0).any(1)).reshape(-1)
+        perturbed = [self.perturbed_program(p).rows for p in range(self.P)]
+        tables = tuple(
+            (table.samples, torch.stack([each.C[used, each.columns(t)] @ each.tables[t].U for each in perturbed]))
+            for t, table in enumerate(perturbed[0].tables)
+        )
         tau = self.program.tau + self.dtau
-        return BatchedProgram(rows.parameters, used, tables, rows.functions, rows.C[:, sums:], rows.linear, tau)
+        return BatchedProgram(rows.parameters, used, tables, rows.functions, C, rows.linear, tau)
 
 
 def _not_finite_error(name: str, count: str) -> InvalidInputError:
@@ -258,69 +244,41 @@ class BatchedProgram:
         return replace(self, tables=tables, tau=self.tau[which])
 
     @retry_with_smaller_batches
-    def gradients(self, thetas: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its own θ (P, d)."""
-        P, d = thetas.shape
-        f = thetas.new_zeros((P, len(self.C)))
-        J = thetas.new_zeros((P, len(self.C), d))
-        for samples, W in self.tables:
-            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                values, gradients = loss.stacked_pull(thetas, W[:, :, place])
-                f[:, self.used] += values
-                J[:, self.used] += gradients
-        if self.linear is not None:
-            f += thetas @ self.linear.T
-            J += self.linear
-        for function, columns in self._curved_functions():
-            C = self.C[:, columns]
-            for p in range(P):
-                value, gradient = function.gradient(thetas[p])
-                f[p] += C @ value
-                J[p] += C @ gradient
-        return f, J
+    def gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return f, (P, 1 + m), and its Jacobian, (P, 1 + m, d), of each program at its own θ (P, d).
 
-    @retry_with_smaller_batches
-    def pullback(self, thetas: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Return f, (P, 1 + m), and Σⱼ weightsⱼ∇fⱼ, (P, d), of each program at its own θ (P, d).
-
-        `weights` has shape (P, 1 + m).
+        With `weights`, (P, 1 + m), it is Σⱼ weightsⱼ∇fⱼ, (P, d), instead of the Jacobian.
         """
-        f, g = thetas.new_zeros((len(thetas), len(self.C))), torch.zeros_like(thetas)
-        for samples, W in self.tables:
-            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                values, gradients = loss.stacked_gradients(thetas, W[:, :, place], weights[:, self.used])
-                f[:, self.used] += values
-                g += gradients
+        P, R = len(thetas), len(self.C)
+        f, J = thetas.new_zeros((P, R)), thetas.new_zeros((P, R if weights is None else 1, thetas.shape[1]))
+        for numbers, rows, W in self._curved_parts(thetas):
+            combined = W if weights is None else weights[:, None, rows] @ W
+            values, gradients = numbers.evaluate_at(thetas, combined)
+            f[:, rows] += (W @ values[:, :, None])[:, :, 0]
+            J[:, rows if weights is None else slice(None)] += gradients
         if self.linear is not None:
             f += thetas @ self.linear.T
-            g += weights @ self.linear
-        for function, columns in self._curved_functions():
-            C = self.C[:, columns]
-            each = torch.eye(function.size).to(thetas).expand(len(thetas), -1, -1)
-            values, gradients = function.stacked_gradients(thetas, each, weights @ C)
-            f += values @ C.T
-            g += gradients
-        return f, g
+            J += self.linear if weights is None else weights[:, None] @ self.linear
+        return f, J if weights is None else J[:, 0]
+
+    def _curved_parts(self, thetas: Tensor) -> Iterator[tuple[Differentiable, Tensor, Tensor]]:
+        """Yield numbers as functions of θ, the rows that they are in, (k,), and their weights there, (P, k, n)."""
+        for samples, W in self.tables:
+            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
+                yield loss, self.used, W[:, :, place]
+        for function, columns in output_slices(self.functions, self.C.shape[1]):
+            rows = torch.nonzero((self.C[:, columns] != 0).any(1)).reshape(-1)
+            if function.matrix is None and len(rows):
+                yield function, rows, self.C[rows, columns].expand(len(thetas), -1, -1)
 
     @retry_with_smaller_batches
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
-        mu, terms = weights @ self.C, output_slices(self.functions, self.C.shape[1])
-        nonlinear = [(columns, f) for f, columns in terms if f.is_nonlinear]
-
-        def function_sum(theta: Tensor, mu: Tensor) -> Tensor:
-            return torch.stack([(mu[columns] * phi(theta)).sum().to(mu.dtype) for columns, phi in nonlinear]).sum()
-
-        ridges = [f.function.ridge or 0.0 for f in self.functions for _ in range(f.size)]
-        total = (mu @ torch.tensor(ridges, dtype=torch.float64).to(mu))[:, None, None] * V
-        for number, (samples, W) in enumerate(self.tables):
-            w = torch.einsum("pj,pjn->pn", weights[:, self.used], W)
-            more = function_sum if nonlinear and number == 0 else None  # the functions join the first batch
-            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                total += loss.stacked_products(thetas, w[:, place], V, mu, more)
-                more = None
+        total = torch.zeros_like(V)
+        for numbers, rows, W in self._curved_parts(thetas):
+            w = torch.einsum("pj,pjn->pn", weights[:, rows], W)
+            if isinstance(numbers, CompiledFunction) and numbers.function.ridge is not None:
+                total += numbers.function.ridge * w[:, :, None] * V
+            else:
+                total += numbers.stacked_products(thetas, w, V)
         return total
-
-    def _curved_functions(self) -> list[tuple[CompiledFunction, slice]]:
-        """Return the functions that are not linear, with the places of their outputs."""
-        return [(f, columns) for f, columns in output_slices(self.functions, self.C.shape[1]) if f.matrix is None]

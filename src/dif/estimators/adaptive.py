@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -47,9 +46,7 @@ class AdaptiveInfluence:
 
     def __init__(self, solution: Solution, *, accuracy: float | None = None, strict: bool = True) -> None:
         self.solution = expect_solution(solution)
-        self.accuracy = accuracy
-        if accuracy is not None:
-            self.accuracy = check_number(accuracy, "accuracy", zero=True)
+        self.accuracy = None if accuracy is None else check_number(accuracy, "accuracy", zero=True)
         self.strict = strict
         self._first = DirectionalInfluence(solution, strict=strict)
         self._newton = NewtonInfluence(solution, strict=False)
@@ -74,8 +71,7 @@ class AdaptiveInfluence:
         at, stack = self.solution, Direction(self.solution.program, perturbation).stack_programs()
         lam = at.program.kinds.project(at.lam + change.multipliers.flat)
         omega, _ = self._assessor.newton.step(stack, (at.theta + change.flat)[None], lam[None])
-        size = float((at.scales.root * change.flat).norm())
-        length = float((at.scales.root * omega[0]).norm())
+        size, length = (float((at.scales.root * move).norm()) for move in (change.flat, omega[0]))
         return length / size if size > 0 else (0.0 if length == 0 else float("inf"))
 
     def scores(
@@ -107,31 +103,37 @@ class AdaptiveInfluence:
         if bool(answered.any()):
             found = self._assessor.describe(estimate, [], targets, influence.values[answered])
             about["assessment"] = found | {"rows": list(range(len(errors))), "errors": errors}
-        if self.accuracy is None:
-            _warn_inaccurate(influence.perturbations, errors)
+        inaccurate = [p for p, error in enumerate(errors) if error > WARN_ABOVE]
+        if self.accuracy is None and inaccurate:
+            worst = max(inaccurate, key=lambda p: errors[p])
+            warn(
+                f"The estimated relative error of the first-order prediction is above {WARN_ABOVE:g} for "
+                f"{len(inaccurate)} of {len(errors)} perturbations ({few(inaccurate)}). It is largest, "
+                f"{errors[worst]:.2g}, for {influence.perturbations[worst]!r}. Pass accuracy=0.01 to continue "
+                "with a Newton step or the whole path where needed.",
+                FirstOrderWarning,
+            )
 
     def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> Scored:
         omega, lam = self._first.ends(self._first.linearise(chunk), chunk)
         first = omega @ targets.gradients(self.solution.theta)
-        first_estimate = self._assessor.estimate_errors(targets, units, chunk, omega, lam, first)
-        by, rows, estimates, unanswered = [], [], [], {}
-        for p, perturbation in enumerate(chunk.perturbation):
-            name, values, estimate = DirectionalInfluence.name, first[p], first_estimate[p]
-            if self.accuracy is not None and not float(estimate.relative[0]) <= self.accuracy:
-                name, values, estimate = self._score_further(perturbation, targets, units, unanswered)
-            by.append(name)
-            rows.append(values)
-            estimates.append(estimate)
-        joined, labels = ErrorEstimate.join(estimates), chunk.perturbation.labels
+        found = self._assessor.estimate_errors(targets, units, chunk, omega, lam, first)
+        by, values, unanswered = [DirectionalInfluence.name] * chunk.P, first.clone(), {}
+        inexact = ~(found.relative <= self.accuracy) if self.accuracy is not None else torch.zeros(chunk.P).bool()
+        for p in torch.nonzero(inexact).reshape(-1).tolist():
+            by[p], values[p], better = self._score_further(chunk.perturbation[p], targets, units, unanswered)
+            found.error[p], found.size[p], found.switched[p] = better.error[0], better.size[0], better.switched[0]
         about = {
             "by": by,
-            "remainders": joined.relative.double().cpu().tolist(),
-            "crossed": {label: names for label, names in zip(labels, joined.switched, strict=True) if names},
+            "remainders": found.relative.double().cpu().tolist(),
+            "crossed": {
+                label: names for label, names in zip(chunk.perturbation.labels, found.switched, strict=True) if names
+            },
             "unanswered": unanswered,
-            "error": joined.error.double().cpu().tolist(),
-            "size": joined.size.double().cpu().tolist(),
+            "error": found.error.double().cpu().tolist(),
+            "size": found.size.double().cpu().tolist(),
         }
-        return torch.stack(rows).double().cpu(), about
+        return values.double().cpu(), about
 
     def _score_further(
         self, perturbation: Perturbation, targets: Targets, units: Tensor, unanswered: dict[str, str]
@@ -164,17 +166,3 @@ class AdaptiveInfluence:
         values = targets.values(path.thetas[-1]) - before
         exact = ErrorEstimate(0 * values[None], values.abs()[None], units, targets.alike, [switched])
         return PathInfluence.name, values, exact
-
-
-def _warn_inaccurate(labels: Sequence[str], errors: list[float]) -> None:
-    """Warn where estimated relative errors of DIF are above WARN_ABOVE."""
-    inaccurate = [p for p, error in enumerate(errors) if error > WARN_ABOVE]
-    if inaccurate:
-        worst = max(inaccurate, key=lambda p: errors[p])
-        warn(
-            f"The estimated relative error of the first-order prediction is above {WARN_ABOVE:g} for "
-            f"{len(inaccurate)} of {len(errors)} perturbations ({few(inaccurate)}). It is largest, "
-            f"{errors[worst]:.2g}, for {labels[worst]!r}. Pass accuracy=0.01 to continue "
-            "with a Newton step or the whole path where needed.",
-            FirstOrderWarning,
-        )

@@ -14,7 +14,7 @@ from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import BatchedProgram, Direction
 from dif.errors import DifError, FirstOrderWarning, few, warn
 from dif.optimality.solution import Solution
-from dif.results.influence import TRUSTED
+from dif.results.influence import TRUSTED, Influence
 from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
@@ -46,10 +46,6 @@ class ErrorEstimate:
     alike: bool  # whether all targets have the same unit, so that they are pooled
     switched: list[list[str]]  # names of the constraints that switch, for each perturbation
 
-    def __getitem__(self, p: int) -> ErrorEstimate:
-        row = slice(p, p + 1)
-        return ErrorEstimate(self.error[row], self.size[row], self.units, self.alike, self.switched[row])
-
     @property
     def relative(self) -> Tensor:
         """Relative error of each perturbation's predictions over all targets, each in its own unit, (P,)."""
@@ -72,14 +68,9 @@ class ErrorEstimate:
     @classmethod
     def join(cls, parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
         """Concatenate the estimates of several chunks of perturbations."""
-        first = parts[0]
-        return cls(
-            torch.cat([part.error for part in parts]),
-            torch.cat([part.size for part in parts]),
-            first.units,
-            first.alike,
-            [names for part in parts for names in part.switched],
-        )
+        error, size = torch.cat([part.error for part in parts]), torch.cat([part.size for part in parts])
+        switched = [names for part in parts for names in part.switched]
+        return cls(error, size, parts[0].units, parts[0].alike, switched)
 
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
@@ -112,10 +103,12 @@ class Assessor:
         """
         at = self.solution.theta
         Q, eps = targets.gradients(at), torch.finfo(at.dtype).eps
-        columns = Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q
-        units = (columns * self.newton.solver.approximate(columns)).sum(0).clamp(min=0).sqrt()
-        units = units.expand(Q.shape[1]) if targets.alike else units
+        units = self._measure(Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q).expand(Q.shape[1])
         return torch.maximum(units, eps**0.375 * targets.values(at).abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
+
+    def _measure(self, Q: Tensor) -> Tensor:
+        """Return √(qᵀH⁻¹q) of each column."""
+        return (Q * self.newton.solver.approximate(Q)).sum(0).clamp(min=0).sqrt()
 
     def estimate_errors(
         self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor,
@@ -192,25 +185,24 @@ class Assessor:
     def _name_switched(self, nu: Tensor) -> list[list[str]]:
         """Name the constraints that are active at θ̄ but not under multipliers ν, (P, m), or the reverse."""
         active, program = self.solution.active, self.solution.program
-        switched = (
-            (program.kinds.has_force(nu) != active.mask(active.binding))
-            & ~active.mask(active.weak)
-            & program.kinds.one_sided
-        )
+        weak = active.is_active & ~active.is_binding
+        switched = (program.kinds.has_force(nu) != active.is_binding) & ~weak & program.kinds.one_sided
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
-    def assess(self, count: int, targets: Targets, direction: Direction, scores: Tensor, ends: Ends) -> dict[str, Any]:
-        """Estimate the errors of the `count` strongest scores and of as many random ones.
+    def assess(self, count: int, targets: Targets, direction: Direction, ends: Ends, influence: Influence) -> None:
+        """Estimate the errors of the `count` strongest scores and of as many random ones; warn if they are large.
 
-        `ends` returns where the predictions of some perturbations end. Returns the entry "assessment" of
-        `Influence.diagnostics`; warns where the scores cannot be trusted.
+        `ends` returns where the predictions of some perturbations end. The estimates are the entry "assessment" of
+        `Influence.diagnostics`.
         """
+        scores, about = influence.stored, influence.diagnostics
         try:
             units = self.measure_units(targets)
             count = count if self.solution.curvature.assembled else min(count, _ASSESSED_WITHOUT_HESSIAN)
             rows = _choose(scores, units.double().cpu(), count)
             if not rows:
-                return describe_failure("there is no score to assess")
+                about["assessment"] = describe_failure("there is no score to assess")
+                return
             parts, predicted, size = [], [], programs_at_once(self.solution)
             for begin in range(0, len(rows), size):
                 chunk = rows[begin : begin + size]
@@ -219,14 +211,15 @@ class Assessor:
                 some = direction.pick(chunk)
                 parts.append(self.estimate_errors(targets, units, some, *ends(chunk, some), values, thorough=False))
             estimate = ErrorEstimate.join(parts)
-            assessment = self.describe(estimate, rows, targets, torch.cat(predicted))
+            about["assessment"] = self.describe(estimate, rows, targets, torch.cat(predicted))
         except DifError as error:
-            warn_untrusted(f"Their error could not be estimated: {error}")
-            return describe_failure(str(error))
-        if not max(assessment["by_target"]) <= TRUSTED:
-            worst = direction.perturbation[rows[int((estimate.error / estimate.units).sum(1).argmax())]].labels[0]
-            warn_assessed(assessment, targets.names, worst)
-        return assessment
+            about["assessment"] = describe_failure(str(error))
+            words = f"Their error could not be estimated: {error}"
+            warn(f"These predictions cannot be trusted. {words} {_CURE}", FirstOrderWarning)
+            return
+        if not max(about["assessment"]["by_target"]) <= TRUSTED:
+            worst = rows[int((estimate.error / estimate.units).sum(1).argmax())]
+            warn_assessed(about["assessment"], targets.names, direction.perturbation[worst].labels[0])
 
     def describe(self, estimate: ErrorEstimate, rows: list[int], targets: Targets, values: Tensor) -> dict[str, Any]:
         """Return the entry "assessment" of `Influence.diagnostics`, for the predictions `values` of some rows.
@@ -237,13 +230,9 @@ class Assessor:
         """
         about, at = estimate.describe(rows), self.solution
         Q, eps = targets.gradients(at.theta), torch.finfo(at.theta.dtype).eps
-        A = at.G[at.active.mask(at.active.active)].T
+        A = at.G[at.active.is_active].T
         rest = Q - A @ torch.linalg.lstsq(A, Q).solution if A.shape[1] else Q  # along the constraints
-
-        def measure(columns: Tensor) -> Tensor:
-            return (columns * self.newton.solver.approximate(columns)).sum(0).clamp(min=0).sqrt()
-
-        moves = measure(rest) > eps**0.375 * torch.maximum(measure(Q), targets.values(at.theta).abs())
+        moves = self._measure(rest) > eps**0.375 * torch.maximum(self._measure(Q), targets.values(at.theta).abs())
         changes, predicted = (torch.linalg.vector_norm(x.to(Q), dim=0) for x in (estimate.size, values))
         moves |= (predicted >= _NO_CHANGE * changes) | torch.tensor(targets.alike)
         pooled = [error for error, one in zip(about["by_target"], moves.tolist(), strict=True) if one]
@@ -258,13 +247,14 @@ def describe_failure(reason: str) -> dict[str, Any]:
 def warn_assessed(assessment: Mapping[str, Any], names: Sequence[str], worst: str, cure: str = _CURE) -> None:
     """Warn about the targets whose assessed predictions are not trusted; `worst` is the perturbation most off."""
     bad = [name for name, pooled in zip(names, assessment["by_target"], strict=True) if not pooled <= TRUSTED]
-    others = " The predictions for the other targets can be trusted." if len(bad) < len(names) else ""
-    warn_untrusted(
-        f"Their estimated relative error is {max(assessment['by_target']):.2g} over the {len(assessment['rows'])} "
-        f"perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest for {worst!r}: the first "
-        f"order leaves out too much of the change.{others}",
-        f"The predictions for {few(bad)}" if others else "These predictions",
-        cure,
+    which, others = "These predictions", ""
+    if len(bad) < len(names):
+        which, others = f"The predictions for {few(bad)}", " The predictions for the other targets can be trusted."
+    warn(
+        f"{which} cannot be trusted. Their estimated relative error is {max(assessment['by_target']):.2g} over the "
+        f"{len(assessment['rows'])} perturbations that were assessed (at most {TRUSTED:g} is accepted), and largest "
+        f"for {worst!r}: the first order leaves out too much of the change.{others} {cure}",
+        FirstOrderWarning,
     )
 
 
@@ -279,8 +269,3 @@ def _choose(scores: Tensor, units: Tensor, count: int) -> list[int]:
     strongest, others = order[:count], order[count:]
     random = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:count]]
     return torch.cat([strongest, random]).tolist()
-
-
-def warn_untrusted(reason: str, which: str = "These predictions", cure: str = _CURE) -> None:
-    """Warn that predictions cannot be trusted, and say what can be done; the reason is a sentence."""
-    warn(f"{which} cannot be trusted. {reason} {cure}", FirstOrderWarning)

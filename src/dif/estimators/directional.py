@@ -75,18 +75,18 @@ class DirectionalInfluence(FirstOrderEstimator):
         self.switching = switching
         self.title += {"auto": "", True: " (switching)", False: " (derivative)"}[switching]
         if strict:
-            solution.active.check(damped=self.damping > 0 or gauss_newton)
+            solution.check(independent=True, minimum=not (self.damping > 0 or gauss_newton))
         at, active, program = solution, solution.active, solution.program
         self._curvature = replace(at.curvature, gauss_newton=True) if gauss_newton else at.curvature
         rho = None if rho is None else check_number(rho, "rho", zero=True)
         self._options = {"rho": rho, "damping": self.damping, "solver": solver}
         self.weights = program.weights(at.lam)
-        rows, binding = torch.arange(program.m, device=at.theta.device), active.mask(active.binding)
+        rows, binding = torch.arange(program.m, device=at.theta.device), active.is_binding
         if switching is True:  # every row, from its slack and multiplier
             system = KKTSystem.prepare_convex(self._curvature, at.G, program.kinds, binding, **self._options)
             self.system = system.start(rows, system.firm, at.c, at.lam, system.firm & program.kinds.one_sided)
         else:
-            rows = rows[active.mask(active.active)]
+            rows = rows[active.is_active]
             system = KKTSystem.prepare(self._curvature, at.G[rows], binding[rows], **self._options)
             self.system = system.start(rows, binding[rows])
         _ = self.system.V  # solved now, once for any number of perturbations
@@ -100,14 +100,14 @@ class DirectionalInfluence(FirstOrderEstimator):
         Its rows are the active ones and those within reach, which may switch; other binding rows are equalities.
         """
         at, active, kinds = self.at, self.at.active, self.at.program.kinds
-        binding, near, system = active.mask(active.binding), active.mask(()), self.system
+        binding, near, system = active.is_binding, torch.zeros_like(active.is_binding), self.system
         while self.switching == "auto" and bool(kinds.one_sided.any()):
             more = near | self._rows_within_reach(system, direction)
             if torch.equal(more, near):
                 break
             near, numbers = more, tuple(torch.nonzero(more).reshape(-1).tolist())
             if numbers not in self._systems:
-                rows = torch.nonzero(active.mask(active.active) | near).reshape(-1)
+                rows = torch.nonzero(active.is_active | near).reshape(-1)
                 equal, R = (binding & ~near | kinds.equal)[rows], torch.zeros_like(at.lam)
                 R[self.system.rows] = self.system.R
                 system = KKTSystem(self._curvature, at.G[rows], binding[rows], R[rows], self.system.solver)
@@ -129,10 +129,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         """
         targets = Targets(target, self.at)
         targets.check_single("by_term")
-        names = ("objective", *self.at.program.names)
-        return self._table(
-            perturbations, names, f"by term, on {targets.names[0]}", partial(self._scores_by_row, targets)
-        )
+        names, title = ("objective", *self.at.program.names), f"by term, on {targets.names[0]}"
+        return self._table(perturbations, names, title, partial(self._scores_by_row, targets))
 
     def prices(self, perturbations: Perturbation) -> Influence:
         """Predict the change of each constraint's multiplier, with one column per constraint.
@@ -142,8 +140,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         """
 
         def change(system: KKTSystem, chunk: Direction) -> tuple[Tensor, Response]:
-            response = self.first_order_scores(system, system.V, chunk)[1]
-            return system.spread(response.nu, self.at.program.m), response
+            response = self.answer(system, chunk, system.V)[1]
+            return response.dlam, response
 
         return self._table(perturbations, self.at.program.names, "prices", change)
 
@@ -151,14 +149,14 @@ class DirectionalInfluence(FirstOrderEstimator):
         """Return a result with one column for each of some terms."""
         direction, reasons = resolve(self.at.program, perturbations)
         system, parts = self.linearise(direction), []
+        unanswered = {perturbations.labels[p]: reason for p, reason in reasons.items()}
         for begin in range(0, direction.P, self._most):
-            chunk = direction[begin : begin + self._most]
-            values, response = work(system, chunk)
-            values[~response.answered] = float("nan")
+            values, response = work(system, direction[begin : begin + self._most])
+            values[list(response.failed)] = float("nan")
+            unanswered |= {perturbations.labels[begin + p]: reason for p, reason in response.failed.items()}
             parts.append(values.double().cpu())
         values = torch.cat(parts)
         values[list(reasons)] = float("nan")
-        unanswered = {perturbations.labels[p]: reason for p, reason in reasons.items()}
         about = self._describe(system) | ({"unanswered": unanswered} if unanswered else {})
         return Influence(values, perturbations, names, f"{self.title}, {title}", about)
 
@@ -169,8 +167,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         """
         q, at = targets.gradients(self.at.theta), self.at
         x = system.solver.solve(q)[:, 0]  # H_ρ⁻¹q
-        response = self.first_order_scores(system, system.V, direction)[1]
-        assert system.equal is not None
+        response = self.answer(system, direction, system.V)[1]
         holds = system.equal | at.program.kinds.take(system.rows).has_force(response.nu)  # (P, k)
         patterns, which = holds[:1], torch.zeros(len(holds), dtype=torch.long, device=holds.device)
         if len(system.rows):
@@ -205,7 +202,7 @@ class DirectionalInfluence(FirstOrderEstimator):
         at, (direction, _) = self.at, resolve(self.at.program, perturbations)
         margins: list[Margin | None] = [None] * at.program.m
         rows = torch.nonzero(at.program.kinds.one_sided).reshape(-1)
-        nearness = torch.where(at.active.mask(at.active.binding), at.active.force, at.active.slack)
+        nearness = torch.where(at.active.is_binding, at.active.force, at.active.slack)
         rows = rows[torch.argsort(nearness[rows])[:_MARGIN_ROWS]]
         if len(rows):
             moves = zip(*self._moves(self.linearise(direction), rows, direction), strict=True)
@@ -222,22 +219,15 @@ class DirectionalInfluence(FirstOrderEstimator):
 
         What is solved for are the perturbations, the gradients of the rows or all d directions, whichever are fewest.
         """
-        at, G, d = self.at, self.at.G[rows], self.at.theta.numel()
+        G, d = self.at.G[rows], self.at.theta.numel()
         few, columns = min(len(rows), d) >= direction.P, system.V
         basis = G if len(rows) <= d else torch.eye(d).to(G)
         if not few:
             columns = torch.cat([columns, system.solver.solve(basis.T)], 1)
         for begin in range(0, direction.P, self._most):
             chunk = direction[begin : begin + self._most]
-            if few:
-                omega, response = self.steps(system, chunk)
-                dc = omega @ G.T
-            else:
-                dc, response = self.first_order_scores(system, columns, chunk)
-                dc = dc if basis is G else dc @ G.T
-            dc, dlam = response.r[:, rows] + dc, system.spread(response.nu, at.program.m)[:, rows]
-            dc[~response.answered] = dlam[~response.answered] = float("nan")
-            yield dc, dlam
+            move, response, _ = self.answer(system, chunk, None if few else columns)  # Δθ, or its part along the basis
+            yield response.r[:, rows] + (move if basis is G and not few else move @ G.T), response.dlam[:, rows]
 
     # Constraints within reach: those that could become active or inactive within a step
 
@@ -250,11 +240,10 @@ class DirectionalInfluence(FirstOrderEstimator):
         taken as they are. Of many, those that do switch under a perturbation are.
         """
         at, P, equal, kinds = self.at, direction.P, system.equal, self.at.program.kinds
-        assert equal is not None
         fixed = torch.ones_like(kinds.equal)  # inequalities that cannot switch in `system`
         fixed[system.rows] = equal
         fixed = fixed & kinds.one_sided
-        binding = at.active.mask(at.active.binding)
+        binding = at.active.is_binding
         d, again = at.theta.numel(), bool((~equal).any()) and int(fixed.sum()) <= _ROWS
         if d > _PARAMETERS and (P > _PERTURBATIONS or P * d > _NUMBERS) and not again:
             dc, dlam = self._typical_moves(system, direction)
@@ -272,7 +261,6 @@ class DirectionalInfluence(FirstOrderEstimator):
     def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
         """Estimate √(Σₚ move²) of f − τ and of the multiplier of each row, (m,) each, with the equal rows only."""
         at, equal = self.at, system.equal
-        assert equal is not None
         Z = _MIXTURES if at.curvature.assembled else _MIXTURES_WITHOUT_HESSIAN
         generator = torch.Generator().manual_seed(0)
         b, r = at.theta.new_zeros((Z, at.theta.numel())), at.theta.new_zeros((Z, at.program.m))

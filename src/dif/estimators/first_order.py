@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -59,14 +58,13 @@ class FirstOrderEstimator:
         """Predict Δθ and Δλ of one perturbation, carried out in full."""
         direction = Direction.resolve_single(self.at.program, perturbation)
         system = self.linearise(direction)
-        omega, response = self.steps(system, direction)
+        omega, response, about = self.answer(system, direction)
         if self.strict and response.failed:
             raise no_step_error(perturbation.labels[0], response.failed[0])
-        answer = self._describe_answers(system, direction, response)
-        diagnostics = {**self._describe(system), "unanswered": answer["unanswered"]}
+        diagnostics = {**self._describe(system), "unanswered": about["unanswered"]}
         if self.switching:
-            diagnostics["switched"] = bool(answer["switched"])
-        return Change.of(self.at.program, omega[0], system.spread(response.nu, self.at.program.m)[0], diagnostics)
+            diagnostics["switched"] = bool(about["switched"])
+        return Change.of(self.at.program, omega[0], response.dlam[0], diagnostics)
 
     def scores(
         self, target: Any, perturbations: Perturbation, *, out: Out = None, jobs: int = 1,
@@ -90,61 +88,68 @@ class FirstOrderEstimator:
         columns = torch.cat([system.V, system.solver.solve(Q)], 1)  # (d, k + T)
         most = min(_SLOPES // columns.shape[1], max(_SMALLEST, direction.P // _CHUNKS))
 
-        def complete(influence: Influence) -> None:
-            about = influence.diagnostics
-            about.update(self._describe(system))
-            if count:
-                about["assessment"] = self._assessor.assess(
-                    count, targets, direction, influence.stored, lambda _, some: self.ends(system, some)
-                )
+        def work(chunk: Direction) -> Scored:
+            values, _, about = self.answer(system, chunk, columns)
+            return values.double().cpu(), about
 
-        score = by_chunk(partial(self._score, system, columns), direction, most, jobs)
+        def complete(influence: Influence) -> None:
+            influence.diagnostics.update(self._describe(system))
+            if count:
+                self._assessor.assess(count, targets, direction, lambda _, some: self.ends(system, some), influence)
+
         return fill_scores(
-            self, self.at, targets, direction, score, self._diagnostics, name=self.title, out=out,
-            show_progress=show_progress, complete=complete, given=perturbations, reasons=reasons,
+            self, self.at, targets, direction, by_chunk(work, direction, most, jobs), self._diagnostics,
+            name=self.title, out=out, show_progress=show_progress, complete=complete, given=perturbations,
+            reasons=reasons,
         )  # fmt: skip
 
-    def _score(self, system: KKTSystem, columns: Tensor, direction: Direction) -> Scored:
-        values, response = self.first_order_scores(system, columns, direction)
-        return values.double().cpu(), self._describe_answers(system, direction, response)
+    def answer(
+        self, system: KKTSystem, direction: Direction, columns: Tensor | None = None
+    ) -> tuple[Tensor, Response, dict[str, Any]]:
+        """Return Δθ of each perturbation, (P, d), or qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T).
 
-    def first_order_scores(self, system: KKTSystem, columns: Tensor, direction: Direction) -> tuple[Tensor, Response]:
-        """Return qᵀΔθ, (P, T), for columns (V, H_ρ⁻¹q₁ … H_ρ⁻¹q_T); and the response."""
-        at, k = self.at, len(system.G)
-        b, df = direction.first_order_effects(at.theta, self.weights, at.parts, at.part_gradients, columns)
-        response = self._respond(system, b[:, :k], df[:, 1:] - direction.dtau, direction)
-        return -b[:, k:] - response.w @ (system.G @ columns[:, k:]), response
+        They are NaN where there is no answer. Also return the response of the rows; and in how many answers a
+        constraint switches, and why others have none, by label. With strict, raise where the system of all
+        perturbations has no answer.
+        """
+        at, P, k = self.at, direction.P, len(system.G)
+        point = at.theta, self.weights, at.parts, at.part_gradients
+        if columns is not None:
+            b, df = direction.first_order_effects(*point, columns)
+            response = system.respond(b[:, :k], df[:, 1:] - direction.dtau)
+        else:
+            b = df = torch.full((), float("nan"))  # not known yet
+            if P == 1 or sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
+                b, df = direction.combine(torch.eye(P).to(at.theta), *point)
+            if not bool(torch.isfinite(b).all() and torch.isfinite(df[..., 1:]).all()):  # singly: names the sample
+                first = [direction.first_order(p, at.theta, at.parts, at.part_gradients) for p in range(P)]
+                b, df = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df for df, _ in first])
+            response = system.respond(b @ system.V, df[:, 1:] - direction.dtau)
 
-    def steps(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Response]:
-        """Return Δθ, (P, d), NaN where there is no answer; and the response."""
-        at, P = self.at, direction.P
-        b = r = torch.full((), float("nan"))  # not known yet
-        if P == 1 or sum(len(block.index) for block in direction.blocks) <= _SWEEP_OVERHEAD:  # one sweep for all
-            b, df = direction.combine(torch.eye(P).to(at.theta), at.theta, self.weights, at.parts, at.part_gradients)
-            r = df[:, 1:]
-        if not bool(torch.isfinite(b).all() and torch.isfinite(r).all()):  # one by one, which names the sample
-            first = [direction.first_order(p, at.theta, at.parts, at.part_gradients) for p in range(P)]
-            b, r = torch.stack([self.weights @ DJ for _, DJ in first]), torch.stack([df[1:] for df, _ in first])
-        response = self._respond(system, b @ system.V, r - direction.dtau, direction)
-        return system.complete(b, response), response
-
-    def _respond(self, system: KKTSystem, bV: Tensor, r: Tensor, direction: Direction) -> Response:
-        """Solve for the multipliers. With strict, raise where the system of all perturbations has none."""
-        response, strict = system.respond(bV, r), self.strict and system is self.system
-        if response.failed and strict:
+        strict, labels = self.strict and system is self.system, direction.perturbation
+        if strict and response.failed:
             p, reason = next(iter(response.failed.items()))
-            raise no_step_error(direction.perturbation[p].labels[0], reason)
-        if system.sign_checked is not None:
-            for p in torch.nonzero((response.nu[:, system.sign_checked] < 0).any(1)).reshape(-1).tolist():
-                error = self._released_error(system, response.nu[p])
-                if strict:
-                    raise error
-                response.w[p] = float("nan")
-                response.failed[p] = str(error)
-        return response
+            raise no_step_error(labels[p].labels[0], reason)
+        for p in torch.nonzero((response.nu[:, system.sign_checked] < 0).any(1)).reshape(-1).tolist():
+            error = self._released_error(system, response.nu[p])
+            if strict:
+                raise error
+            response.w[p] = response.dlam[p] = float("nan")
+            response.failed[p] = str(error)
+        switched = 0
+        if self.switching:
+            forced, active = at.program.kinds.has_force(at.lam + response.dlam), at.active
+            switched = int(((active.is_binding & ~forced) | (~active.is_active & forced)).any(1).sum())
+        unanswered = {labels[p].labels[0]: reason for p, reason in response.failed.items()}
+        about = {"switched": switched, "unanswered": unanswered}
+
+        if columns is not None:
+            return -b[:, k:] - response.w @ (system.G @ columns[:, k:]), response, about
+        omega, answered = torch.full_like(b, float("nan")), torch.isfinite(response.w).all(1)
+        omega[answered] = -system.solver.solve((b + response.w @ system.G)[answered].T).T
+        return omega, response, about
 
     def _released_error(self, system: KKTSystem, nu: Tensor) -> DegenerateError:
-        assert system.sign_checked is not None
         j = int(torch.where(system.sign_checked, nu, float("inf")).argmin())
         return DegenerateError(
             f"The multiplier of {self.at.program.names[int(system.rows[j])]} would be {float(nu[j]):.3g} after the "
@@ -157,9 +162,9 @@ class FirstOrderEstimator:
 
     def ends(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:
         """Return Δθ of each perturbation, (P, d), and the multipliers after it, (P, m)."""
-        omega, response = self.steps(system, direction)
+        omega, response, _ = self.answer(system, direction)
         lam = self.at.lam.expand(len(omega), -1)
-        return omega, lam if system.equal is None else lam + system.spread(response.nu, self.at.program.m)
+        return omega, lam if system.soft else lam + response.dlam
 
     def _describe(self, system: KKTSystem) -> dict[str, Any]:
         """Return what results say about the point, the settings, the solves, and what torch could not do."""
@@ -172,13 +177,3 @@ class FirstOrderEstimator:
             "solver_steps": solver.steps,
             "fallbacks": sorted(self.at.program.rows.fallbacks),
         }
-
-    def _describe_answers(self, system: KKTSystem, direction: Direction, response: Response) -> dict[str, Any]:
-        """Return in how many answers a constraint switches; and why others have none, by label."""
-        switched, active, kinds = 0, self.at.active, self.at.program.kinds
-        if self.switching:
-            forced = kinds.has_force(self.at.lam + system.spread(response.nu, len(self.at.lam)))
-            released, begun = active.mask(active.binding) & ~forced, active.mask(active.inactive) & forced
-            switched = int((released | begun).any(1).sum())
-        reasons = {direction.perturbation[p].labels[0]: reason for p, reason in response.failed.items()}
-        return {"switched": switched, "unanswered": reasons}

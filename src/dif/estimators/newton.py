@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError
 from dif.estimators.assessment import ASSESSED, Assessor
 from dif.estimators.protocol import Out, Scored, by_chunk, describe_solution, differences, fill_scores, resolve
-from dif.linalg.solvers import Matrix, Operator, Solver, SolverSeries
+from dif.linalg.solvers import Matrix, SolverSeries
 from dif.optimality.kkt_system import kkt_step
 from dif.optimality.solution import Solution, expect_solution
 from dif.problem.perturbation import Perturbation
@@ -45,10 +46,8 @@ class NewtonInfluence:
         self.solution = expect_solution(solution)
         self.strict = strict
         if strict:
-            solution.check()
-            solution.active.check()
+            solution.check(independent=True, minimum=True)
         self._diagnostics = {**describe_solution(solution), "strict": strict}
-        self._binding = solution.active.mask(solution.active.binding)
         self._part_hessians: dict[int, Tensor] = {}
         self._solver = SolverSeries()
         self._assessor = Assessor(solution)
@@ -82,14 +81,10 @@ class NewtonInfluence:
             steps = [kept[p] for p in rows] if keep else self._steps(chunk)
             return torch.stack([omega for omega, _, _ in steps]), torch.stack([lam for _, lam, _ in steps])
 
-        def complete(influence: Influence) -> None:
-            if count:
-                assessment = self._assessor.assess(count, targets, direction, influence.stored, ends)
-                influence.diagnostics["assessment"] = assessment
-
+        assessment = partial(self._assessor.assess, count, targets, direction, ends) if count else None
         return fill_scores(
             self, at, targets, direction, by_chunk(work, direction, jobs=jobs), self._diagnostics, out=out,
-            show_progress=show_progress, complete=complete, given=perturbations, reasons=reasons,
+            show_progress=show_progress, complete=assessment, given=perturbations, reasons=reasons,
         )  # fmt: skip
 
     def _steps(self, direction: Direction) -> list[_Step]:
@@ -101,23 +96,20 @@ class NewtonInfluence:
         weights = at.program.weights(at.lam)
         df, DJ = direction.first_order(0, at.theta, at.parts, at.part_gradients)
         J, c = at.J + DJ, at.c + df[1:] - direction.dtau[0]
-        H, solver = self._curvature(direction, weights)
+        if at.curvature.assembled:
+            touched = direction.changed_samples(0).hessian(at.theta, weights)
+            H, solver = Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.rescaling(0))), None
+        else:
+            rows = direction.perturbed_program(0).rows
+            H, solver = Curvature(rows, at.theta, weights, assumed=at.curvature.own), self._solver
         try:
-            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, self._binding, solver)[:2], ""
+            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, at.active.is_binding, solver)[:2], ""
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"This is the step of the perturbation {direction.perturbation.labels[0]!r}.")
                 raise
             nan = float("nan")
             return torch.full_like(at.theta, nan), torch.full_like(at.lam, nan), str(error)
-
-    def _curvature(self, direction: Direction, weights: Tensor) -> tuple[Operator, Solver]:
-        """Return ∇²L of the changed problem, assembled where that of the old problem is, and its linear solver."""
-        at = self.solution
-        if at.curvature.assembled:
-            touched = direction.changed_samples(0).hessian(at.theta, weights)
-            return Matrix(at.hessian + touched + self._scaled_hessian(weights @ direction.rescaling(0))), None
-        return Curvature(direction.perturbed_program(0).rows, at.theta, weights, assumed=at.curvature.own), self._solver
 
     def _scaled_hessian(self, scale: Tensor) -> Tensor | float:
         """Return Σₖ scaleₖ ∇²pₖ over the sums; the Hessian of each is computed once."""

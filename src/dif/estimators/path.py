@@ -48,11 +48,11 @@ class PathInfluence:
         self.max_steps = check_count(max_steps, "max_steps")
         self.strict = strict
         if strict:
-            solution.check()
-            solution.active.check()
+            solution.check(independent=True, minimum=True)
         self._diagnostics = {**describe_solution(solution), "tol": self.tol, "strict": strict}
-        binding = solution.active.mask(solution.active.binding)
-        self._prepared = KKTSystem.prepare_convex(solution.curvature, solution.G, solution.program.kinds, binding)
+        self._prepared = KKTSystem.prepare_convex(
+            solution.curvature, solution.G, solution.program.kinds, solution.active.is_binding
+        )
 
     def follow(self, perturbation: Perturbation, stops: Sequence[float] = ()) -> Path:
         """Follow the path of one perturbation; it has a point at each ε of `stops`, besides those it chooses itself."""

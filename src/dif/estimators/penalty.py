@@ -8,7 +8,7 @@ from torch import Tensor
 from dif.derivatives.hessian import Curvature
 from dif.errors import DegenerateError, NotConvergedError
 from dif.estimators.first_order import FirstOrderEstimator
-from dif.linalg.solvers import DenseCholesky, Matrix, Solver, prepare
+from dif.linalg.solvers import DenseCholesky, Matrix, Solver
 from dif.optimality.judgement import Scales
 from dif.optimality.kkt_system import KKTSystem
 from dif.optimality.solution import Solution
@@ -56,12 +56,10 @@ class PenaltyInfluence(FirstOrderEstimator):
         c = at.c if at_minimiser else torch.where(program.kinds.equal, at.c, 0.0)
         self.weights, stiffness = self._forces(c)
         constrained = bool(self.weights[1:].any())
-        plain = Curvature(program.rows, at.theta, self.weights) if constrained else at.objective_curvature
-        H = plain.with_rows(at.G, stiffness)
-        every = torch.arange(program.m, device=at.theta.device)
-        prepared, _ = prepare(H, at.G[:0], damping=self.damping, solver=solver)
-        system = KKTSystem(H, at.G, torch.ones_like(every).bool(), stiffness, prepared)
-        self.system = system.start(every, None)
+        H = Curvature(program.rows, at.theta, self.weights) if constrained else at.objective_curvature
+        every, options = torch.arange(program.m, device=at.theta.device), {"damping": self.damping, "solver": solver}
+        system = KKTSystem.prepare(H, at.G, torch.ones_like(every).bool(), rho=stiffness, **options)
+        self.system = system.start(every, system.firm, soft=True)
 
     def _forces(self, c: Tensor) -> tuple[Tensor, Tensor]:
         """Return the weights of the rows, (1 + m,), and the second derivatives of the penalties, (m,).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ from dif.errors import FirstOrderWarning, InvalidInputError, warn
 from dif.optimality.solution import Solution
 from dif.problem.perturbation import Perturbation
 from dif.results.change import Change
-from dif.results.influence import Influence, Origin, describe_scores, distinguish_targets
+from dif.results.influence import Influence, Origin, distinguish_targets
 from dif.runtime.guard import is_single_process
 from dif.runtime.score_array import FileScores
 from dif.runtime.work import check_jobs, progress, run_in_order
@@ -33,9 +34,10 @@ _HASHED = 2**14  # perturbations hashed at once
 class Estimator(Protocol):
     """Predicts what perturbations change. Any object with these three members can be used as an estimator.
 
-    >>> import dif
-    >>> isinstance(dif.Retraining, type), all(hasattr(dif.Retraining, part) for part in ("name", "change", "scores"))
-    (True, True)
+    Examples:
+        >>> import dif
+        >>> all(hasattr(dif.Retraining, part) for part in ("name", "change", "scores"))
+        True
     """
 
     @property
@@ -123,13 +125,14 @@ def fill_scores(
         names = distinguish_targets(names, targets.terms)
     shape, file, done, pieces = (direction.P, len(names)), None, 0, []
     unknown = torch.tensor([p in reasons for p in range(direction.P)])
-    if out is None:
-        values = torch.full(shape, float("nan"), dtype=torch.float64)
-    else:
+    values = torch.full(shape if out is None else (0, 0), float("nan"), dtype=torch.float64)
+    origin = Origin(at, targets, estimator)
+    influence = Influence(values, perturbations, names, name, dict(diagnostics), origin=origin)
+    if out is not None:
         settings = f"{name} {names} {json.dumps(diagnostics, sort_keys=True)} {sorted(reasons)}"
-        about = describe_scores(name, diagnostics, names, perturbations, perturbations.index)
-        file = _open(out, shape, settings, at, targets, direction, about)
+        file = _open(out, shape, settings, at, targets, direction, influence.describe())
         values, pieces, done = file.values, file.pieces, file.done
+        influence = replace(influence, stored=values)
     if done < direction.P:
         with progress(name, direction.P, show_progress) as report:
             for block, about in score(done):
@@ -141,8 +144,6 @@ def fill_scores(
                 else:
                     file.write(block, **about)
                 report(done)
-    origin = Origin(at, targets, estimator)
-    influence = Influence(values, perturbations, names, name, dict(diagnostics), origin=origin)
     for key in pieces[0].keys() - {"end", "checksum"}:
         entries = [piece[key] for piece in pieces]
         if isinstance(entries[0], dict):
@@ -156,8 +157,11 @@ def fill_scores(
         for key in influence.diagnostics.keys() & {"residuals", "remainders"}:
             for p in reasons:
                 influence.diagnostics[key][p] = float("nan")
-    if influence.diagnostics.get("unanswered"):
-        _warn_unanswered(influence.diagnostics["unanswered"], direction.P)
+    unanswered = influence.diagnostics.get("unanswered")
+    if unanswered:
+        label, reason = next(iter(unanswered.items()))
+        count = f"{len(unanswered)} of {direction.P} perturbations"
+        warn(f"{count} have no answer (NaN). The first is {label!r}: {reason}", FirstOrderWarning)
     if complete is not None:
         complete(influence)
     if file is not None:
@@ -173,15 +177,6 @@ def by_chunk(
     size = max(1, most) if jobs == 1 else chunk_size(direction.P, most, jobs)
     chunks = lambda begin: [direction[start : start + size] for start in range(begin, direction.P, size)]  # noqa: E731
     return lambda begin: map(work, chunks(begin)) if jobs == 1 else run_in_order(work, chunks(begin), jobs)
-
-
-def _warn_unanswered(unanswered: Mapping[str, str], count: int) -> None:
-    """Warn that some of `count` perturbations have no answer; `unanswered` has the reasons by label."""
-    label, reason = next(iter(unanswered.items()))
-    warn(
-        f"{len(unanswered)} of {count} perturbations have no answer (NaN). The first is {label!r}: {reason}",
-        FirstOrderWarning,
-    )
 
 
 def _open(

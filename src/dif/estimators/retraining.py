@@ -87,7 +87,7 @@ class RetrainingCache:
     def _key(self, direction: Direction, p: int) -> str:
         """Hash everything that the retraining of perturbation p depends on."""
         about = f"{self.tol!r} {direction.perturbation[p].labels}"
-        return hash_all((about.encode(), self._identity, *hash_direction(direction, p))).hex()[:32]
+        return hash_all((about.encode(), self._identity, *hash_direction(direction[p : p + 1]))).hex()[:32]
 
     @cached_property
     def _identity(self) -> bytes:
@@ -135,8 +135,7 @@ class Retraining:
         self.max_iter = max_iter
         self.strict = strict
         if strict and self._run is None:
-            solution.check()
-            solution.active.strict_minimum().check()  # else retraining may end at another solution of the same problem
+            solution.check(minimum=True)  # else retraining may end at another solution of the same problem
         self._cache = None if keep is None else RetrainingCache.open(keep, solution, self.tol)
         self._batched: BatchedNewton | None = None
         self._diagnostics = {"kkt": solution.kkt.parts, "tol": self.tol, "strict": strict}

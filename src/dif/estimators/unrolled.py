@@ -1,8 +1,8 @@
-"""Influence through training: derivatives of a run of constrained training in the weights of its samples."""
+"""Influence through training: what perturbations change in the steps of a run, carried on to its end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import DegenerateError, FirstOrderWarning, InvalidInputError, warn
 from dif.estimators.assessment import ErrorEstimate, warn_assessed
-from dif.estimators.protocol import Out, Scored, differences, fill_scores
+from dif.estimators.protocol import Out, Scored, differences, fill_scores, resolve
 from dif.optimality.solution import Solution
 from dif.problem.data import map_tensors
 from dif.problem.perturbation import Perturbation
@@ -38,9 +38,9 @@ _CURE = (
 class UnrolledInfluence:
     """Predicts what the same training would have done on perturbed data, by differentiating through its steps.
 
-    For models that never reach a solution: fine-tuned networks, early stopping. One sweep backwards over the run gives
-    the derivative of every target in the weights of all samples; it costs about as much as three trainings for one
-    target.
+    For models that never reach a solution: fine-tuned networks, early stopping. Each step changes by its difference
+    with and without the samples; what follows from that in later steps is carried on to first order. One sweep
+    backwards over the run does this for all perturbations; it costs about as much as three trainings for one target.
 
     Args:
         run: A finished run, `dif.Training(...).run()`.
@@ -91,7 +91,7 @@ class UnrolledInfluence:
         count = as_index(probe)
         if count is None or count < 0:
             raise InvalidInputError(f"`probe` must be an integer ≥ 0, not {probe!r}.")
-        targets, change = Targets(target, self.run.point), self._resolve(perturbations)
+        targets, (change, reasons) = Targets(target, self.run.point), self._resolve(perturbations)
         groups = list(change.find_groups())
         self._warn_few(groups)
 
@@ -100,7 +100,7 @@ class UnrolledInfluence:
             values = _check_finite(sweep.effects.sum(2).double().cpu(), self.strict)
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
-                rows, weights = _choose(values, [touched for _, touched, _ in groups], count)
+                rows, weights = _choose(values, [touched for _, touched, _ in groups], count, reasons)
                 about |= self._carry_out(rows, weights, targets, change.direction, values)
             yield values, about
 
@@ -112,7 +112,7 @@ class UnrolledInfluence:
 
         influence = fill_scores(
             self, self.run.point, targets, change.direction, score, {"since": self.since}, out=out, show_progress=False,
-            complete=complete,
+            complete=complete, given=perturbations, reasons=reasons,
         )  # fmt: skip
         return replace(influence, origin=None)  # the end of a run solves nothing
 
@@ -121,22 +121,29 @@ class UnrolledInfluence:
         _ = self.run.problem  # refuses a step of the user's own, which has no terms
         targets = Targets(target, self.run.point)
         targets.check_single("by_term")
-        effects = sweep_back(self.run, self._resolve(perturbations), targets, show_progress).effects
+        change, reasons = self._resolve(perturbations)
+        effects = sweep_back(self.run, change, targets, show_progress).effects
         names = ("objective", *self.run.point.program.names)
         title = f"{self.name}, by term, on {targets.names[0]}"
         values = _check_finite(effects[:, 0].double().cpu(), self.strict)
-        return Influence(values, perturbations, names, title, {"since": self.since})
+        values[list(reasons)] = float("nan")
+        unanswered = {perturbations.labels[p]: reason for p, reason in reasons.items()}
+        about = {"since": self.since} | ({"unanswered": unanswered} if unanswered else {})
+        return Influence(values, perturbations, names, title, about)
 
-    def _resolve(self, perturbations: Perturbation) -> RunPerturbation:
-        return RunPerturbation(self.run.loop, Direction(self.run.loop.program, perturbations), self.since)
+    def _resolve(self, perturbations: Perturbation) -> tuple[RunPerturbation, dict[int, str]]:
+        """Resolve perturbations to weights of the steps; and say why some have no answer, see `resolve`."""
+        direction, reasons = resolve(self.run.loop.program, perturbations)
+        return RunPerturbation(self.run.loop, direction, self.since), reasons
 
     def _warn_few(self, groups: Sequence[tuple[int, Tensor, float]]) -> None:
         """Say which perturbed groups have few members in a batch, where their constraint has a force."""
         program = self.run.point.program
-        lam = torch.tensor([*self.run.history.multipliers, self.run.point.lam.tolist()]).to(program.tau).amax(0)
-        for column, touched, members in groups:
+        few = [group for group in groups if group[2] < _FEW and program.rows.means[group[0]] and group[1].any()]
+        for column, _, members in few:
+            lam = torch.tensor([*self.run.history.multipliers, self.run.point.lam.tolist()]).to(program.tau).amax(0)
             rows = (program.rows.C[1:, column] != 0) & program.kinds.has_force(lam)
-            if members < _FEW and bool(program.rows.means[column]) and bool(touched.any()) and bool(rows.any()):
+            if bool(rows.any()):
                 warn(
                     f"A batch has {members:.2g} members of the group in {program.names[int(rows.nonzero()[0])]!r} on "
                     f"average; it should have {_FEW}. Without one of them the constraint changes a lot in a step, or "
@@ -200,7 +207,9 @@ def _measure_rounding(at: Solution, targets: Targets, moves: Tensor) -> Tensor:
     return torch.minimum(_ROUNDING * eps * size, eps**0.625 * reach).double().cpu()
 
 
-def _choose(values: Tensor, groups: Sequence[Tensor], count: int) -> tuple[list[int], Tensor]:
+def _choose(
+    values: Tensor, groups: Sequence[Tensor], count: int, left_out: Iterable[int] = ()
+) -> tuple[list[int], Tensor]:
     """Return the rows that are carried out, and how many rows each of them stands for.
 
     A third are the strongest, over all targets. The others are random: equally many of each group, one at least, and of
@@ -208,6 +217,7 @@ def _choose(values: Tensor, groups: Sequence[Tensor], count: int) -> tuple[list[
     """
     strength = (values.abs() / values.abs().max(0).values.clamp(min=torch.finfo(values.dtype).tiny)).sum(1)
     order, generator = strength.nan_to_num(posinf=0.0).argsort(descending=True), torch.Generator().manual_seed(0)
+    order = order[~torch.isin(order, torch.tensor(list(left_out), dtype=torch.long))]
     first = -(-count // 3)
     owner = torch.zeros(len(values), dtype=torch.long)
     for number, touched in enumerate(sorted(groups, key=lambda touched: -int(touched.sum())), 1):
@@ -229,7 +239,9 @@ def _check_finite(values: Tensor, strict: bool) -> Tensor:
         raise DegenerateError(
             f"{int((~torch.isfinite(values)).sum())} of {values.numel()} scores are NaN or infinite.",
             "The derivative of every step must be finite.",
-            "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root.",
-            "Pass eps_root=1e-8 to dif.Adam or dif.AdamW, avoid functions with infinite slopes, or use strict=False.",
+            "A step has no derivative somewhere, such as the root of an average square of 0 in Adam without eps_root. "
+            "Or a step of your own divides by the weights of a group that is empty without a sample.",
+            "Pass eps_root=1e-8 to dif.Adam or dif.AdamW, avoid functions with infinite slopes, or use strict=False. "
+            "Leave empty groups out of a step of your own.",
         )
     return values

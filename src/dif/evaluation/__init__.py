@@ -47,11 +47,12 @@ _NAN = float("nan")
 class Table:
     """A title, headings and rows. The first cell of a row is a name, the others are numbers.
 
-    >>> print(Table("Scores", ("method", "LDS"), (("DIF", 0.97571), ("random", float("nan")))))
-    Scores
-    method     LDS
-    DIF     0.9757
-    random       –
+    Examples:
+        >>> print(Table("Scores", ("method", "LDS"), (("DIF", 0.97571), ("random", float("nan")))))
+        Scores
+        method     LDS
+        DIF     0.9757
+        random       –
     """
 
     title: str

@@ -35,43 +35,37 @@ class Extrapolation:
     def __init__(self, problems: int, length: int, rescale: Callable[[Tensor], Tensor]) -> None:
         self.rescale = rescale
         self.depth = min(_DEPTH, _MAX_NUMBERS // max(1, 2 * problems * length))
-        self._point_differences: list[Tensor] = []  # of successive points, (P, length) each, newest last
-        self._move_differences: list[Tensor] = []  # of successive moves, likewise
-        self._shape = (problems, length)
-        self._last: tuple[Tensor, Tensor] | None = None  # last point and last move, NaN where there is none
+        self._differences: list[
+            Tensor
+        ] = []  # of successive points and of successive moves, (2, P, length), newest last
+        self._shape = (2, problems, length)
+        self._last: Tensor | None = None  # last point and last move, (2, P, length), NaN where there is none
 
     def forget(self, which: Tensor) -> None:
         """Discard the history of these problems, because their moves are of another kind from now on."""
-        for difference in (*self._point_differences, *self._move_differences):
-            difference[which] = 0.0
+        for difference in self._differences:
+            difference[:, which] = 0.0
         if self._last is not None:
-            self._last[0][which] = float("nan")
+            self._last[:, which] = float("nan")
 
     def combine(self, which: Tensor, z: Tensor, r: Tensor) -> Tensor:
         """Return the accelerated step from z (p, length) with move r (p, length), for the problems `which` (p,)."""
         if self.depth == 0:
             return r
+        now = torch.stack([z, r])
         if self._last is None:
-            self._last = tuple(torch.full(self._shape, float("nan")).to(r) for _ in range(2))  # type: ignore[assignment]
-        assert self._last is not None
-        for history, now, last in (
-            (self._point_differences, z, self._last[0]),
-            (self._move_differences, r, self._last[1]),
-        ):
-            difference = torch.zeros_like(last)
-            difference[which] = torch.nan_to_num(now - last[which], nan=0.0)
-            history.append(difference)
-            del history[: -self.depth]
-        self._last[0][which], self._last[1][which] = z, r
-        dZ = torch.stack(self._point_differences, 1)[which]  # (p, depth, length)
-        dR = torch.stack(self._move_differences, 1)[which]
+            self._last = torch.full(self._shape, float("nan")).to(r)
+        difference = torch.zeros_like(self._last)
+        difference[:, which] = torch.nan_to_num(now - self._last[:, which], nan=0.0)
+        self._differences.append(difference)
+        del self._differences[: -self.depth]
+        self._last[:, which] = now
+        dZ, dR = torch.stack(self._differences, 2)[:, which]  # (p, depth, length) each
         F = self.rescale(dR)
         sizes = torch.linalg.vector_norm(F, dim=2, keepdim=True)
-        F = F / torch.where(sizes > 0, sizes, 1.0)
-        gram, rhs = F @ F.mT, (F @ self.rescale(r)[:, :, None])[:, :, 0]
-        values, vectors = torch.linalg.eigh(gram)
-        significant = values > _NEGLIGIBLE * len(self._move_differences)
-        inverse = torch.where(significant, 1.0 / torch.where(significant, values, 1.0), 0.0)
-        gamma = (vectors @ (inverse * (vectors.mT @ rhs[:, :, None])[:, :, 0])[:, :, None])[:, :, 0]
-        gamma = gamma / torch.where(sizes > 0, sizes, 1.0)[:, :, 0]
-        return r - ((dZ + dR) * gamma[:, :, None]).sum(1)
+        sizes = torch.where(sizes > 0, sizes, 1.0)
+        F, floor = F / sizes, _NEGLIGIBLE * len(self._differences)
+        values, vectors = torch.linalg.eigh(F @ F.mT)
+        inverse = torch.where(values > floor, 1.0 / values.clamp(min=floor), 0.0)[:, :, None]
+        gamma = vectors @ (inverse * (vectors.mT @ (F @ self.rescale(r)[:, :, None]))) / sizes
+        return r - ((dZ + dR) * gamma).sum(1)

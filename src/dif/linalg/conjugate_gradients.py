@@ -16,7 +16,6 @@ class CGResult:
     """Result of `conjugate_gradients`."""
 
     X: Tensor  # (d, c)
-    R: Tensor  # (d, c) residual B − A X, from the recursion, not recomputed
     reached: Tensor  # (c,) bool, columns whose residual is within the tolerance
     negative: Tensor  # (c,) curvature along the direction that stopped a column; +inf if none did
     iterations: int
@@ -27,7 +26,7 @@ def conjugate_gradients(
     B: Tensor,
     tolerance: Tensor,
     limit: int,
-    precondition: Callable[[Tensor], Tensor] | None = None,
+    precondition: Callable[[Tensor], Tensor],
 ) -> CGResult:
     """Solve A X = B, starting from zero, until the relative residual of every column is at most its tolerance.
 
@@ -40,7 +39,6 @@ def conjugate_gradients(
         limit: Largest number of iterations.
         precondition: Applies an approximate inverse of A to columns.
     """
-    precondition = precondition or torch.clone
     X, R = torch.zeros_like(B), B.clone()
     Z = precondition(R)
     D, rz = Z.clone(), (R * Z).sum(0)
@@ -52,13 +50,13 @@ def conjugate_gradients(
     while bool(live.any()) and used < limit and since < _PATIENCE:
         used += 1
         some = torch.nonzero(live).reshape(-1)
-        d, x = D[:, some], X[:, some]
+        d = D[:, some]
         Ad = product(d, some)
         along = (d * Ad).sum(0)
         down = ~(along > 0)  # true for NaN too
         alpha = torch.where(down, 0.0, rz[some] / along)
         negative[some[down]] = (along / (d * d).sum(0))[down]
-        X[:, some] = x + alpha * d
+        X[:, some] += alpha * d
         R[:, some] -= alpha * Ad
         live[some[down]] = False
         Z = precondition(R[:, some])
@@ -69,4 +67,4 @@ def conjugate_gradients(
         live &= sizes > goal
         worst = float((sizes[live] / goal[live]).max()) if bool(live.any()) else 0.0
         best, since = (worst, 0) if worst < 0.9 * best else (best, since + 1)
-    return CGResult(X, R, sizes <= goal, negative, used)
+    return CGResult(X, sizes <= goal, negative, used)

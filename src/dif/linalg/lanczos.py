@@ -20,14 +20,26 @@ def tangent_curvature(H: Operator, G: Tensor, root: Tensor) -> tuple[float, floa
     """Return the smallest eigenvalue of H on {ω : Gω = 0}, in θ and in the scaled coordinates root·θ, for large H.
 
     Both are inf if the tangent space is {0}. If H is assembled, the first is accurate to about eight digits and the
-    second to a few per cent. Otherwise they are the smallest Ritz values of a Lanczos run.
+    second to a few per cent: where all eigenvalues are positive, they come from Lanczos steps of H⁻¹. Otherwise they
+    are the smallest Ritz values of a Lanczos run.
     """
-    if H.assembled:
-        dense, root = H.dense().double(), root.double()
-        scaled = dense / root / root[:, None]
-        smallest = _smallest_eigenvalue(dense, G.double(), _TOLERANCE)
-        return smallest, _smallest_eigenvalue(scaled, G.double() / root, _ROUGH_TOLERANCE)
-    return lanczos(H.product, G, torch.ones_like(root))[0], lanczos(H.product, G, root)[0]
+    if not H.assembled:
+        return lanczos(H.product, G, torch.ones_like(root))[0], lanczos(H.product, G, root)[0]
+    found = []
+    for unit, tolerance in ((torch.ones_like(root).double(), _TOLERANCE), (root.double(), _ROUGH_TOLERANCE)):
+        A, N = H.dense().double() / unit / unit[:, None], _normal_space(G.double() / unit)
+        if N.shape[1] >= H.d:
+            return float("inf"), float("inf")
+        AN, norm = A @ N, float(torch.linalg.matrix_norm(A)) or 1.0
+        W = AN - 0.5 * N @ (N.T @ AN + norm * torch.eye(N.shape[1]).to(A))
+        A = torch.addmm(A, torch.cat([N, W], 1), torch.cat([W, N], 1).T, alpha=-1)  # ‖A‖ on the normal space
+        factor, failed = torch.linalg.cholesky_ex(A)
+        if int(failed):
+            found.append(float(torch.linalg.eigvalsh(A)[0]))
+        else:
+            invert = lambda V, factor=factor: -torch.cholesky_solve(V, factor)  # noqa: E731
+            found.append(-1.0 / lanczos(invert, A.new_zeros((0, H.d)), torch.ones_like(unit), tolerance)[0])
+    return found[0], found[1]
 
 
 def _normal_space(G: Tensor) -> Tensor:
@@ -35,21 +47,6 @@ def _normal_space(G: Tensor) -> Tensor:
     lengths = torch.linalg.vector_norm(G, dim=1, keepdim=True)
     U, sizes, _ = torch.linalg.svd((G / lengths.clamp(min=torch.finfo(G.dtype).tiny)).T, full_matrices=False)
     return U[:, sizes > 1e-10]
-
-
-def _smallest_eigenvalue(H: Tensor, G: Tensor, tolerance: float) -> float:
-    """Return the smallest eigenvalue of a dense H on {ω : Gω = 0}; where all are positive, by Lanczos steps of H⁻¹."""
-    N = _normal_space(G)
-    if N.shape[1] >= len(H):
-        return float("inf")
-    HN, norm = H @ N, float(torch.linalg.matrix_norm(H)) or 1.0
-    W = HN - 0.5 * N @ (N.T @ HN + norm * torch.eye(N.shape[1]).to(H))
-    H = torch.addmm(H, torch.cat([N, W], 1), torch.cat([W, N], 1).T, alpha=-1)  # ‖H‖ on the normal space
-    factor, failed = torch.linalg.cholesky_ex(H)
-    if int(failed):
-        return float(torch.linalg.eigvalsh(H)[0])
-    invert = lambda V: -torch.cholesky_solve(V, factor)  # noqa: E731
-    return -1.0 / lanczos(invert, H.new_zeros((0, len(H))), torch.ones_like(H[0]), tolerance)[0]
 
 
 def lanczos(

@@ -56,12 +56,10 @@ def solve_reduced_qp(S: Tensor, a: Tensor, equal: Tensor) -> tuple[Tensor, dict[
         if len(w):
             nu[:, w], converged = _pivot_blocks(M[np.ix_(w, w)] - M_ew.T @ X, goal[:, w] - y.T @ M_ew)
         nu[:, e] = y.T - nu[:, w] @ X.T
-    B = np.zeros((0, 0)) if converged.all() else _factorise(M)
-    for p in np.flatnonzero(~converged).tolist():
-        try:
-            nu[p] = _solve_daqp(B, goal[p], mask, scale)
-        except _InconsistentRows as reason:
-            nu[p], failed[p] = np.nan, str(reason)
+    left = np.flatnonzero(~converged)
+    if len(left):
+        nu[left], reasons = _solve_daqp(_factorise(M), goal[left], mask, scale)
+        failed |= {int(left[p]): reason for p, reason in reasons.items()}
     return torch.as_tensor(nu * scale).to(a), failed
 
 
@@ -120,33 +118,42 @@ def _factorise(S: Array) -> Array:
     return B
 
 
-def _solve_daqp(B: Array, a: Array, equal: NDArray[np.bool_], scale: Array) -> Array:
-    """Solve one right-hand side by DAQP, for regular or singular S = BBᵀ.
+def _solve_daqp(
+    B: Array, a: Array, equal: NDArray[np.bool_], scale: Array
+) -> tuple[Array, dict[int, str]]:  # fmt: skip
+    """Solve right-hand sides a, (P, m), by DAQP, for regular or singular S = BBᵀ; the result as of `solve_reduced_qp`.
 
     The program is min ½‖y‖² s.t. By ≥ a (By = a on equal rows), with y = Bᵀν. The rows of S and a are scaled by
     `scale`.
     """
-    size = np.abs(a).max(initial=0.0) or 1.0
-    goal = a / size
+    size = np.abs(a).max(1, initial=0.0)
+    size[size == 0] = 1.0
+    goal, nu, failed = a / size[:, None], np.zeros_like(a), {}
     e, w = np.flatnonzero(equal), np.flatnonzero(~equal)
-    y0 = np.linalg.pinv(B[e], rcond=1e-10) @ goal[e] if len(e) else np.zeros(B.shape[1])
-    gap = goal[e] - B[e] @ y0
-    if np.abs(gap).max(initial=0.0) > 1e-8:  # gap combines dependent rows to 0: measure how far apart a moves them
-        distance = size * (gap @ gap) / np.linalg.norm(scale[e] * gap)
-        raise _InconsistentRows(f"equalities moved apart by {distance:.3g}")
-    _, sizes, Vt = np.linalg.svd(B[e])
-    N = Vt[int((sizes > 1e-10 * sizes.max(initial=0.0)).sum()) :].T  # basis of {y : By = 0 on equal rows}
-    nu = np.zeros(len(a))
-    if len(w):
-        rows, low = np.ascontiguousarray(B[w] @ N), goal[w] - B[w] @ y0
-        nonzero = np.abs(rows).max(1, initial=0.0) > 1e-12
-        if np.any(low[~nonzero] > 1e-8):
-            raise _InconsistentRows("an inequality that depends on the equalities moved past them")
-        if N.shape[1] and nonzero.any():
-            nu[w[nonzero]] = _nearest_point_multipliers(np.ascontiguousarray(rows[nonzero]), low[nonzero])
-    y = y0 + N @ (N.T @ (B[w].T @ nu[w]))
-    nu[e] = np.linalg.lstsq(B[e].T, y - B[w].T @ nu[w], rcond=1e-10)[0] if len(e) else nu[e]
-    return nu * size
+    U, sizes, Vt = np.linalg.svd(B[e])
+    rank = int((sizes > 1e-10 * sizes.max(initial=0.0)).sum())
+    inverse = (Vt[:rank].T / sizes[:rank]) @ U[:, :rank].T  # of the equal rows
+    N = Vt[rank:].T  # basis of {y : By = 0 on equal rows}
+    y = goal[:, e] @ inverse.T
+    gap = goal[:, e] - y @ B[e].T  # combines dependent equal rows to 0: measures how far apart a moves them
+    low, rows = goal[:, w] - y @ B[w].T, np.ascontiguousarray(B[w] @ N)
+    free = np.abs(rows).max(1, initial=0.0) > 1e-12
+    rows = rows[free]
+    for p in range(len(a)):
+        try:
+            if np.abs(gap[p]).max(initial=0.0) > 1e-8:
+                distance = size[p] * (gap[p] @ gap[p]) / np.linalg.norm(scale[e] * gap[p])
+                raise _InconsistentRows(f"equalities moved apart by {distance:.3g}")
+            if np.any(low[p, ~free] > 1e-8):
+                raise _InconsistentRows("an inequality that depends on the equalities moved past them")
+            if len(rows):
+                nu[p, w[free]] = _nearest_point_multipliers(rows, low[p, free])
+        except _InconsistentRows as reason:
+            failed[p] = str(reason)
+    pull = nu[:, w] @ B[w]
+    nu[:, e] = (y + pull @ N @ N.T - pull) @ inverse
+    nu[list(failed)] = np.nan
+    return nu * size[:, None], failed
 
 
 def _nearest_point_multipliers(rows: Array, low: Array) -> Array:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,14 +54,6 @@ class Metric:
         return R if self.vectors is None else self.vectors @ ((R.T @ self.vectors) / self.size**2).T
 
 
-class Preconditioner(Protocol):
-    """An approximate inverse of D^−½ H_ρ D^−½, positive definite, where D is `Operator.scale()`."""
-
-    def apply(self, R: Tensor) -> Tensor:
-        """Return P⁻¹r for every column r of R (d, c)."""
-        ...
-
-
 def draw_columns(like: Tensor, columns: int, seed: int) -> Tensor:
     """Draw standard normal columns, (len(like), columns), of the type and device of `like`."""
     generator = torch.Generator().manual_seed(seed)
@@ -96,6 +87,10 @@ class Nystrom:
         """Return P⁻¹r for every column r of R."""
         inside = self.U.T @ R
         return R + self.U @ ((self.S[-1] / self.S - 1.0)[:, None] * inside)
+
+
+# Approximate inverses of D^−½ H_ρ D^−½, positive definite, where D is `Operator.scale()`
+Preconditioner = Metric | Nystrom
 
 
 def negative_curvature_error(found: float) -> DegenerateError:

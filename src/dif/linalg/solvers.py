@@ -28,11 +28,6 @@ class Operator(Protocol):
         ...
 
     @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and on the device of the matrix."""
-        ...
-
-    @property
     def assembled(self) -> bool:
         """Whether the matrix is available, or cheap enough to assemble."""
         ...
@@ -76,11 +71,6 @@ class Matrix:
     def d(self) -> int:
         """Dimension d."""
         return len(self.H)
-
-    @property
-    def like(self) -> Tensor:
-        """A tensor with the dtype and on the device of the matrix."""
-        return self.H
 
     def dense(self) -> Tensor:
         """Return the matrix, (d, d)."""
@@ -191,10 +181,8 @@ class DenseCholesky:
             return torch.zeros_like(B)
         X = torch.cholesky_solve(B, self._factor)
         X = X + torch.cholesky_solve(B - self.H @ X, self._factor)
-        scale = torch.linalg.vector_norm(B, dim=0) + torch.linalg.matrix_norm(self.H) * torch.linalg.vector_norm(
-            X, dim=0
-        )
-        gaps = torch.linalg.vector_norm(B - self.H @ X, dim=0) / scale.clamp(min=torch.finfo(B.dtype).tiny)
+        left, right, found = (torch.linalg.vector_norm(each, dim=0) for each in (B - self.H @ X, B, X))
+        gaps = left / (right + torch.linalg.matrix_norm(self.H) * found).clamp(min=torch.finfo(B.dtype).tiny)
         worst = float(gaps.max())
         self.residual = worst if not worst <= self.residual else self.residual
         if not self.residual <= self.tolerance:
@@ -234,11 +222,11 @@ class ConjugateGradients:
     ) -> None:
         check_instance(curvature, Operator, "curvature")
         self.curvature, self._root = curvature, curvature.scale().sqrt()[:, None]
-        self.tolerance = tolerance if tolerance is not None else torch.finfo(curvature.like.dtype).eps ** 0.672
+        self.tolerance = tolerance if tolerance is not None else torch.finfo(self._root.dtype).eps ** 0.672
         self.max_iter = max_iter
         self.residual = 0.0  # largest relative residual of all solves
         self.steps = 0  # products with all columns, over all solves
-        self.preconditioner = preconditioner
+        self.preconditioner = preconditioner or Metric(self._root[:, 0])
         b = draw_columns(self._root, 1, seed=1)
         self._iterate(b, torch.full_like(b[0], 1e-3), _CHECK)  # raises early where the curvature is negative
         if preconditioner is None and rank:
@@ -280,8 +268,7 @@ class ConjugateGradients:
 
     def approximate(self, B: Tensor) -> Tensor:
         """Apply the preconditioner to B."""
-        R = B / self._root
-        return (R if self.preconditioner is None else self.preconditioner.apply(R)) / self._root
+        return self.preconditioner.apply(B / self._root) / self._root
 
     def _product(self, V: Tensor) -> Tensor:
         """Return D^−½ H_ρ D^−½ v for every column v of V."""
@@ -289,8 +276,7 @@ class ConjugateGradients:
 
     def _iterate(self, B: Tensor, tolerance: Tensor, limit: int) -> CGResult:
         """Run conjugate gradients in scaled coordinates; raise where the curvature is negative."""
-        precondition = None if self.preconditioner is None else self.preconditioner.apply
-        solved = conjugate_gradients(lambda D, _: self._product(D), B, tolerance, limit, precondition)
+        solved = conjugate_gradients(lambda D, _: self._product(D), B, tolerance, limit, self.preconditioner.apply)
         self.steps += solved.iterations
         negative = solved.negative[solved.negative != float("inf")]
         if len(negative):
@@ -325,37 +311,8 @@ class SolverSeries:
         self._preconditioner = None
 
 
-def prepare(
-    H: Operator, G: Tensor, rho: float | None = None, damping: float = 0.0, solver: Solver = None
-) -> tuple[LinearSolver, Tensor]:
-    """Prepare a solver for H_ρ = H + GᵀRG (+ δI), for rows G that are equalities; return it and the diagonal of R.
-
-    With rho=None, R is chosen such that each row adds curvature of the size of H. It is raised tenfold, up to six
-    times, until H_ρ is positive definite. On {Gω = −r} the added term is constant, so the answer does not depend on R.
-    With solver=None, H_ρ is factorised where it can be assembled; otherwise conjugate gradients are used.
-    """
-    if rho is not None or len(G) == 0:
-        R = torch.full_like(G[:, 0], rho or 0.0)
-        return _build(solver, H.with_rows(G, R, damping)), R
-    scale, failure = H.scale(), None
-    unit = 1.0 / (G * G / scale).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
-    for power in range(7):
-        R = unit * 10.0**power
-        H_rho = H.with_rows(G, R, damping)
-        if power < 6 and H_rho.assembled:
-            rounding = torch.finfo(G.dtype).eps ** 0.5 * (scale + R @ G**2)
-            if bool((H_rho.dense().diagonal().abs() < rounding).any()):  # the two parts of an entry cancel
-                continue
-        try:
-            return _build(solver, H_rho), R
-        except DegenerateError as error:
-            failure = error
-    assert failure is not None
-    raise failure
-
-
-def _build(solver: Solver, H: Operator) -> LinearSolver:
-    """Build a solver for H; with solver=None, a factorisation where H can be assembled, else conjugate gradients."""
+def build_solver(H: Operator, solver: Solver = None) -> LinearSolver:
+    """Build a solver for H, of the user's choice; None: a factorisation if H can be assembled, else by products."""
     if solver is None:
         return DenseCholesky(H.dense()) if H.assembled else ConjugateGradients(H)
     built, cause, found = None, None, f"is {solver!r}"

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,18 +36,13 @@ class Finding:
     meaning: str
     cure: str = ""
     allowed: str = ""
-    error: type[DifError] = DifError  # raised by `check` where the verdict is bad
+    error: type[DifError] = DifError  # raised by `Solution.check` where the verdict is bad
     otherwise: str = ""  # how a caller can go on regardless; only the error says it
 
     @property
     def measured(self) -> str:
         """The text of `found`, followed by that of `allowed` if there is one."""
         return f"{self.found} {self.allowed}".strip()
-
-    def check(self) -> None:
-        """Raise where the verdict is bad."""
-        if self.verdict == BAD:
-            raise self.error(self.found, self.allowed, self.meaning, f"{self.cure} {self.otherwise}".strip())
 
 
 @dataclass(frozen=True)
@@ -67,12 +62,7 @@ class KKT:
     gradient_norm: float
     residual: float  # the largest of the first three; NaN if one of them is
     goal: float  # the residual that counts as solved: the tolerance, or what rounding allows
-
-    @property
-    def parts(self) -> dict[str, float]:
-        """The three residuals by name."""
-        names = ("stationarity", "feasibility", "complementarity")
-        return {name: getattr(self, name) for name in names}
+    parts: dict[str, float] = field(repr=False)  # the first three by name
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {part:.2e}" for name, part in self.parts.items())
@@ -114,9 +104,9 @@ class Scales:
 
         Both are (m,), in units. Slack without a gradient is infinite.
         """
-        slack = torch.where(self.norms > 0, -c / (self.norms * self.size), torch.sign(-c) * float("inf"))
         infinity = float("inf")
-        return slack.nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity), lam * self.norms / self.size
+        slack = (-c / (self.norms * self.size)).nan_to_num(nan=0.0, posinf=infinity, neginf=-infinity)
+        return slack, lam * self.norms / self.size
 
     def lengths(self, moves: Tensor, G: Tensor) -> Tensor:
         """Convert (ω, Δλ), (..., d + m), to two steps of √D·θ: ω itself, and the step that the force GᵀΔλ causes."""
@@ -127,16 +117,17 @@ class Scales:
 def residuals(scales: Scales, gradient: Tensor, c: Tensor, lam: Tensor, kinds: Kinds, tol: float = 0.0) -> KKT:
     """Measure the residuals at a point with ∇L = gradient, c = f − τ and multipliers λ."""
     slack, force = scales.steps(c, lam)
-    stationarity = float((gradient / scales.root).norm()) / scales.size
-    feasibility = float(kinds.violation(-slack).max()) if len(c) else 0.0
-    complementarity = float(kinds.complementarity(slack, force).max()) if len(c) else 0.0
-    parts = stationarity, feasibility, complementarity
-    residual = float("nan") if any(part != part for part in parts) else max(parts)
-    return KKT(*parts, float(gradient.norm()), residual, max(tol, scales.floor))
+    parts = {
+        "stationarity": float((gradient / scales.root).norm()) / scales.size,
+        "feasibility": float(kinds.violation(-slack).max()) if len(c) else 0.0,
+        "complementarity": float(kinds.complementarity(slack, force).max()) if len(c) else 0.0,
+    }
+    residual = float("nan") if any(part != part for part in parts.values()) else max(parts.values())
+    size, goal = float(gradient.norm()), max(tol, scales.floor)
+    return KKT(gradient_norm=size, residual=residual, goal=goal, parts=parts, **parts)
 
 
-@dataclass(frozen=True)
-class Margin:
+class Margin(NamedTuple):
     """How far single perturbations move a row towards switching: the largest and the median absolute change.
 
     For a binding row this is the change of its multiplier, for any other row that of f − τ.
@@ -164,6 +155,8 @@ class ActiveSet:
     names: tuple[str, ...]
     slack: Tensor  # (m,) scaled, in relative units of θ
     force: Tensor  # (m,) scaled multipliers
+    is_binding: Tensor  # (m,) bool
+    is_active: Tensor  # (m,) bool
     tolerance: float
     margins: Tensor  # (m,) how far the slack or multiplier that decides the class is from the tolerance; inf if equal
     licq: float  # smallest singular value of the active gradients, rows scaled to length 1; 1 with none active
@@ -175,7 +168,7 @@ class ActiveSet:
     @classmethod
     def read(cls, point: Point) -> ActiveSet:
         """Classify the rows of a point."""
-        scales, kinds, H = point.scales, point.program.kinds, point.curvature
+        scales, kinds = point.scales, point.program.kinds
         eps = torch.finfo(point.theta.dtype).eps
         tolerance = max(eps**0.447, min(10 * point.kkt.residual, eps**0.25))  # 1e-7 in float64 at a clean solution
         slack, force = scales.steps(point.c, point.lam)
@@ -190,12 +183,16 @@ class ActiveSet:
         if len(G):
             regular = len(G) <= G.shape[1] and bool((norms > 0).all())
             licq = float(torch.linalg.svdvals((G / norms[:, None]).double())[-1]) if regular else 0.0
-        held = point.G[binding]
-        if H.assembled and H.d < _LARGE:
-            units = torch.ones_like(scales.root), scales.root
-            curvature, relative = (_tangent_eigenvalue(H.dense(), held, unit) for unit in units)
-        else:
-            curvature, relative = tangent_curvature(H, held, scales.root)
+        H, curvatures = point.curvature, []  # on the tangent space, in θ and in √D·θ
+        units = torch.ones_like(scales.root).double(), scales.root.double()
+        for unit in units if H.assembled and H.d < _LARGE else ():
+            rows = point.G[binding].double() / unit
+            lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+            _, sizes, V = torch.linalg.svd(rows / lengths.clamp(min=torch.finfo(rows.dtype).tiny))
+            tangent = V[int((sizes > 1e-10).sum()) :] / unit
+            values = torch.linalg.eigvalsh(tangent @ H.dense().double() @ tangent.T)
+            curvatures.append(float(values[0]) if len(values) else float("inf"))
+        curvature, relative = curvatures or tangent_curvature(H, point.G[binding], scales.root)
         wrong = torch.nonzero(kinds.violation(-slack) > tolerance).reshape(-1)
         groups = {"binding": binding, "weak": weak, "inactive": ~active, "active": active, "uncertain": near}
         return cls(
@@ -204,6 +201,8 @@ class ActiveSet:
             names=point.program.names,
             slack=slack,
             force=force,
+            is_binding=binding,
+            is_active=active,
             tolerance=tolerance,
             margins=torch.where(kinds.one_sided, margins, float("inf")),
             licq=licq,
@@ -213,50 +212,37 @@ class ActiveSet:
             curvature_floor=eps**0.75,
         )
 
-    def mask(self, rows: tuple[int, ...]) -> Tensor:
-        """Return a mask of the given rows, (m,) bool."""
-        mask = torch.zeros_like(self.slack, dtype=torch.bool)
-        mask[list(rows)] = True
-        return mask
-
-    def independence(self) -> Finding:
-        """Judge whether the active gradients are independent (LICQ)."""
-        what = "Are the active constraints independent (LICQ)?"
-        if not self.active:
-            return Finding(what, GOOD, "No constraint is active.", "The point is an unconstrained minimum.")
-        names = ", ".join(self.names[j] for j in self.active)
+    def judge_regularity(self) -> tuple[Finding, Finding]:
+        """Judge whether the derivative exists (paper, Theorem 5): LICQ, and the second-order condition."""
+        what, names = "Are the active constraints independent (LICQ)?", ", ".join(self.names[j] for j in self.active)
         found = f"The smallest singular value of the scaled active gradients ({names}) is {self.licq:.3g}."
         allowed = f"It must be above {self.licq_floor:.1e}."
-        if self.licq > self.licq_floor:
-            return Finding(what, GOOD, found, "The multipliers are unique.", allowed=allowed)
-        meaning = "One active gradient depends on the others (LICQ fails), so the multipliers are not unique."
-        cure = "Drop a redundant constraint, or state equal ones once."
-        otherwise = "strict=False goes on with one choice."
-        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError, otherwise)
+        if not self.active:
+            meaning = "The point is an unconstrained minimum."
+            independent = Finding(what, GOOD, "No constraint is active.", meaning)
+        elif self.licq > self.licq_floor:
+            independent = Finding(what, GOOD, found, "The multipliers are unique.", allowed=allowed)
+        else:
+            meaning = "One active gradient depends on the others (LICQ fails), so the multipliers are not unique."
+            cure = "Drop a redundant constraint, or state equal ones once."
+            otherwise = "strict=False goes on with one choice."
+            independent = Finding(what, BAD, found, meaning, cure, allowed, DegenerateError, otherwise)
 
-    def strict_minimum(self) -> Finding:
-        """Judge whether the Lagrangian curves upwards along the binding constraints (the second-order condition)."""
-        what = "Is it a strict minimum?"
-        if self.curvature == float("inf"):
-            return Finding(what, GOOD, "The binding constraints leave no direction free.", "They fix the parameters.")
-        along = " along the binding constraints" if self.binding else ""
+        what, along = "Is it a strict minimum?", " along the binding constraints" if self.binding else ""
         found = f"The smallest curvature of the Lagrangian{along} is {self.curvature:.3g}."
         allowed = f"It must be above {self.curvature_floor:.1e} of each coordinate's own."
+        if self.curvature == float("inf"):
+            found, meaning = "The binding constraints leave no direction free.", "They fix the parameters."
+            return independent, Finding(what, GOOD, found, meaning)
         if self.relative_curvature > self.curvature_floor:
-            how = "continuously" if self.weak else "smoothly"
-            return Finding(what, GOOD, found, f"The solution is locally unique and moves {how}.", allowed=allowed)
+            meaning = f"The solution is locally unique and moves {'continuously' if self.weak else 'smoothly'}."
+            return independent, Finding(what, GOOD, found, meaning, allowed=allowed)
         meaning = (
             "The solution is not a strict minimum (the second-order condition fails): it is not unique, or it is a "
             "saddle point."
         )
         cure = "Add a ridge, drop redundant parameters, fit to a minimum, or pass damping (it changes the answer)."
-        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
-
-    def check(self, *, damped: bool = False) -> None:
-        """Raise where the derivative does not exist (paper, Theorem 5); damping makes up for curvature only."""
-        self.independence().check()
-        if not damped:
-            self.strict_minimum().check()
+        return independent, Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
 
     def __str__(self) -> str:
         lines = []
@@ -269,17 +255,6 @@ class ActiveSet:
         return "\n".join(lines)
 
 
-def _tangent_eigenvalue(H: Tensor, G: Tensor, root: Tensor) -> float:
-    """Return the smallest eigenvalue of H, (d, d), on {ω : Gω = 0} in the coordinates root·θ; inf if that is {0}."""
-    H, G, root = H.double(), G.double(), root.double()
-    rows = G / root
-    lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-    _, sizes, V = torch.linalg.svd(rows / lengths.clamp(min=torch.finfo(rows.dtype).tiny))
-    tangent = V[int((sizes > 1e-10).sum()) :] / root
-    return float(torch.linalg.eigvalsh(tangent @ H @ tangent.T)[0]) if len(tangent) else float("inf")
-
-
-_CLEAR = "Is it clear which constraints bind?"
 BINDING, VIOLATED = "binding", "violated"  # states of a row; the others are "weak" and "inactive"
 _MODERATE = 1e3  # ratio of a sample's weights in Lagrangian and objective below which the multipliers count as bounded
 _UNBOUNDED = 1e7  # ratio of the curvatures of Lagrangian and objective above which multipliers count as unbounded
@@ -335,15 +310,13 @@ class Certificate:
                 f"`solution` must be a dif.Solution, not of type {type(solution).__name__}; find it with "
                 "dif.fit(problem, params)."
             )
-        return solution.certificate if margins is None else solution.certificate.compare(margins)
+        return solution.certificate if margins is None else cls.judge(solution, margins)
 
     @classmethod
-    def judge(cls, point: Point) -> Certificate:
-        """Judge a point."""
-        active, every = point.active, list(point.findings)
-        if point.program.m:
-            every.append(active.independence())
-        every.append(active.strict_minimum())
+    def judge(cls, point: Point, margins: Sequence[Margin | None] | None = None) -> Certificate:
+        """Judge a point; with margins, say how far perturbations move each constraint, not how clear its state is."""
+        active, rows, every = point.active, list_rows(point, margins), list(point.findings)
+        every.extend(active.judge_regularity()[0 if point.program.m else 1 :])
         touching = [active.names[j] for j in active.weak if j not in active.violated]
         if touching:
             meaning = (
@@ -351,21 +324,12 @@ class Certificate:
             )
             every.append(Finding("Are constraints weakly active?", NOTE, f"{', '.join(touching)}.", meaning))
         if point.program.m:
-            every.append(_judge_clarity(point))
+            every.append(_judge_clarity(point) if margins is None else _judge_reach(rows))
         every.append(_judge_smoothness(point))
         for a, b in point.problem.same_data:
             what, meaning = "Are all losses of a person changed together?", SameDataWarning.words(a.name, b.name)
             every.append(Finding(what, NOTE, f"{a.name}, {b.name}.", meaning))
-        return cls(tuple(every), list_rows(point), point.objective, point.theta.numel())
-
-    def compare(self, margins: Sequence[Margin | None]) -> Certificate:
-        """Return the certificate with how far perturbations move each constraint, instead of how clear its state is."""
-        rows = tuple(
-            row if margin is None else replace(row, largest=margin.largest, median=margin.median)
-            for row, margin in zip(self.constraints, margins, strict=True)
-        )
-        every = tuple(_judge_reach(rows) if finding.what == _CLEAR else finding for finding in self.every)
-        return replace(self, constraints=rows, every=every)
+        return cls(tuple(every), rows, point.objective, point.theta.numel())
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -406,7 +370,7 @@ def judge_solution(point: Point) -> tuple[Finding, ...]:
     kkt, what = point.kkt, "Is it a solution?"
     found = f"The relative KKT residual is {kkt.residual:.3g} ({kkt}; ‖∇L‖ = {kkt.gradient_norm:.3g})"
     allowed = f"It must be at most {kkt.goal:.1g}."
-    if point.converged:
+    if kkt.residual <= kkt.goal:
         findings = [Finding(what, GOOD, f"{found}.", "The optimality conditions hold.", allowed=allowed)]
         if point.program.m:
             findings.append(judge_multipliers(point))
@@ -419,22 +383,15 @@ def judge_solution(point: Point) -> tuple[Finding, ...]:
     where = f" of {names[int(by_row[worst].argmax())]}" if worst in by_row else ""
     rows = torch.nonzero(missing > kkt.goal).reshape(-1).tolist()
     violated = few([f"{names[j]} by {float(point.c[j].abs()):.4g}" for j in rows])
+    found += f"; {worst}{where} is the largest part.{f' Violated: {violated}.' if rows else ''}"
     meaning, cure = "The point does not solve the problem", _POLISH
     if falls_without_end(point):
         meaning, cure = f"{ENDLESS}: there is no minimum", "Add a ridge, or bounds on the parameters."
     elif point.kinks:
         cure = explain(point.kinks)
-    not_solved = Finding(
-        what,
-        BAD,
-        f"{found}; {worst}{where} is the largest part.{f' Violated: {violated}.' if rows else ''}",
-        f"{meaning}, so there is no solution whose change could be predicted.",
-        cure,
-        allowed,
-        NotASolutionError,
-        "strict=False goes on regardless and records the residual.",
-    )
-    return (not_solved,)
+    meaning += ", so there is no solution whose change could be predicted."
+    otherwise = "strict=False goes on regardless and records the residual."
+    return (Finding(what, BAD, found, meaning, cure, allowed, NotASolutionError, otherwise),)
 
 
 def falls_without_end(point: Point) -> bool:
@@ -459,38 +416,35 @@ def judge_multipliers(point: Point) -> Finding:
     Multipliers weight the samples that set the units of `kkt`, so huge ones make every residual look small: they may
     hide a violated constraint. Here violations are measured in the units of the objective alone.
     """
-    what, rows, names, forces = "Are the multipliers finite?", point.program.rows, point.program.names, point.lam.abs()
-    steep = forces * torch.linalg.vector_norm(point.G, dim=1) > _CANCELLING * point.J[0].norm()
-    if bool(steep.any()):
-        found = point.program.kinds.violation(-point.objective_scales.steps(point.c, point.lam)[0])
-        worst = int(found.argmax())
-        if float(found[worst]) > point.tol:
-            return Finding(
-                what,
-                BAD,
-                f"{names[worst]} is violated by {float(point.c[worst].abs()):.4g}, and its multiplier is "
-                f"{float(point.lam[worst]):.1e}.",
-                "The constraints contradict each other: their forces cancel and grow without bound.",
-                "Loosen that bound, or drop one of the constraints in conflict with it.",
-                "A solution violates no constraint.",
-                InfeasibleError,
-            )
-    weights, row = point.program.weights, int(forces.argmax())
-    if rows.weight_ratio(weights(point.lam), than=weights(torch.zeros_like(point.lam))) >= _MODERATE:
+    what, lam, names, weights = "Are the multipliers finite?", point.lam, point.program.names, point.program.weights
+    missing = torch.zeros_like(lam)
+    if bool((lam.abs() * torch.linalg.vector_norm(point.G, dim=1) > _CANCELLING * point.J[0].norm()).any()):
+        missing = point.program.kinds.violation(-point.objective_scales.steps(point.c, lam)[0])
+    worst = int(missing.argmax())
+    if float(missing[worst]) > point.tol:
+        size, force = float(point.c[worst].abs()), float(lam[worst])
+        found = f"{names[worst]} is violated by {size:.4g}, and its multiplier is {force:.1e}."
+        meaning = "The constraints contradict each other: their forces cancel and grow without bound."
+        cure = "Loosen that bound, or drop one of the constraints in conflict with it."
+        return Finding(what, BAD, found, meaning, cure, "A solution violates no constraint.", InfeasibleError)
+    row, ratio = int(lam.abs().argmax()), 0.0
+    if point.program.rows.weight_ratio(weights(lam), than=weights(torch.zeros_like(lam))) >= _MODERATE:
         ratio = float(point.curvature.scale().max() / point.objective_curvature.scale().max())
-        if ratio > _UNBOUNDED:
-            return Finding(
-                what,
-                BAD,
-                f"The multiplier of {names[row]} is {float(point.lam[row]):.3g}; with it the Lagrangian curves "
-                f"{ratio:.1e} times as much as the objective.",
-                "Multipliers grow without bound where no point lies strictly inside the constraint (no Slater point): "
-                "the solution has no derivative there.",
-                "Loosen the bound, or state what it fixes as equalities.",
-                f"The ratio must be below {_UNBOUNDED:.0e}.",
-                DegenerateError,
-            )
-    found = f"The largest multiplier is {float(forces[row]):.3g}."
+    if ratio > _UNBOUNDED:
+        found = (
+            f"The multiplier of {names[row]} is {float(lam[row]):.3g}; with it the Lagrangian curves {ratio:.1e} times "
+            "as much as the objective."
+        )
+        meaning = (
+            "Multipliers grow without bound where no point lies strictly inside the constraint (no Slater point): the "
+            "solution has no derivative there."
+        )
+        cure, allowed = (
+            "Loosen the bound, or state what it fixes as equalities.",
+            f"The ratio must be below {_UNBOUNDED:.0e}.",
+        )
+        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
+    found = f"The largest multiplier is {float(lam[row].abs()):.3g}."
     return Finding(what, GOOD, found, "A point strictly inside the constraints exists.")
 
 
@@ -510,33 +464,29 @@ def judge_derivatives(point: Point) -> Finding:
     along, curved = float(weights @ point.J @ v), float(v @ Hv)
     noise = _NOISE * eps * float(weights.abs() @ point.f.abs())
     if abs(bend) > _BENT * abs(curved) + noise / h**2:
-        return Finding(
-            what,
-            BAD,
-            f"The curvature along a random direction is {bend:.3g} by differences of the Lagrangian and "
-            f"{curved:.3g} by its second derivative.",
-            "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there.",
-            "Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again.",
-            f"The two must differ by less than a factor of {_BENT:g}.",
-            DegenerateError,
+        found = (
+            f"The curvature along a random direction is {bend:.3g} by differences of the Lagrangian and {curved:.3g} "
+            "by its second derivative."
         )
+        meaning = "The point lies on a kink of a loss (absolute value, hinge, ReLU): there is no derivative there."
+        cure = "Use a smooth loss or activation (a smoothed absolute value, softplus, GELU) and fit again."
+        allowed = f"The two must differ by less than a factor of {_BENT:g}."
+        return Finding(what, BAD, found, meaning, cure, allowed, DegenerateError)
     if abs(slope - along) > _OFF * h * max(abs(curved), abs(bend)) + noise / h:
-        return Finding(
-            what,
-            BAD,
-            f"The slope of the Lagrangian along a random direction is {slope:.3g} by differences, but {along:.3g} "
-            "by its gradient.",
-            "What torch returns as the gradient is not the derivative of the losses.",
-            "Look for .detach(), torch.no_grad() or a custom backward in the losses.",
-            f"The two must differ by less than {_OFF * h:.1g} of its curvature.",
-            InvalidInputError,
+        found = (
+            f"The slope of the Lagrangian along a random direction is {slope:.3g} by differences, but {along:.3g} by "
+            "its gradient."
         )
+        meaning = "What torch returns as the gradient is not the derivative of the losses."
+        cure = "Look for .detach(), torch.no_grad() or a custom backward in the losses."
+        allowed = f"The two must differ by less than {_OFF * h:.1g} of its curvature."
+        return Finding(what, BAD, found, meaning, cure, allowed, InvalidInputError)
     found = f"Slope {along:.3g} and curvature {curved:.3g} along a random direction agree with differences."
     return Finding(what, GOOD, found, "Torch returns the derivatives of the losses.")
 
 
 def _judge_clarity(point: Point) -> Finding:
-    active, what = point.active, _CLEAR
+    active, what = point.active, "Is it clear which constraints bind?"
     threshold = f"{active.tolerance:.0e}"
     if not active.uncertain:
         found = f"No slack or multiplier is within a factor of 100 of the threshold {threshold}."
@@ -565,15 +515,15 @@ def _judge_reach(rows: Sequence[Row]) -> Finding:
         times = number / row.largest if row.largest else float("inf")  # the margin in units of the largest move
         near.append((times, f"{row.name}: {which} {number:.3g}, {moves}"))
     near.sort(key=lambda entry: entry[0])
-    within = [words for times, words in near if times <= 1]
-    if within:
-        meaning = (
-            "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
-            '(switching="auto"); a derivative would not.'
-        )
-        return Finding(what, NOTE, "; ".join(within) + ".", meaning)
-    meaning = "No single removal is predicted to make a constraint active or inactive."
-    return Finding(what, GOOD, f"{near[0][1]}.", meaning)
+    within = "; ".join(words for times, words in near if times <= 1)
+    if not within:
+        meaning = "No single removal is predicted to make a constraint active or inactive."
+        return Finding(what, GOOD, f"{near[0][1]}.", meaning)
+    meaning = (
+        "Not for all: single removals can make these constraints active or inactive. Predictions allow for that "
+        '(switching="auto"); a derivative would not.'
+    )
+    return Finding(what, NOTE, f"{within}.", meaning)
 
 
 def _judge_smoothness(point: Point) -> Finding:
@@ -587,8 +537,8 @@ def _judge_smoothness(point: Point) -> Finding:
     return Finding(what, NOTE, kinks, meaning, "Retrain the strongest, or use a smooth loss or activation.")
 
 
-def list_rows(point: Point) -> tuple[Row, ...]:
-    """Describe each row of the constraints at a point."""
+def list_rows(point: Point, margins: Sequence[Margin | None] | None = None) -> tuple[Row, ...]:
+    """Describe each row of the constraints at a point, and how far perturbations move it if that is known."""
     active, program, rows = point.active, point.program, []
     state = dict.fromkeys(active.binding, BINDING) | dict.fromkeys(active.weak, "weak")
     state |= dict.fromkeys(active.violated, VIOLATED)
@@ -599,6 +549,7 @@ def list_rows(point: Point) -> tuple[Row, ...]:
         relation, sign = ("≥", -1.0) if constraint.negated else (constraint.kind.symbol, 1.0)
         for j in range(len(rows), len(rows) + shape.numel()):
             name, written = program.names[j], (relation, sign * value[j] + 0.0, sign * limit[j] + 0.0)
-            uncertain = j in active.uncertain
-            rows.append(Row(name, state.get(j, "inactive"), slack[j], lam[j], uncertain, None, None, *written))
+            moves = None if margins is None else margins[j]
+            known = name, state.get(j, "inactive"), slack[j], lam[j], j in active.uncertain
+            rows.append(Row(*known, *(moves or (None, None)), *written))
     return tuple(rows)

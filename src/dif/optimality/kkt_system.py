@@ -7,6 +7,7 @@ batched retraining and the path.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from dif.errors import DegenerateError
 from dif.linalg.multiplier_qp import no_step_error, solve_reduced_qp
-from dif.linalg.solvers import LinearSolver, Operator, Solver, prepare
+from dif.linalg.solvers import LinearSolver, Operator, Solver, build_solver
 from dif.problem.term import Kinds
 
 Solve = Callable[[Tensor], Tensor]  # applies an inverse of H_ρ to columns
@@ -29,12 +30,8 @@ class Response:
     r: Tensor  # (P, m) the change of f − τ at θ̄, of all rows of the problem
     nu: Tensor  # (P, k) multipliers of the rows afterwards
     w: Tensor  # (P, k) the weights of the rows in ω = −H_ρ⁻¹(b + Gᵀw); NaN where there is no answer
-    failed: dict[int, str]  # reasons, by number p
-
-    @property
-    def answered(self) -> Tensor:
-        """Perturbations that have an answer, (P,) bool."""
-        return torch.isfinite(self.w).all(1)
+    dlam: Tensor  # (P, m) the change of the multipliers of all rows of the problem
+    failed: dict[int, str]  # why some have no answer, by number p
 
 
 @dataclass(eq=False)
@@ -52,30 +49,49 @@ class KKTSystem:
     R: Tensor  # (k,) diagonal, zero on rows that are not firm
     solver: LinearSolver  # for H_ρ
     # Where perturbations start, for `respond`
-    rows: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.long))  # (k,) numbers in the problem
-    c: Tensor = field(default_factory=lambda: torch.zeros(0))  # (k,) values of the rows; 0 for the derivative
-    lam: Tensor = field(default_factory=lambda: torch.zeros(0))  # (k,) their multipliers; 0 for the derivative
-    equal: Tensor | None = None  # (k,) bool, rows solved as equalities; None: rows without multipliers (penalties)
-    sign_checked: Tensor | None = None  # (k,) bool, equalities whose multipliers must stay ≥ 0
+    rows: Tensor = field(init=False)  # (k,) numbers in the problem
+    equal: Tensor = field(init=False)  # (k,) bool, rows solved as equalities
+    c: Tensor = field(init=False)  # (k,) values of the rows; 0 for the derivative
+    lam: Tensor = field(init=False)  # (k,) their multipliers; 0 for the derivative
+    sign_checked: Tensor = field(init=False)  # (k,) bool, equalities whose multipliers must stay ≥ 0
+    soft: bool = field(init=False)  # whether the rows are penalties, without multipliers
     V: Tensor = field(init=False)  # H_ρ⁻¹Gᵀ, (d, k)
     S: Tensor = field(init=False)  # G H_ρ⁻¹ Gᵀ, (k, k)
     # the rows of the last call of `_eliminate` and their V, by whether the solve was exact
     _columns: dict[bool, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False)
 
     @classmethod
-    def prepare(cls, H: Operator, G: Tensor, firm: Tensor, **options: Any) -> KKTSystem:
-        """Factorise H_ρ, or build its preconditioner.
+    def prepare(
+        cls, H: Operator, G: Tensor, firm: Tensor, *, rho: float | Tensor | None = None, damping: float = 0.0,
+        solver: Solver = None,
+    ) -> KKTSystem:  # fmt: skip
+        """Factorise H_ρ = H + GᵀRG (+ δI), or build its preconditioner.
 
         Args:
             H: ∇²L.
             G: (k, d) gradients of the rows.
-            firm: (k,) bool, rows that hold as equalities.
-            options: `solver`, `rho` and `damping`, as in `dif.linalg.solvers.prepare`.
+            firm: (k,) bool, rows that hold as equalities. On {Gω = −r} their term in H_ρ is constant, so the answer
+                does not depend on R.
+            rho: R of the firm rows. None: each adds curvature of the size of H; this is raised tenfold, up to six
+                times, until H_ρ is positive definite.
+            damping: δ.
+            solver: Builds a solver for H_ρ, see `build_solver`.
         """
-        prepared, R_firm = prepare(H, G[firm], **options)
-        R = G.new_zeros(len(G))
-        R[firm] = R_firm
-        return cls(H, G, firm, R, prepared)
+        rows, R = G[firm], G.new_zeros(len(G))
+        if rho is not None or len(rows) == 0:
+            R[firm] = 0.0 if rho is None else rho
+        else:
+            scale = H.scale()
+            R[firm] = 1.0 / (rows * rows / scale).sum(1).clamp(min=torch.finfo(G.dtype).tiny)
+            for _ in range(6):
+                H_rho = H.with_rows(rows, R[firm], damping)
+                rounding = torch.finfo(G.dtype).eps ** 0.5 * (scale + R[firm] @ rows**2)
+                # not where the two parts of an entry cancel
+                if not H_rho.assembled or bool((H_rho.dense().diagonal().abs() >= rounding).all()):
+                    with suppress(DegenerateError):
+                        return cls(H, G, firm, R, build_solver(H_rho, solver))
+                R[firm] *= 10.0
+        return cls(H, G, firm, R, build_solver(H.with_rows(rows, R[firm], damping), solver))
 
     @classmethod
     def prepare_convex(cls, H: Operator, G: Tensor, kinds: Kinds, binding: Tensor, **options: Any) -> KKTSystem:
@@ -86,21 +102,23 @@ class KKTSystem:
             return cls.prepare(H, G, kinds.equal | binding, **options)
 
     def start(
-        self, rows: Tensor, equal: Tensor | None, c: Tensor | None = None, lam: Tensor | None = None,
-        sign_checked: Tensor | None = None,
+        self, rows: Tensor, equal: Tensor, c: Tensor | None = None, lam: Tensor | None = None,
+        sign_checked: Tensor | None = None, soft: bool = False,
     ) -> KKTSystem:  # fmt: skip
         """Return this system with the point at which perturbations start, solved for V, once for any number of them.
 
         Args:
             rows: (k,) the numbers of the rows among those of the problem.
-            equal: (k,) bool, rows solved as equalities; None where rows have no multipliers (penalties).
+            equal: (k,) bool, rows solved as equalities.
             c: (m,) values of all rows of the problem; None: zero, which gives the derivative.
             lam: (m,) their multipliers; None likewise.
             sign_checked: (k,) bool, inequalities solved as equalities, whose multipliers must stay ≥ 0.
+            soft: Whether the rows are penalties, without multipliers.
         """
-        zero = torch.zeros_like(self.R)
-        c, lam = zero if c is None else c[rows], zero if lam is None else lam[rows]
-        system = replace(self, rows=rows, equal=equal, c=c, lam=lam, sign_checked=sign_checked)
+        system, zero = replace(self), torch.zeros_like(self.R)
+        system.rows, system.equal, system.soft = rows, equal, soft
+        system.c, system.lam = zero if c is None else c[rows], zero if lam is None else lam[rows]
+        system.sign_checked = zero.bool() if sign_checked is None else sign_checked
         system.V = self.solver.solve(self.G.T)
         system.S = self.G @ system.V
         return system
@@ -112,25 +130,16 @@ class KKTSystem:
             bV: (P, k) the products bᵀV.
             r: (P, m), of all rows of the problem.
         """
-        c = self.c + r[:, self.rows]
-        stiffness = self.R * c
-        moved = c - bV - stiffness @ self.S
-        if self.equal is None:
-            return Response(r, self.lam + self.R * moved, stiffness, {})
-        nu, failed = solve_reduced_qp(self.S, moved + self.lam @ self.S, self.equal)
-        return Response(r, nu, nu - self.lam + stiffness, failed)
-
-    def complete(self, b: Tensor, response: Response) -> Tensor:
-        """Return ω, (P, d), by one solve for all; NaN where there is no answer."""
-        omega, answered = torch.full_like(b, float("nan")), response.answered
-        omega[answered] = -self.solver.solve((b + response.w @ self.G)[answered].T).T
-        return omega
-
-    def spread(self, nu: Tensor, m: int) -> Tensor:
-        """Return Δλ on all m rows of the problem, (P, m), for multipliers ν of these rows."""
-        change = nu.new_zeros((len(nu), m))
-        change[:, self.rows] = nu - self.lam
-        return change
+        c, dlam = self.c + r[:, self.rows], torch.zeros_like(r)
+        w = self.R * c
+        moved = c - bV - w @ self.S
+        if self.soft:
+            nu, failed = self.lam + self.R * moved, {}
+        else:
+            nu, failed = solve_reduced_qp(self.S, moved + self.lam @ self.S, self.equal)
+            w = w + (nu - self.lam)
+        dlam[:, self.rows] = nu - self.lam
+        return Response(r, nu, w, dlam, failed)
 
     def step(
         self, g: Tensor, c: Tensor, lam: Tensor, rows: Tensor, equal: Tensor, solve: Solve | None = None

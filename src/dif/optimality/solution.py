@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from dif.derivatives.fingerprint import encode_tensor, fingerprint_program, hash
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.program import PerConstraint, Program, Targets
 from dif.errors import InvalidInputError, count_words, few, format_table
-from dif.optimality.judgement import KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
+from dif.optimality.judgement import BAD, KKT, ActiveSet, Certificate, Scales, judge_solution, list_rows, residuals
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.term import Expression
@@ -29,89 +28,13 @@ from dif.runtime.work import progress
 _COLUMNS = 128  # columns per file: seconds of work, where all columns take minutes
 
 
-def assemble_parts(
-    program: Program, theta: Tensor, keep: str | os.PathLike[str] | None = None, show_progress: bool = True
-) -> Tensor:
-    """Return ∇²pₖ(θ) of the parts of the rows f = C·p, (K, d, d).
-
-    Any Σⱼ μⱼ∇²fⱼ(θ) is a sum of these. Each costs as many Hessian-vector products as there are parameters, over the
-    samples of that part. With `keep`, a folder, finished columns are written there; a later call reads them.
-    """
-    rows, d = program.rows, theta.numel()
-    folder = None if keep is None else expect_folder(keep, "keep")
-    name = "" if folder is None else hash_all((encode_tensor(theta), fingerprint_program(program))).hex()[:16]
-    count, samples = rows.C.shape[1], sum(len(table.U) for table in rows.tables)
-    parts, identity = theta.new_zeros((count, d, d)), torch.eye(d).to(theta)
-    with progress("Hessian", count * d, show_progress) as report:
-        for k, unit in enumerate(torch.eye(count).to(theta)):
-            for begin in range(0, d, _COLUMNS):
-                columns = slice(begin, begin + _COLUMNS)
-                multiply = partial(rows.hessian_products, theta, unit, identity[:, columns])
-                file = None if folder is None or k >= samples else folder / f"{name}-{k}-{begin}.npz"
-                parts[k, :, columns] = multiply() if file is None else _keep_columns(file, multiply).to(theta)
-                report(k * d + min(d, begin + _COLUMNS))
-    return 0.5 * (parts + parts.mT)
-
-
-def _keep_columns(file: Path, multiply: Callable[[], Tensor]) -> Tensor:
-    """Return columns of a Hessian from a file, or compute and write them if it is missing or damaged."""
+def _read_columns(file: Path) -> Tensor | None:
+    """Return the columns of a Hessian in a file; None if it is missing or damaged."""
     with suppress(FileNotFoundError, InvalidInputError):
         return torch.from_numpy(read_archive(file, "columns of a Hessian", name=file.name)[0]["columns"])
-    found = multiply()
-    write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
-    return found
 
 
 _MOST_ENTRIES = 3  # parameters that an error names
-
-
-def write_solution(path: str | os.PathLike[str], program: Program, theta: Tensor, lam: Tensor, tol: float) -> None:
-    """Write θ̄, λ̄, the tolerance and what identifies the problem."""
-    fingerprint = fingerprint_program(program).hex()
-    if fingerprint != fingerprint_program(program).hex():
-        raise InvalidInputError(
-            "A loss or function of the problem refers to an object that cannot be inspected, so the problem would "
-            "never be recognised again; take that object (an open file, a lock) out, or save solution.params with "
-            "torch.save."
-        )
-    about = {**describe_program(program), "problem": fingerprint, "tol": tol}
-    write_archive(path, "solution", {"theta": theta, "lam": lam}, about)
-
-
-def read_solution(
-    path: str | os.PathLike[str], problem: Problem, parameters: Parameters, theta: Tensor
-) -> tuple[Program, Tensor, Tensor, float]:
-    """Return the compiled problem, and θ̄, λ̄ and the tolerance of a file, which must be a solution of this problem.
-
-    The parameters are compared first: with others, the losses of the problem may fail.
-    """
-    arrays, about = read_archive(path, "solution")
-    layout = zip(parameters.names, parameters.shapes, strict=True)
-    given, kept = ([f"{name} of shape {tuple(shape)}" for name, shape in each] for each in (layout, about["params"]))
-    dtype = _name_dtype(parameters)
-    if (given, dtype) != (kept, about["dtype"]):
-        words = f"they have dtype {dtype}, and the file has {about['dtype']}"
-        if set(given) != set(kept):
-            new, old = ([entry for entry in one if entry not in other] for one, other in ((given, kept), (kept, given)))
-            words = f"they have {_list(new)}, and the file has {_list(old)}"
-        elif given != kept:
-            words = "they have the same entries in another order"
-        raise InvalidInputError(
-            f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
-            "pass the parameters of the model that was saved, with any values."
-        )
-    program = Program.of(problem, parameters, theta)
-    wanted = describe_program(program)
-    different = [f"{key} {about[key]}, not {wanted[key]}" for key in wanted if about[key] != wanted[key]]
-    if not different and about["problem"] != fingerprint_program(program).hex():
-        different = ["the same parameters and constraints, but other data, weights, bounds or code"]
-    if different:
-        raise InvalidInputError(
-            f"The solution file {os.fspath(path)!r} belongs to another problem: it has {'; '.join(different)}; "
-            "state the problem as when it was saved, or fit this one."
-        )
-    theta, lam = (torch.from_numpy(arrays[name]).to(parameters.device, parameters.dtype) for name in ("theta", "lam"))
-    return program, theta, lam, about["tol"]
 
 
 def _list(entries: list[str]) -> str:
@@ -253,7 +176,15 @@ class Solution:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write θ̄, λ̄ and a fingerprint of the problem to one file (npz, no pickle). Data and losses are not written."""
-        write_solution(path, self.program, self.theta, self.lam, self.tol)
+        fingerprint = fingerprint_program(self.program).hex()
+        if fingerprint != fingerprint_program(self.program).hex():
+            raise InvalidInputError(
+                "A loss or function of the problem refers to an object that cannot be inspected, so the problem would "
+                "never be recognised again; take that object (an open file, a lock) out, or save solution.params with "
+                "torch.save."
+            )
+        about = {**describe_program(self.program), "problem": fingerprint, "tol": self.tol}
+        write_archive(path, "solution", {"theta": self.theta, "lam": self.lam}, about)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], problem: Problem, params: Any) -> Solution:
@@ -267,15 +198,61 @@ class Solution:
         Raises:
             InvalidInputError: Where the file belongs to another problem, or to other parameters.
         """
-        return cls.of_program(*read_solution(path, problem, *Parameters.of(params)))
+        parameters, theta = Parameters.of(params)
+        arrays, about = read_archive(path, "solution")
+        layouts = zip(parameters.names, parameters.shapes, strict=True), about["params"]
+        given, kept = ([f"{name} of shape {tuple(shape)}" for name, shape in each] for each in layouts)
+        dtype = _name_dtype(parameters)
+        if (given, dtype) != (kept, about["dtype"]):
+            words = f"they have dtype {dtype}, and the file has {about['dtype']}"
+            if set(given) != set(kept):
+                new, old = [one for one in given if one not in kept], [one for one in kept if one not in given]
+                words = f"they have {_list(new)}, and the file has {_list(old)}"
+            elif given != kept:
+                words = "they have the same entries in another order"
+            raise InvalidInputError(
+                f"`params` differ from the parameters in the solution file {os.fspath(path)!r}: {words}; "
+                "pass the parameters of the model that was saved, with any values."
+            )
+        program = Program.of(problem, parameters, theta)
+        wanted = describe_program(program)
+        different = [f"{key} {about[key]}, not {wanted[key]}" for key in wanted if about[key] != wanted[key]]
+        if not different and about["problem"] != fingerprint_program(program).hex():
+            different = ["the same parameters and constraints, but other data, weights, bounds or code"]
+        if different:
+            raise InvalidInputError(
+                f"The solution file {os.fspath(path)!r} belongs to another problem: it has {'; '.join(different)}; "
+                "state the problem as when it was saved, or fit this one."
+            )
+        theta, lam = (torch.from_numpy(arrays[name]).to(theta) for name in ("theta", "lam"))
+        return cls.of_program(program, theta, lam, about["tol"])
 
     def assemble(self, keep: str | os.PathLike[str] | None = None, *, show_progress: bool = True) -> Solution:
         """Return this solution with its Hessian assembled, however long that takes; every solve is then quick.
 
-        In `keep`, a folder, finished columns are kept: a later call for the same solution continues from there.
+        What is assembled are ∇²pₖ(θ̄) of the parts of the rows f = C·p, of which any Σⱼ μⱼ∇²fⱼ is a sum. Each costs as
+        many Hessian-vector products as there are parameters, over the samples of that part. In `keep`, a folder,
+        finished columns are kept: a later call for the same solution continues from there.
         """
         other = Solution.of_program(self.program, self.theta, self.lam, self.tol)
-        other.part_hessians = assemble_parts(self.program, self.theta, keep, show_progress)
+        rows, theta, d = self.program.rows, self.theta, self.theta.numel()
+        folder = None if keep is None else expect_folder(keep, "keep")
+        name = "" if folder is None else hash_all((encode_tensor(theta), fingerprint_program(self.program))).hex()[:16]
+        count, samples = rows.C.shape[1], sum(len(table.U) for table in rows.tables)
+        parts, identity = theta.new_zeros((count, d, d)), torch.eye(d).to(theta)
+        with progress("Hessian", count * d, show_progress) as report:
+            for k, unit in enumerate(torch.eye(count).to(theta)):
+                for begin in range(0, d, _COLUMNS):
+                    columns = slice(begin, begin + _COLUMNS)
+                    file = None if folder is None or k >= samples else folder / f"{name}-{k}-{begin}.npz"
+                    found = None if file is None else _read_columns(file)
+                    if found is None:
+                        found = rows.hessian_products(theta, unit, identity[:, columns])
+                        if file is not None:
+                            write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
+                    parts[k, :, columns] = found.to(theta)
+                    report(k * d + min(d, begin + _COLUMNS))
+        other.part_hessians = 0.5 * (parts + parts.mT)
         return other
 
     @cached_property
@@ -325,10 +302,18 @@ class Solution:
     certificate = cached_property(Certificate.judge)
     """All that is known about this point, good and bad, judged once."""
 
-    def check(self) -> None:
-        """Raise where this is not a solution at which derivatives can be trusted."""
-        for finding in self.findings:
-            finding.check()
+    def check(self, *, independent: bool = False, minimum: bool = False) -> None:
+        """Raise where this is not a solution at which derivatives can be trusted.
+
+        With `independent` or `minimum`, also where LICQ or the second-order condition fails, so that none exists.
+        """
+        findings = self.findings
+        if findings[-1].verdict != BAD and (independent or minimum):
+            regular = zip(self.active.judge_regularity(), (independent, minimum), strict=True)
+            findings += tuple(one for one, asked in regular if asked)
+        for one in findings:
+            if one.verdict == BAD:
+                raise one.error(one.found, one.allowed, one.meaning, f"{one.cure} {one.otherwise}".strip())
 
     def __str__(self) -> str:
         size, state = count_words(self.theta.numel(), "parameter"), "Solution" if self.converged else "NOT a solution"

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, default_collate
 
-from dif.errors import InvalidInputError, count_words, few
+from dif.errors import DifError, InvalidInputError, count_words, few
+from dif.runtime.guard import is_out_of_memory
 from dif.runtime.inputs import as_tensor, find_index
 
 
@@ -26,9 +27,9 @@ def map_tensors(item: Any, fn: Callable[[Tensor], Any]) -> Any:
     return item
 
 
-def cast(data: Any, dtype: torch.dtype) -> Any:
-    """Convert the floating-point tensors of a structure to a dtype."""
-    return map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
+def cast(data: Any, dtype: torch.dtype | None) -> Any:
+    """Convert the floating-point tensors of a structure to a dtype; None leaves them as they are."""
+    return data if dtype is None else map_tensors(data, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def leaves(data: Any) -> list[Tensor]:
@@ -158,7 +159,6 @@ class Storage(Dataset[Any]):
         if self.workers and not self.is_tensors and len(selections) > 1:
             yield from self._fetch_ahead(selections)
             return
-        fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
         for where in selections:
             if self.subset is not None:
                 where = self.subset[where if isinstance(where, slice) else where.to(self.subset.device)]
@@ -166,8 +166,18 @@ class Storage(Dataset[Any]):
                 yield map_tensors(self.data, lambda t, at=where: t[at if isinstance(at, slice) else at.to(t.device)])
             else:
                 indices = list(range(self.total)[where]) if isinstance(where, slice) else where.tolist()
-                items = [self.data[i] for i in indices] if fetch_many is None else fetch_many(indices)
-                yield self._cast(self.collate(items))
+                yield cast(self.collate(self._read_items(indices)), self.dtype)
+
+    def _read_items(self, indices: list[int]) -> Any:
+        """Return items of the Dataset; errors of its code name the Samples."""
+        fetch_many = getattr(self.data, "__getitems__", None)  # a Dataset may be able to fetch several at once
+        try:
+            return [self.data[i] for i in indices] if fetch_many is None else fetch_many(indices)
+        except Exception as error:
+            if isinstance(error, DifError) or is_out_of_memory(error):
+                raise
+            said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0].rstrip('.')}"
+            raise InvalidInputError(f"The Dataset of Samples {self.name!r} raised {said}.") from error
 
     def _fetch_ahead(self, selections: Sequence[slice | Tensor]) -> Iterator[Any]:
         """Fetch batches ahead of use in the worker processes of a DataLoader."""
@@ -177,16 +187,12 @@ class Storage(Dataset[Any]):
             self.data, batch_sampler=lists, collate_fn=self.collate, num_workers=self.workers,
             generator=torch.Generator(),  # otherwise the loader would change the user's random state
         )  # fmt: skip
-        return (self._cast(batch) for batch in loader)
+        return (cast(batch, self.dtype) for batch in loader)
 
     def __getitem__(self, i: int) -> Any:
         if self.is_tensors:
             return map_tensors(next(self.fetch([slice(i, i + 1)])), lambda t: t[0])
         return self.data[i if self.subset is None else int(self.subset[i])]
-
-    def _cast(self, batch: Any) -> Any:
-        """Convert the floating-point tensors of a batch to `dtype`."""
-        return batch if self.dtype is None else cast(batch, self.dtype)
 
 
 def _count_items(data: Any, name: str, what: str) -> int:

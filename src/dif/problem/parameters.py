@@ -48,9 +48,10 @@ def variable(module: nn.Module, names: str | Iterable[str]) -> BoundModule:
     Raises:
         InvalidInputError: Where a name matches no parameter.
 
-    >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    >>> list(variable(model, "2.*"))
-    ['2.weight', '2.bias']
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+        >>> list(variable(model, "2.*"))
+        ['2.weight', '2.bias']
     """
     patterns = [names] if isinstance(names, str) else list(names)
     own = dict(module.named_parameters()) if isinstance(module, nn.Module) else {}
@@ -118,14 +119,14 @@ class Parameters:
 
     def tensors(self, theta: Tensor) -> Tensors:
         """Split flat θ into the named tensors."""
-        chunks = torch.split(theta, [shape.numel() for shape in self.shapes])
-        return {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
+        return dict(self.bind(theta))
 
-    def bind(self, tensors: Tensors) -> Tensors:
-        """Return what a loss gets as its first argument: the named tensors, or a BoundModule."""
-        if self.module is None:
-            return tensors
-        return BoundModule(self.module, tensors, self.fixed, self.padding)
+    def bind(self, given: Tensor | Tensors) -> Tensors:
+        """Return what a loss gets as its first argument, for flat θ or named tensors: a dict, or a BoundModule."""
+        if isinstance(given, Tensor):
+            chunks = torch.split(given, [shape.numel() for shape in self.shapes])
+            given = {n: c.reshape(s) for n, c, s in zip(self.names, chunks, self.shapes, strict=True)}
+        return given if self.module is None else BoundModule(self.module, given, self.fixed, self.padding)
 
     def to(self, dtype: torch.dtype) -> Parameters:
         """Return the same layout in another precision."""

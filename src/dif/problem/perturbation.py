@@ -30,16 +30,6 @@ class Entries:
         owner = torch.repeat_interleave(torch.tensor([len(indices) for indices in lists]))
         return cls(len(lists), owner, torch.tensor([i for indices in lists for i in indices], dtype=torch.long))
 
-    @classmethod
-    def of_all(cls, index: Tensor) -> Entries:
-        """Build one perturbation of all these samples."""
-        return cls(1, torch.zeros_like(index), index)
-
-    @classmethod
-    def singles(cls, index: Tensor) -> Entries:
-        """Build perturbations of one sample each."""
-        return cls(len(index), torch.arange(len(index)), index)
-
     def find(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the entries of the listed perturbations: the place in `rows` of their owners, and their own here."""
         first = torch.searchsorted(self.owner, rows)
@@ -51,14 +41,6 @@ class Entries:
         """Return the listed perturbations, in that order."""
         owner, place = self.find(rows)
         return Entries(len(rows), owner, self.index[place])
-
-    def expand(self, P: int) -> Entries:
-        """Return P perturbations: these, or P times the single one."""
-        return self if self.P == P else self.pick(torch.zeros(P, dtype=torch.long))
-
-    def keep(self, which: Tensor) -> Entries:
-        """Return only the entries where the mask is true."""
-        return Entries(self.P, self.owner[which], self.index[which])
 
     def describe(self) -> list[str]:
         """List the first few samples of each perturbation as text."""
@@ -75,19 +57,15 @@ class _PerSamples:
     renormalise: bool
     terms: Any  # terms that are changed, a tuple in a Perturbation; None means all
 
-    def __len__(self) -> int:
-        return self.entries.P
-
     def pick(self, rows: Tensor) -> Self:
         """Return the listed perturbations, in that order."""
         return replace(self, entries=self.entries.pick(rows))
 
 
 class _Single:
-    """An action that is one perturbation."""
+    """An action that is one perturbation, without a list of samples."""
 
-    def __len__(self) -> int:
-        return 1
+    entries = Entries(1, torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long))
 
     def pick(self, rows: Tensor) -> Self:
         """Return itself."""
@@ -101,7 +79,7 @@ class Removal(_PerSamples):
     @property
     def is_single(self) -> bool:
         """Whether each perturbation removes one sample."""
-        return torch.equal(self.entries.owner, torch.arange(len(self)))
+        return torch.equal(self.entries.owner, torch.arange(self.entries.P))
 
     def labels(self) -> list[str]:
         """Describe each perturbation."""
@@ -186,7 +164,7 @@ class Perturbation:
         return tuple((c, action) for c, actions in self.pieces for action in actions)
 
     def __len__(self) -> int:
-        return max(len(action) for _, actions in self.pieces for action in actions)
+        return max(action.entries.P for _, actions in self.pieces for action in actions)
 
     def __getitem__(self, key: int | slice) -> Perturbation:
         P = len(self)
@@ -219,7 +197,7 @@ class Perturbation:
 
     def _pick(self, rows: Tensor) -> Perturbation:
         P = len(self)
-        pick = lambda action: action.pick(rows) if len(action) == P else action  # noqa: E731
+        pick = lambda action: action.pick(rows) if action.entries.P == P else action  # noqa: E731
         return Perturbation(tuple((c, tuple(map(pick, actions))) for c, actions in self.pieces))
 
     def __iter__(self):

@@ -31,11 +31,12 @@ class Problem:
     Raises:
         InvalidInputError: Where these are something else, or where two constraints have the same name.
 
-    >>> import torch
-    >>> from dif.problem.samples import Samples
-    >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]))
-    >>> Problem(train.mean(), [train.mean() <= 9.0])
-    Problem(min mean of samples, 1 constraint)
+    Examples:
+        >>> import torch
+        >>> from dif.problem.samples import Samples
+        >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]))
+        >>> Problem(train.mean(), [train.mean() <= 9.0])
+        Problem(min mean of samples, 1 constraint)
     """
 
     def __init__(self, objective: Expression, constraints: Iterable[Constraint] | Constraint = ()) -> None:
@@ -77,11 +78,12 @@ class Problem:
         Samples keep their indices, so that the result can be perturbed again. Added samples come after the others, in
         new Samples objects that replace the old ones (see `problem.samples` of the result).
 
-        >>> import torch
-        >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
-        >>> ((_, left),) = Problem(train.mean()).after(train.remove([2])).objective.sums
-        >>> left.weights.allclose(torch.tensor([0.5, 0.5, 0.0]).double())
-        True
+        Examples:
+            >>> import torch
+            >>> train = Samples(lambda p, z: (z - p["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
+            >>> ((_, left),) = Problem(train.mean()).after(train.remove([2])).objective.sums
+            >>> left.weights.allclose(torch.tensor([0.5, 0.5, 0.0]).double())
+            True
         """
         if not isinstance(perturbation, Perturbation) or len(perturbation) != 1:
             several = isinstance(perturbation, Perturbation)

@@ -43,9 +43,10 @@ class Samples:
         check: Called with the data of samples that are added or replace others, and raises an error where the loss is
             not meant for them, such as for labels in another coding.
 
-    >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
-    >>> train.mean(), len(train)
-    (Term(mean of train), 3)
+    Examples:
+        >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
+        >>> train.mean(), len(train)
+        (Term(mean of train), 3)
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Samples:
         self.parted = None if outputs is None else (outputs, loss)  # the model and the loss of its outputs, separately
         self.name, self.check = name, check
         self.storage = Storage.of(data, name)
+        self.n = len(self.storage)
         self.population: Samples = self  # for a view, the Samples that it was made from
         self.batch_size = self.storage.batch_size if batch_size is None else batch_size
         self.costs: dict[int, Any] = {}  # cost of evaluating one sample, by number of parameters
@@ -86,10 +88,11 @@ class Samples:
 
         A removal, reweighting, replacement or addition of a sample acts on every view at once.
 
-        >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0, 6.0]), name="train")
-        >>> distance = train.view(lambda params, z: z - params["mean"], name="distance")
-        >>> distance.remove([2])
-        Perturbation(1: remove train[2])
+        Examples:
+            >>> train = Samples(lambda params, z: (z - params["mean"]) ** 2, torch.tensor([1.0, 2.0]), name="train")
+            >>> distance = train.view(lambda params, z: z - params["mean"], name="distance")
+            >>> distance.remove([1])
+            Perturbation(1: remove train[1])
         """
         name = f"view of {self.name}" if name is None else name
         other = Samples(loss, self.storage, name, self.batch_size, outputs)
@@ -136,15 +139,15 @@ class Samples:
         With `renormalise` every mean is then taken over the remaining samples, as in retraining; otherwise the 1/N of
         each mean stays (the paper's ε).
         """
-        entries = Entries.of([self.check_indices(indices)])
-        return Perturbation.of(Removal(self, entries, renormalise, terms))
+        index = torch.tensor(self.check_indices(indices))
+        return Perturbation.of(Removal(self, Entries(1, torch.zeros_like(index), index), renormalise, terms))
 
     def remove_each(
         self, indices: Iterable[int] | None = None, *, terms: Sequence[Any] | None = None, renormalise: bool = True
     ) -> Perturbation:
         """Return one removal per sample, of all samples or of those listed."""
         index = torch.arange(len(self)) if indices is None else torch.tensor(self.check_indices(indices))
-        return Perturbation.of(Removal(self, Entries.singles(index), renormalise, terms))
+        return Perturbation.of(Removal(self, Entries(len(index), torch.arange(len(index)), index), renormalise, terms))
 
     def remove_groups(
         self, groups: Iterable[Iterable[int]], *, terms: Sequence[Any] | None = None, renormalise: bool = True
@@ -260,7 +263,7 @@ class Samples:
     # Losses and data
 
     def __len__(self) -> int:
-        return len(self.storage)
+        return self.n
 
     def losses(self, params: Any, batch: Any, count: int) -> Tensor:
         """Evaluate the loss of each sample of a batch and check its shape, (count,)."""
@@ -342,6 +345,6 @@ class Samples:
     def with_data(self, storage: Storage, population: Samples | None = None) -> Samples:
         """Return the same loss over other data, as a view of `population`, or as Samples of its own for None."""
         other = copy(self)
-        other.storage = storage
+        other.storage, other.n = storage, len(storage)
         other.population = other if population is None else population
         return other

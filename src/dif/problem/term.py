@@ -133,8 +133,7 @@ class Expression(ABC):
         return NotImplemented if right is None else _combine(self.as_term(), -1.0, right)
 
     def __rsub__(self, other: object) -> Term:
-        left = _as_term(other)
-        return NotImplemented if left is None else _combine(left, -1.0, self.as_term())
+        return (-self).__add__(other)
 
     def __mul__(self, factor: object) -> Term:
         number = _number(factor)
@@ -294,7 +293,8 @@ def linear(A: Any, of: str | None = None, name: str = "linear") -> Function:
     Raises:
         InvalidInputError: Where A is not a finite vector or matrix.
 
-    >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
+    Examples:
+        >>> budget = linear([[1.0, 1.0, 1.0]]) == 1.0
     """
     matrix = as_tensor(A, "`A` of linear(A)", torch.float64).clone()
     if matrix.dim() not in (1, 2) or matrix.numel() == 0 or not bool(torch.isfinite(matrix).all()):
@@ -374,7 +374,5 @@ def _constraint(left: Expression, other: object, kind: Kind, *, negated: bool = 
     right = _as_term(other)
     if right is None:
         raise TypeError(f"A Term can be compared with a Term or a number, not with {type(other).__name__}.")
-    difference = left - right
-    if negated:
-        difference = -difference
+    difference = -(left - right) if negated else left - right
     return Constraint(Term(difference.sums, difference.functions), -difference.constant, kind, negated)

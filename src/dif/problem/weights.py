@@ -77,14 +77,25 @@ class Changes:
         listed = [action for _, actions in perturbation.pieces for action in actions]
         for action in listed:
             _check_action(problem, action)
+        stated = (problem.objective, *problem.constraints)
         found: list[list[SumChange]] = [[] for _ in perturbation.pieces]
         for samples, sums in problem.sums.items():
             for changes, (factor, actions) in zip(found, perturbation.pieces, strict=True):
-                for together, numbers in _split(actions, samples.population, problem):
+                mine = [a for a in actions if not isinstance(a, Shift) and a.samples.population is samples.population]
+                # Removals and additions from the same terms are carried out together, each reweighting by itself.
+                apart = [[a] for a in mine if isinstance(a, Reweighting)]
+                together: dict[tuple[Any, ...], list[int]] = {}  # numbers of the terms
+                for group in ([a for a in mine if not isinstance(a, Reweighting)], *apart):
+                    for number, term in enumerate(stated):
+                        acting = tuple(a for a in group if a.terms is None or any(term is t for t in a.terms))
+                        together.setdefault(acting, []).append(number)
+                together.pop((), None)
+                for acting, numbers in together.items():
                     summands = {id(s) for number in numbers for c, s in problem.terms[number].sums if c != 0}
                     used = [id(s) in summands for s in sums]
                     if any(used):
-                        changes.append(SumChange(samples, sums, numbers, factor, *_move(together, sums, used)))
+                        moved = _move(acting, sums, used)
+                        changes.append(SumChange(samples, sums, tuple(numbers), factor, *moved))
         shifted = {id(action.constraint) for action in listed if isinstance(action, Shift)}
         bounds = [
             (number, _move_bound(number, constraint, perturbation, found))
@@ -103,42 +114,27 @@ class Changes:
 # Resolution
 
 
-def _split(
-    actions: Sequence[Action], population: Samples, problem: Problem
-) -> list[tuple[tuple[Any, ...], tuple[int, ...]]]:
-    """Return the actions on a population that are carried out together, with the numbers of the terms they act on.
-
-    Removals and additions from the same terms are. A reweighting adds absolute weight, whatever else happens.
-    """
-    mine: list[Any] = [a for a in actions if not isinstance(a, Shift) and a.samples.population is population]
-    groups = [[a for a in mine if not isinstance(a, Reweighting)], *([a] for a in mine if isinstance(a, Reweighting))]
-    found: dict[tuple[int, ...], tuple[tuple[Any, ...], list[int]]] = {}
-    for group in groups:
-        for number, term in enumerate((problem.objective, *problem.constraints)):
-            together = tuple(a for a in group if a.terms is None or any(term is t for t in a.terms))
-            if together:
-                found.setdefault(tuple(map(id, together)), (together, []))[1].append(number)
-    return [(together, tuple(numbers)) for together, numbers in found.values()]
-
-
 def _move(actions: Sequence[Any], sums: Sequence[SampleSum], used: Sequence[bool]) -> tuple[tuple[Move, ...], Tensor]:
     """Return what each action does to the weights of the sums, before renormalisation; and alpha, (P, k)."""
     W = torch.stack([s.weights for s in sums])  # (k, n)
-    P, before = max(map(len, actions)), W.sum(1)
+    P, before = max(action.entries.P for action in actions), W.sum(1)
     divisor, members = before.repeat(P, 1), (W != 0).sum(1).repeat(P, 1)
     moves, removed = [], torch.zeros(0, dtype=torch.long)
     for action in sorted(actions, key=lambda a: getattr(a, "renormalise", False)):  # those that do come last
         if isinstance(action, Reweighting):
             index = torch.nonzero(action.dw).reshape(-1)
             dw = (W[:, index] != 0).T * action.dw[index][:, None]
-            return (Move(Entries.of_all(index), dw, False),), torch.zeros_like(divisor)
-        entries = action.entries.expand(P) if len(actions) > 1 else action.entries
+            return (Move(Entries(1, torch.zeros_like(index), index), dw, False),), torch.zeros_like(divisor)
+        entries = action.entries
+        if entries.P != P:
+            entries = entries.pick(torch.zeros(P, dtype=torch.long))
         if isinstance(action, Addition):
             move = Move(entries, _weigh_added(action, entries.index, W, sums, used), action.renormalise, action)
         else:
             keys = entries.owner * len(action.samples) + entries.index
             if len(moves) > 0:  # a sample can be removed only once
-                entries = entries.keep(~torch.isin(keys, removed))
+                new = ~torch.isin(keys, removed)
+                entries = Entries(P, entries.owner[new], entries.index[new])
             removed = torch.cat([removed, keys])
             move = Move(entries, -W[:, entries.index].T, action.renormalise)
         owner = move.entries.owner
@@ -313,9 +309,8 @@ def _reweight(part: SampleSum, changes: Sequence[SumChange], samples: Samples, s
 def find_indispensable(problem: Problem, samples: Samples) -> dict[int, str]:
     """Return the samples that are the only one in a term, which is undefined without them: index → term in words."""
     check_instance(samples, Samples, "samples")
-    summands = {id(s) for term in problem.terms for c, s in term.sums if c != 0}
     terms: dict[int, str] = {}
-    for s in (s for sums in problem.sums.values() for s in sums if id(s) in summands):
+    for s in (s for term in problem.terms for c, s in term.sums if c != 0):
         members = torch.nonzero(s.weights).reshape(-1)
         if s.samples.population is samples.population and len(members) == 1:
             terms[int(members)] = s.words

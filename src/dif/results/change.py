@@ -20,8 +20,9 @@ class Agreement:
 
     The slope is that of predicted regressed on actual changes: above 1, predictions are too large.
 
-    >>> print(Agreement.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0])))
-    r 1.000000, rank r 1.000000, slope 1.0000, relative error 0, same sign 100.0% (n = 3)
+    Examples:
+        >>> print(Agreement.of(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 2.0, 4.0])))
+        r 1.000000, rank r 1.000000, slope 1.0000, relative error 0, same sign 100.0% (n = 3)
     """
 
     pearson: float

@@ -84,35 +84,16 @@ def distinguish_targets(names: Sequence[str], terms: Sequence[Term]) -> tuple[st
 
 def _list_parts(term: Term) -> str:
     """Return the first samples of each sum in a term, and the first coefficients of each linear function."""
-    sums = (part.weights for _, part in term.sums)
-    lists = [_join([str(i) for i in torch.nonzero(weights).reshape(-1).tolist()]) for weights in sums]
+    lists = [[str(i) for i in torch.nonzero(part.weights).reshape(-1).tolist()] for _, part in term.sums]
     for _, function in term.functions:
         if function.matrix is not None:
             row = function.matrix.reshape(-1)
             used = torch.nonzero(row).reshape(-1).tolist()
-            lists.append(_join([f"{float(row[i]):g}·{function.of or 'θ'}[{i}]" for i in used]))
-    return "; ".join(lists)
-
-
-def _join(entries: Sequence[str]) -> str:
-    return ", ".join(entries[:_LISTED]) + (", …" if len(entries) > _LISTED else "")
+            lists.append([f"{float(row[i]):g}·{function.of or 'θ'}[{i}]" for i in used])
+    return "; ".join(", ".join(each[:_LISTED]) + (", …" if len(each) > _LISTED else "") for each in lists)
 
 
 _LABELS = 4096  # labels in one part of a description, to save memory
-
-
-def describe_scores(
-    estimator: str, diagnostics: dict[str, Any], targets: Sequence[str], carried_out: Perturbation | tuple[str, ...],
-    index: Any,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """Yield everything but the values in parts that JSON can hold, so that a million labels need little memory."""
-    about = {"estimator": estimator, "diagnostics": diagnostics, "targets": list(targets)}
-    yield about if index is None else about | describe_index(index)
-    for begin in range(0, len(carried_out), _LABELS):
-        chunk = carried_out[begin : min(begin + _LABELS, len(carried_out))]
-        yield {"perturbations": list(chunk.labels if isinstance(chunk, Perturbation) else chunk)}
-
-
 TRUSTED = 0.25  # estimated relative error of all predictions together up to which they count as trusted
 
 
@@ -162,17 +143,12 @@ class Influence:
         stays as it is.
         """
         rows = find_rows(key, self.perturbations, self.index)
-        kept = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else None
         labels, index = tuple(self.perturbations[row] for row in rows), self.saved_index
+        given = self.carried_out.pick(rows) if isinstance(self.carried_out, Perturbation) else labels
         if index is not None:
             index = tuple(index[row] for row in rows) if isinstance(index, tuple) else index[rows]
-        return replace(
-            self,
-            stored=self.stored[rows],
-            carried_out=labels if kept is None else kept,
-            diagnostics=pick_diagnostics(self.diagnostics, rows, labels),
-            saved_index=index,
-        )
+        about = pick_diagnostics(self.diagnostics, rows, labels)
+        return replace(self, stored=self.stored[rows], carried_out=given, diagnostics=about, saved_index=index)
 
     @property
     def expected_error(self) -> Tensor:
@@ -225,35 +201,24 @@ class Influence:
 
         Those without an answer (NaN) come before them: what they change is not known to be small.
         """
-        column = self._column(k, target)
-        return self._rank(column, column.abs(), k)
+        return self._rank(k, target)
 
     def proponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that raise a target most, those that do not raise it left out.
 
         Of a loss, these removals are of the samples that helped most: the loss is higher without them.
         """
-        column = self._column(k, target)
-        return self._rank(column, column.nan_to_num(nan=0.0), min(k, int((column > 0).sum())))
+        return self._rank(k, target, sign=1)
 
     def opponents(self, k: int = 10, target: int | str = 0) -> list[Ranked]:
         """Return the k perturbations that lower a target most, those that do not lower it left out.
 
         Of a loss, these removals are of the samples that harmed most: the loss is lower without them.
         """
-        column = self._column(k, target)
-        return self._rank(column, -column.nan_to_num(nan=0.0), min(k, int((column < 0).sum())))
+        return self._rank(k, target, sign=-1)
 
-    def _rank(self, column: Tensor, size: Tensor, k: int) -> list[Ranked]:
-        """Return the k perturbations with the largest size, after those without an answer."""
-        unknown = torch.nonzero(size.isnan()).reshape(-1)
-        order = torch.argsort(size.nan_to_num(nan=-float("inf")), descending=True, stable=True)
-        order = torch.cat([unknown, order[: len(order) - len(unknown)]])[:k].tolist()
-        names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
-        return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
-
-    def _column(self, k: int, target: int | str) -> Tensor:
-        """Return the scores of one target, (P,), after checking the arguments of a ranking."""
+    def _rank(self, k: int, target: int | str, sign: int = 0) -> list[Ranked]:
+        """Return the k largest scores on a target: of this sign only, or by absolute value, where NaN come first."""
         check_count(k, "k")
         position = find_column(target, self.targets)
         if position is None:
@@ -261,7 +226,12 @@ class Influence:
                 f"`target` must be a number from 0 to {len(self.targets) - 1} or one of the names "
                 f"{few(self.targets)}, not {target!r}."
             )
-        return self.stored[:, position]
+        column = self.stored[:, position]
+        size = sign * column if sign else column.abs()
+        order = torch.argsort(size, descending=True, stable=True)  # NaN count as largest
+        order = (order[size[order] > 0] if sign else order)[:k].tolist()
+        names = [None] * len(order) if self.index is None else [self.index[i] for i in order]
+        return [Ranked(i, self.perturbations[i], float(column[i]), name) for i, name in zip(order, names, strict=True)]
 
     def compare(self, other: Influence) -> Agreement:
         """Measure the agreement with the scores of another estimator (for example `Retraining`).
@@ -270,20 +240,15 @@ class Influence:
         top of the ranking, or fewer targets; these are then compared.
         """
         check_instance(other, Influence, "other", cure="score the same perturbations and targets with both estimators")
-        columns = match_labels(self.targets, other.targets)
-        rows = match_labels(self.perturbations, other.perturbations)
+        pairs = (self.perturbations, other.perturbations), (self.targets, other.targets)
+        rows, columns = (match_labels(*pair) for pair in pairs)
         if self.perturbations == other.perturbations:
             rows = list(range(len(self))), list(range(len(other)))  # even where two of them have one label
         if rows is None or columns is None:
-            common = [
-                count_words(len(set(mine) & set(others)), noun)
-                for mine, others, noun in (
-                    (self.perturbations, other.perturbations, "perturbation"),
-                    (self.targets, other.targets, "target"),
-                )
-            ]
+            shared, both = (len(set(mine) & set(others)) for mine, others in pairs)
             alike = any(len(set(names)) < len(names) for names in (self.targets, other.targets))
-            reason = "two targets have the same name" if alike else f"they share {' and '.join(common)}"
+            reason = f"they share {count_words(shared, 'perturbation')} and {count_words(both, 'target')}"
+            reason = "two targets have the same name" if alike else reason
             raise InvalidInputError(
                 "The perturbations of one Influence must be among those of the other, and likewise the targets, but of "
                 f"{len(self)} × {len(self.targets)} and {len(other)} × {len(other.targets)} scores {reason}; score the "
@@ -376,8 +341,13 @@ class Influence:
         write_archive(path, "influence", {"values": self.values}, {**head, "perturbations": labels})
 
     def describe(self) -> Iterator[dict[str, Any]]:
-        """Yield everything but the values in parts that JSON can hold."""
-        return describe_scores(self.estimator, self.diagnostics, self.targets, self.carried_out, self.index)
+        """Yield everything but the values in parts that JSON can hold, so that a million labels need little memory."""
+        about = {"estimator": self.estimator, "diagnostics": self.diagnostics, "targets": list(self.targets)}
+        yield about if self.index is None else about | describe_index(self.index)
+        given = self.carried_out
+        for begin in range(0, len(given), _LABELS):
+            chunk = given[begin : min(begin + _LABELS, len(given))]
+            yield {"perturbations": list(chunk.labels if isinstance(chunk, Perturbation) else chunk)}
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Influence:

@@ -32,37 +32,32 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
         )
     if isinstance(key, slice):
         try:
-            rows = list(range(P))[key]
+            values = list(range(P))[key]
         except (TypeError, ValueError) as error:  # bounds that are not integers, a step of 0
             raise _selection_error(key, P) from error
-    elif isinstance(key, str):
-        rows = _find_labels([key], labels, index)
-    elif (number := as_index(key)) is not None:
-        rows = [_check_position(number, P)]
+    elif isinstance(key, str) or as_index(key) is not None:
+        values = [key]
     else:
-        rows = _find_listed(key, labels, index)
-    if not rows:
-        raise _selection_error(f"{key}, which selects none" if isinstance(key, slice) else "one that selects none", P)
-    return rows
-
-
-def _find_listed(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
-    """Return the rows of a mask, or of a list of integers or labels."""
-    P = len(labels)
-    values = key.tolist() if hasattr(key, "tolist") else list(key) if isinstance(key, Iterable) else None
+        values = key.tolist() if hasattr(key, "tolist") else list(key) if isinstance(key, Iterable) else None
     if not isinstance(values, list):
         raise _selection_error(f"an object of type {type(key).__name__}", P)
     if values and all(isinstance(value, bool) for value in values):
         if len(values) != P:
             raise _selection_error(f"a mask of {len(values)}", P)
         check_labels(key, index, "The mask", "the scores")
-        return [row for row, chosen in enumerate(values) if chosen]
-    if values and all(isinstance(value, str) for value in values):
+        values = [row for row, chosen in enumerate(values) if chosen]
+    if not values:
+        raise _selection_error(f"{key}, which selects none" if isinstance(key, slice) else "one that selects none", P)
+    if all(isinstance(value, str) for value in values):
         return _find_labels(values, labels, index)
-    wrong = [value for value in values if as_index(value) is None]
-    if wrong:
+    rows = [number for value in values if (number := as_index(value)) is not None]
+    if len(rows) < len(values):
+        wrong = [value for value in values if as_index(value) is None]
         raise _selection_error(f"a list that includes {few(wrong, quoted=True)}", P)
-    return [_check_position(value, P) for value in values]
+    outside = [row for row in rows if not -P <= row < P]
+    if outside:
+        raise IndexError(f"There are scores of {P} perturbations, but index {outside[0]} was given.")
+    return [row % P for row in rows]
 
 
 def _find_labels(keys: list[str], labels: Sequence[str], index: Sequence[Any] | None) -> list[int]:
@@ -79,13 +74,6 @@ def _find_labels(keys: list[str], labels: Sequence[str], index: Sequence[Any] | 
             f"with or without its verb: {few(labels, quoted=True)}."
         )
     return [row for key in keys for row in by_label[key]]
-
-
-def _check_position(number: int, P: int) -> int:
-    """Return a position ≥ 0; negative ones count from the end."""
-    if not -P <= number < P:
-        raise IndexError(f"There are scores of {P} perturbations, but index {number} was given.")
-    return number % P
 
 
 def _selection_error(found: Any, P: int) -> InvalidInputError:

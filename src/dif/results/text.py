@@ -40,7 +40,7 @@ def format_summary(
     spread = format_table(("target", "lowest", "highest", "median size"), described)
     rankings = []
     for t, (name, top) in enumerate(zip(shown, tops, strict=True)):
-        table = format_table(_headings(top, ["change"]), _rows(top, values[:, t : t + 1]), left=_words(top))
+        table = format_table(*_tabulate(top, ["change"], values[:, t : t + 1]))
         rankings.append(f"Largest changes of {name}:\n{table}")
     return "\n\n".join(part for part in (f"{heading}\n{trust}".strip(), spread, left_out, *rankings) if part)
 
@@ -48,8 +48,8 @@ def format_summary(
 def format_html(heading: str, trust: str, targets: Sequence[str], values: Tensor, top: Sequence[Ranked]) -> str:
     """Return the heading, a sentence about trust, and the scores of the highest-ranked perturbations as HTML."""
     shown = list(targets)[:MOST_TARGETS]
-    head = "".join(f"<th>{escape(heading)}</th>" for heading in _headings(top, shown))
-    rows = _rows(top, values[:, : len(shown)])
+    headings, rows, _ = _tabulate(top, shown, values[:, : len(shown)])
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
     left_out = [
@@ -68,19 +68,16 @@ def _describe(name: str, column: Tensor) -> tuple[str, ...]:
     return name, *(f"{float(number):+.4g}" for number in numbers[:2]), f"{float(numbers[2]):.4g}"
 
 
-def _words(top: Sequence[Ranked]) -> int:
-    """Return how many columns of a ranking are words: the index of a data frame, if there is one, and the label."""
-    return 1 if all(entry.name is None for entry in top) else 2
+def _tabulate(
+    top: Sequence[Ranked], columns: Sequence[str], values: Tensor
+) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...], int]:
+    """Return the headings and the cells of a ranking, and how many of its columns are words.
 
-
-def _headings(top: Sequence[Ranked], columns: Sequence[str]) -> tuple[str, ...]:
-    return ("index", "perturbation")[2 - _words(top) :] + tuple(columns)
-
-
-def _rows(top: Sequence[Ranked], values: Tensor) -> tuple[tuple[str, ...], ...]:
-    """Return the cells of a ranking."""
-    rows, skipped = [], 2 - _words(top)
+    These are the index of a data frame, if there is one, and the label.
+    """
+    words = 1 if all(entry.name is None for entry in top) else 2
+    rows = []
     for entry in top:
         numbers = [f"{v:+.4g}" if v == v else "no answer" for v in values[entry.index].tolist()]
-        rows.append((*(write_label(entry.name), entry.label)[skipped:], *numbers))
-    return tuple(rows)
+        rows.append((*(write_label(entry.name), entry.label)[-words:], *numbers))
+    return (*("index", "perturbation")[-words:], *columns), tuple(rows), words

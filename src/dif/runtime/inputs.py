@@ -97,8 +97,9 @@ def check_order(**columns: Any) -> Any:
     Sample i is row i of each of them, whatever its label, as in scikit-learn. Columns that have the same labels in
     another order are refused.
 
-    >>> check_order(X=[[1.0], [2.0]], y=[0, 1]) is None
-    True
+    Examples:
+        >>> check_order(X=[[1.0], [2.0]], y=[0, 1]) is None
+        True
     """
     first, index = "", None
     for name, column in columns.items():
@@ -341,21 +342,18 @@ def check_instance(value: object, kind: type[T], what: str, cure: str = "") -> T
     return value
 
 
-def expect_path(path: Any, name: str = "path") -> Path:
-    """Return the path of a file; refuse other objects, and an existing folder."""
-    return _read_path(path, name, "file", "folder")
+def expect_path(path: Any, name: str = "path", *, folder: bool = False) -> Path:
+    """Return the path of a file, or of a folder; refuse other objects, and a path of the other kind."""
+    kind, other = ("folder", "file") if folder else ("file", "folder")
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise InvalidInputError(f"`{name}` must be the path of a {kind}, not {path!r}.")
+    if Path(path).exists() and Path(path).is_dir() != folder:
+        raise InvalidInputError(f"`{name}` must be the path of a {kind}, not of the {other} {os.fspath(path)!r}.")
+    return Path(path)
 
 
 def expect_folder(path: Any, name: str) -> Path:
     """Return the path of a folder, which is created if it is missing; refuse other objects, and a file."""
-    folder = _read_path(path, name, "folder", "file")
+    folder = expect_path(path, name, folder=True)
     folder.mkdir(parents=True, exist_ok=True)
     return folder
-
-
-def _read_path(path: Any, name: str, kind: str, other: str) -> Path:
-    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-        raise InvalidInputError(f"`{name}` must be the path of a {kind}, not {path!r}.")
-    if Path(path).exists() and Path(path).is_dir() != (kind == "folder"):
-        raise InvalidInputError(f"`{name}` must be the path of a {kind}, not of the {other} {os.fspath(path)!r}.")
-    return Path(path)

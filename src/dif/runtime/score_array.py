@@ -37,12 +37,14 @@ class FileScores:
     """
 
     def __init__(self, path: FilePath, shape: tuple[int, int], fingerprint: str, about: Iterable[Any]) -> None:
-        self.path, self.shape, self.fingerprint = check_path(path), shape, fingerprint
+        self.path, self.shape, self.fingerprint = _check_path(path), shape, fingerprint
         self.journal = journal_of(path)
         self.pieces: list[dict[str, Any]] = []  # of each finished chunk: its last row + 1 ("end") and its diagnostics
         resumed = self._resume()
-        if not resumed:
-            _refuse_foreign(self.path)
+        if not resumed and os.path.lexists(self.path) and not self.journal.path.exists():
+            raise InvalidInputError(
+                f"`out` must be a new file, or one with scores of dif; {self.path!r} exists and was not written by dif."
+            )
         if not resumed or self.done < shape[0]:
             self._describe(about, finished=False)  # before the file, so that the file is never without a journal
         if not resumed:
@@ -76,8 +78,8 @@ class FileScores:
             values = open_values(self.path)
         except Exception:  # there is none, or it is damaged beyond reading
             return False
-        same = (head["fingerprint"], head["shape"]) == (self.fingerprint, list(self.shape))
-        if not same or tuple(values.shape) != self.shape:
+        shape = list(self.shape)
+        if [head["fingerprint"], head["shape"], list(values.shape)] != [self.fingerprint, shape, shape]:
             return False
         self.pieces = _find_intact(values, [entry for entry in entries if "end" in entry])
         return True
@@ -125,21 +127,13 @@ def open_values(path: FilePath, write: bool = False) -> Tensor:
     return torch.from_numpy(values)
 
 
-def check_path(path: FilePath) -> str:
+def _check_path(path: FilePath) -> str:
     """Return the path as a string; it must end in .npy, and its folder must exist."""
     name = os.fspath(path) if isinstance(path, str | os.PathLike) else None
     if name is None or not is_filled_in_chunks(name):
         raise InvalidInputError(f"`out` must be a name ending in .npy, such as scores.npy, not {name or path!r}.")
     check_folder(Path(name))
     return name
-
-
-def _refuse_foreign(path: str) -> None:
-    """Refuse to overwrite a file that dif did not write."""
-    if os.path.lexists(path) and not journal_of(path).path.exists():
-        raise InvalidInputError(
-            f"`out` must be a new file, or one with scores of dif; {path!r} exists and was not written by dif."
-        )
 
 
 def _find_intact(values: Tensor, pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from html import escape
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from dif.errors import InvalidInputError
 from dif.runtime.inputs import as_index
@@ -36,12 +36,7 @@ class Limits:
 _INTERVAL = 0.2  # seconds between two updates in a notebook: each is a message to the browser
 
 
-class Reporter(Protocol):
-    """Report how far a computation is."""
-
-    def __call__(self, done: float, text: str = "") -> None:
-        """Report that `done` of the total is finished; `text` is shown after the title."""
-        ...
+Reporter = Callable[..., None]  # report(done, text=""): so much of the total is finished; the text follows the title
 
 
 @contextmanager

@@ -63,10 +63,10 @@ class BatchedNewton:
     def __init__(self, at: Solution) -> None:
         self.at = at
         solver = None if at.curvature.assembled else partial(ConjugateGradients, tolerance=_LOOSE)
-        binding = at.active.mask(at.active.binding)
-        self.system = KKTSystem.prepare_convex(at.curvature, at.G, at.program.kinds, binding, solver=solver)
+        rows = at.program.kinds, at.active.is_binding
+        self.system = KKTSystem.prepare_convex(at.curvature, at.G, *rows, solver=solver)
         self.solver = self.system.solver
-        self.rows = self.system.firm | at.active.mask(at.active.active)  # rows that take part in the steps, (m,) bool
+        self.rows = self.system.firm | at.active.is_active  # rows that take part in the steps, (m,) bool
 
     def solve(
         self, stack: BatchedProgram, tol: float, max_iter: int, scaled: Callable[[float], BatchedProgram]
@@ -99,7 +99,7 @@ class BatchedNewton:
 
     def step(self, stack: BatchedProgram, theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
         """Make one chord step from a point (θ, λ) of each program; return ω, (P, d), and the multipliers, (P, m)."""
-        f, g = stack.pullback(theta, self.at.program.weights(lam))
+        f, g = stack.gradients(theta, self.at.program.weights(lam))
         solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, by factorisation
         return self._chord_step(f[:, 1:] - stack.tau, g, lam, solve)
 
@@ -158,7 +158,7 @@ class BatchedNewton:
         theta, lam = ends.theta.clone(), ends.lam.clone()
         for _ in range(max_iter):
             programs = stack.take(live)
-            f, g = programs.pullback(theta[live], self.at.program.weights(lam[live]))
+            f, g = programs.gradients(theta[live], self.at.program.weights(lam[live]))
             c = f[:, 1:] - programs.tau
             residual = self._judge(c, g, lam[live])
             better = residual < ends.residual[live]

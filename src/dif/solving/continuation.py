@@ -138,7 +138,7 @@ class PathFollower:
     def run(self, stops: Sequence[float] = (1.0,)) -> Path:
         """Follow the solution from ε = 0 to the last stop, with a point at each stop (ascending)."""
         known = self.at.active
-        active, weak = known.mask(known.binding), known.mask(known.weak)
+        active, weak = known.is_binding, known.is_active & ~known.is_binding
         here = PathPoint(0.0, self.at.program, self.at.theta, self.at.lam, self.at.c)
         self.points.append(here)
         up_to_date = True  # whether the curvature was prepared at this point

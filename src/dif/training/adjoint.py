@@ -96,8 +96,9 @@ def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) ->
             batch = change.batch(t)
             add(t, batch, pulled, change.moves(t, batch))
     yield sweep
-    written = time.monotonic()
-    for t, before, after in run.states.backwards(change.since, sweep.t):
+    written, after = time.monotonic(), run.states[sweep.t]
+    for t in reversed(range(change.since, sweep.t)):
+        before = run.states[t]
         batch = change.batch(t)
         moves = change.moves(t, batch)
         sweep.adjoint, pulled = step.pull_back(t, before, after, batch, sweep.adjoint, moves)
@@ -107,6 +108,7 @@ def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) ->
         sweep.growth = max(sweep.growth, size / first if first else 0.0)
         lam, then = (step.read_point(state)[1] for state in (before, after))
         sweep.zeros += int(((then == 0) & (lam > 0)).sum())
+        after = before
         if file is not None:
             sweep.kept[t] = pulled
             if t == change.since or time.monotonic() - written > _SECONDS:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -16,9 +16,11 @@ from torch.func import grad, jvp, vjp, vmap
 
 from dif.derivatives.losses import cost
 from dif.derivatives.program import Program
+from dif.derivatives.rows import output_slices
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.problem import Problem
+from dif.runtime.guard import is_unsupported
 from dif.runtime.inputs import check_number
 from dif.training.step import VECTORS, Batch, Moves, Observation, Pulled, State, Weights
 
@@ -104,6 +106,7 @@ class Adam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     eps_root: float = 0.0
+    _decoupled: ClassVar[bool] = False  # whether weight decay shrinks θ itself, and is no part of the gradient
 
     def __post_init__(self) -> None:
         if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
@@ -118,9 +121,10 @@ class Adam:
 
     def update(self, theta: Tensor, memory: Memory, g: Tensor, factor: float, step: int) -> tuple[Tensor, Memory]:
         """Return θ and the averages after a step."""
-        return self._move(theta, memory, g + self.weight_decay * theta if self.weight_decay else g, factor, step)
-
-    def _move(self, theta: Tensor, memory: Memory, g: Tensor, factor: float, step: int) -> tuple[Tensor, Memory]:
+        if self.weight_decay and self._decoupled:
+            theta = (1 - factor * self.lr * self.weight_decay) * theta
+        elif self.weight_decay:
+            g = g + self.weight_decay * theta
         (first, second), (beta1, beta2) = memory, self.betas
         first = first + (1 - beta1) * (g - first)
         second = beta2 * second + (1 - beta2) * g * g
@@ -130,10 +134,8 @@ class Adam:
 
     def recover_gradient(self, theta: Tensor, memory: Memory, after: Memory) -> Tensor:
         """Return the gradient that took the first average from its value before to its value after."""
-        return self._recover(memory, after) - self.weight_decay * theta
-
-    def _recover(self, memory: Memory, after: Memory) -> Tensor:
-        return memory[0] + (after[0] - memory[0]) / (1 - self.betas[0])
+        g = memory[0] + (after[0] - memory[0]) / (1 - self.betas[0])
+        return g if self._decoupled else g - self.weight_decay * theta
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,7 @@ class AdamW(Adam):
     """
 
     weight_decay: float = 0.01
-
-    def update(self, theta: Tensor, memory: Memory, g: Tensor, factor: float, step: int) -> tuple[Tensor, Memory]:
-        """Return θ and the averages after a step."""
-        return self._move((1 - factor * self.lr * self.weight_decay) * theta, memory, g, factor, step)
-
-    def recover_gradient(self, theta: Tensor, memory: Memory, after: Memory) -> Tensor:
-        """Return the gradient that took the first average from its value before to its value after."""
-        return self._recover(memory, after)
+    _decoupled = True
 
 
 @dataclass(frozen=True)
@@ -214,14 +209,18 @@ class TrainingStep:
         return after, Observation(objective, violations, state["lam"])
 
     def _advance(self, t: int, state: State, batch: Batch, weights: Weights | None) -> tuple[State, Tensor, Tensor]:
+        """Return the state after step t, and the objective and f − τ before it."""
+        lam, (mix, present) = state["lam"], self._mix(batch, weights)
+        tau = self.program.tau if weights is None else self.program.tau + weights.dtau
 
         def lagrangian(theta: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-            f, violations = self._rows(theta, self._losses(theta, batch), batch, weights)
-            return f[0] + state["lam"] @ violations, (f[0], violations)
+            f = _add_up(mix, self._evaluate(theta, batch))
+            violations = torch.where(present, f[1:] - tau, 0.0)
+            return f[0] + lam @ violations, (f[0], violations)
 
         g, (objective, violations) = grad(lagrangian, has_aux=True)(state["theta"])
         theta, memory = self.optimizer.update(state["theta"], state["memory"], g, self.factors[t], t)
-        lam = self.program.kinds.project(state["lam"] + self.dual.lr * violations)
+        lam = self.program.kinds.project(lam + self.dual.lr * violations)
         return {"theta": theta, "lam": lam, "memory": memory}, objective, violations
 
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
@@ -247,29 +246,25 @@ class TrainingStep:
         zeros = map_tensors(state, lambda tensor: tensor.new_zeros((len(Q), *tensor.shape)))
         return {**zeros, "theta": Q}
 
-    def _losses(self, theta: Tensor, batch: Batch) -> list[Tensor]:
-        """Return the losses of each part of the batch at θ, (B,)."""
+    def _evaluate(self, theta: Tensor, batch: Batch) -> list[Tensor]:
+        """Return the losses of each part of the batch at θ, (B,), and the values of each function, (rows,)."""
         parameters = self.program.parameters
         params = parameters.bind(parameters.tensors(theta))
-        return [part.samples.losses(params, part.data, len(part.index)) for part in batch]
+        losses = [part.samples.losses(params, part.data, len(part.index)) for part in batch]
+        # in forward mode a scalar's tangent may be float64
+        return losses + [function(theta).double().to(theta.dtype) for function in self.program.rows.functions]
 
-    def _rows(
-        self, theta: Tensor, losses: Sequence[Tensor], batch: Batch, weights: Weights | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the rows f, (1 + m,), and f − τ of the constraints, (m,), 0 for those that are not present."""
+    def _mix(self, batch: Batch, weights: Weights | None = None) -> tuple[list[Tensor], Tensor]:
+        """Return how the rows f add up from what `_evaluate` returns, (1 + m, …) each; and which are present, (m,)."""
         rows, (members, empty, present) = self.program.rows, self._count_members(batch, weights)
-        if weights is None:
-            parts = [0.0 if part.extra else part.U @ ell for part, ell in zip(batch, losses, strict=True)]
-        else:
-            parts = [((part.U * a) * ell).sum(-1) for part, a, ell in zip(batch, weights.a, losses, strict=True)]
-        means = torch.where(empty, 0.0, self._add_up(batch, parts) / members)
-        f, start = (rows.C[:, : len(rows.means)] * means).sum(1), len(rows.means)
-        for function in rows.functions:
-            value = function(theta).double().to(theta.dtype)  # in forward mode a scalar's tangent may be float64
-            f = f + rows.C[:, start : start + function.size] @ value
-            start += function.size
-        tau = self.program.tau if weights is None else self.program.tau + weights.dtau
-        return f, torch.where(present, f[1:] - tau, 0.0)
+        share, mix = torch.where(empty, 0.0, rows.C[:, : len(rows.means)] / members), []
+        for number, part in enumerate(batch):
+            mine = share[:, rows.columns(part.table)]
+            if weights is not None:
+                mix.append(torch.einsum("jk,jkb,kb->jb", mine, weights.a[number], part.U))
+            else:
+                mix.append(mine @ part.U * (not part.extra))
+        return [*mix, *(rows.C[:, at] for _, at in output_slices(rows.functions, rows.C.shape[1]))], present
 
     def _count_members(self, batch: Batch, weights: Weights | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return what sums are divided by, which means have no members, and which constraints are present.
@@ -282,12 +277,12 @@ class TrainingStep:
             parts = [0.0 if part.extra else part.U.sum(1) for part in batch]
         else:
             parts = [(part.U * b).sum(-1) for part, b in zip(batch, weights.b, strict=True)]
-        members = self._add_up(batch, parts)
+        members = self._sum_tables(batch, parts)
         empty = rows.means & (members == 0)
         present = ~(empty & (rows.C[:, : len(rows.means)] != 0)).any(1)[1:]
         return torch.where(rows.means & ~empty, members, 1.0), empty, present
 
-    def _add_up(self, batch: Batch, sums: Sequence[Any]) -> Tensor:
+    def _sum_tables(self, batch: Batch, sums: Sequence[Any]) -> Tensor:
         """Add up the sums of all parts of each table, (…, k), and join the tables, (…, K)."""
         pairs = [(part.table, values) for part, values in zip(batch, sums, strict=True)]
         tables = range(len(self.program.rows.tables))
@@ -298,63 +293,80 @@ class TrainingStep:
     def push_forward(self, t: int, state: State, batch: Batch, tangent: State, moves: Moves) -> State:
         """Return how the state after step t changes with the state before it and under a perturbation."""
         theta, lam, memory = state["theta"], state["lam"], state["memory"]
-
-        def lagrangian(theta: Tensor, lam: Tensor) -> tuple[Tensor, Tensor]:
-            f, violations = self._rows(theta, self._losses(theta, batch), batch)
-            return f[0] + lam @ violations, violations
+        like = lambda x: x.to(theta)  # noqa: E731  (in forward mode the tangent of a scalar may be float64)
+        advance = lambda s: self._advance(t, s, batch, None)  # noqa: E731
+        (after, _, violations), (pushed, *_) = jvp(advance, (state,), (tangent,))[:2]
+        if not len(moves.owners):
+            return map_tensors(pushed, like)
 
         def change(theta: Tensor) -> tuple[Tensor, Tensor]:
-            losses = self._losses(theta, batch)
-            rows = self._rows(theta, losses, batch)[0] - self._bounds
-            moved = self._change_rows(batch, moves, [values[None] for values in losses], rows[None])[0, 0]
+            """Return by how much the perturbation changes the Lagrangian and f."""
+            values, mix = self._evaluate(theta, batch), self._mix(batch)[0]
+            rows = (_add_up(mix, values) - self._bounds)[None]
+            moved = self._change_rows(batch, moves, [x[None] for x in values[: len(batch)]], rows)[0, 0]
             return self.program.weights(lam) @ moved, moved[1:]
 
-        like = lambda x: x.to(theta)  # noqa: E731  (in forward mode the tangent of a scalar may be float64)
-        (g, violations), (dg, df) = map_tensors(
-            jvp(grad(lagrangian, has_aux=True), (theta, lam), (tangent["theta"], tangent["lam"])), like
-        )
-        ahead = lam + self.dual.lr * violations
-        passed = self.program.kinds.has_force(ahead) | ~self._count_members(batch)[2]
-        dlam = torch.where(passed, tangent["lam"] + self.dual.lr * df, 0.0)
-        if len(moves.owners):
-            more, df = grad(change, has_aux=True)(theta)
-            dg, dlam = dg + more, dlam + self._ascend(ahead, df, moves.exact)[0]
-        update = lambda x, m, g: self.optimizer.update(x, m, g, self.factors[t], t)  # noqa: E731
-        moved = jvp(update, (theta, memory, g), (tangent["theta"], tangent["memory"], dg))[1]
-        return map_tensors({"theta": moved[0], "lam": dlam, "memory": moved[1]}, like)
+        dg, df = grad(change, has_aux=True)(theta)
+        g = self.optimizer.recover_gradient(theta, memory, after["memory"])
+        update = lambda g: self.optimizer.update(theta, memory, g, self.factors[t], t)  # noqa: E731
+        dtheta, dmemory = jvp(update, (g,), (dg,))[1]
+        dlam = self._ascend(lam + self.dual.lr * violations, df, moves.exact)[0]
+        more = iter(leaves({"theta": dtheta, "lam": dlam, "memory": dmemory}))
+        return map_tensors(pushed, lambda x: like(x + next(more)))
 
     def pull_back(
         self, t: int, state: State, after: State, batch: Batch, adjoint: State, moves: Moves
     ) -> tuple[State, Pulled]:
         """Return the adjoints of the state before step t, for T of the state after it, and what `effects` needs.
 
-        The derivative of ∇θL along (u, ν) in (θ, λ) is ∇²L·u + Gᵀν. It comes from one pass of forward over reverse
-        mode for all targets, together with the slopes ∇ℓᵢ·u of the samples, which say how much the targets move along
-        with a change of ∇θL. Everything else acts on each coordinate, sample or row by itself.
+        The derivative of ∇θL along (u, ν) in (θ, λ) is ∇²L·u + Gᵀν. It comes from one pass for all targets, together
+        with the slopes ∇ℓᵢ·u of the samples, which say how much the targets move along with a change of ∇θL.
+        Everything else acts on each coordinate, sample or row by itself.
         """
         theta, lam, memory = state["theta"], state["lam"], state["memory"]
         g = self.optimizer.recover_gradient(theta, memory, after["memory"])
         factor = self.factors[t]
         pull = vjp(lambda x, m, g: self.optimizer.update(x, m, g, factor, t), theta, memory, g)[1]
         d_theta, d_memory, u = vmap(pull)((adjoint["theta"], adjoint["memory"]))  # (T, d)
-        present = self._count_members(batch)[2]
+        mix, present = self._mix(batch)
         passed = self.program.kinds.has_force(after["lam"]) | ~present  # rows whose λ was not projected
         d_lam = torch.where(passed, adjoint["lam"], 0.0)  # (T, m)
-
-        def lagrangian(theta: Tensor, lam: Tensor) -> tuple[Tensor, Any]:
-            losses = self._losses(theta, batch)
-            f, violations = self._rows(theta, losses, batch)
-            return f[0] + lam @ violations, (f, *losses)
-
-        def along(u: Tensor, nu: Tensor) -> tuple[Any, Any]:
-            at, moved = jvp(grad(lagrangian, has_aux=True), (theta, lam), (u, nu))[:2]
-            return moved, at[1]
-
-        nu = self.dual.lr * present * d_lam
-        (change, (df, *slopes)), (f, *losses) = vmap(along, out_dims=(0, None))(u, nu)  # type: ignore[arg-type]
+        weights, nu = (self.program.weights(x * present) for x in (lam, self.dual.lr * d_lam))
+        nu[:, 0] = 0.0  # the objective
+        c, dc = ([w @ A for A in mix] for w in (weights, nu))  # how ∇L adds up from the gradients of all values
+        change, slopes, values = self._differentiate(theta, batch, c, dc, u)
+        f, df = (_add_up(mix, x) for x in (values, slopes))  # (1 + m,) and (T, 1 + m)
         before = {"theta": d_theta + change, "lam": d_lam + torch.where(present, df[:, 1:], 0.0), "memory": d_memory}
-        pairs = [(f - self._bounds, df), *zip(losses, slopes, strict=True)]
+        pairs = [(f - self._bounds, df), *zip(values[: len(batch)], slopes, strict=False)]
         return before, (lam, adjoint["lam"], *(torch.cat([x[None], dx]) for x, dx in pairs))
+
+    def _differentiate(
+        self, theta: Tensor, batch: Batch, c: list[Tensor], dc: list[Tensor], u: Tensor
+    ) -> tuple[Tensor, Sequence[Tensor], Sequence[Tensor]]:
+        """Return the change of Jᵀc along (u, dc) in (θ, c), (T, d), Ju, and the values of `_evaluate`, which J is of.
+
+        For one target two backward passes are faster than forward over reverse mode; on an accelerator they are not,
+        since second backward passes of convolutions are slow there.
+        """
+
+        def pull(theta: Tensor, c: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
+            values, pull = vjp(lambda x: tuple(self._evaluate(x, batch)), theta)[:2]
+            return pull(c)[0], values
+
+        def push(u: Tensor, *dc: Tensor) -> Any:
+            (_, values), moved = jvp(pull, (theta, tuple(c)), (u, dc))[:2]
+            return moved, values
+
+        if len(u) == 1 and not theta.is_cuda:
+            try:
+                (_, values), again = vjp(pull, theta, tuple(c))[:2]
+                change, slopes = again((u[0], tuple(x[0] for x in dc)))
+                return change[None], [x[None] for x in slopes], values
+            except Exception as error:
+                if not is_unsupported(error):
+                    raise
+        (change, slopes), values = vmap(push, out_dims=(0, None))(u, *dc)  # type: ignore[arg-type]
+        return change, slopes, values
 
     def effects(self, t: int, batch: Batch, pulled: Pulled, moves: Moves) -> Tensor:
         """Return by how much perturbations change the targets through each row of step t, (Q, T, 1 + m)."""
@@ -391,18 +403,20 @@ class TrainingStep:
         means, C, device = self.program.rows.means, self.program.rows.C[:, : len(self.program.rows.means)], rows.device
         divisor, empty, present = self._count_members(batch)
         before = [0.0 if part.extra else x @ part.U.T for part, x in zip(batch, values, strict=True)]
-        mean = torch.where(empty, 0.0, self._add_up(batch, before) / divisor)  # (N, K)
+        mean = torch.where(empty, 0.0, self._sum_tables(batch, before) / divisor)  # (N, K)
         owners, places = ([getattr(m, name).to(device) for m in moves.parts] for name in ("owner", "place"))
         touched = [part.U.T[place][:, None] for part, place in zip(batch, places, strict=True)]  # (E, 1, k)
 
         def add_up(entries: list[Tensor]) -> Tensor:
             """Add up the entries of each perturbation, (Q, 1 + m, K)."""
             zeros = (x.new_zeros((len(moves.owners), *x.shape[1:])) for x in entries)
-            return self._add_up(batch, [zero.index_add(0, *x) for zero, *x in zip(zeros, owners, entries, strict=True)])
+            return self._sum_tables(
+                batch, [zero.index_add(0, *x) for zero, *x in zip(zeros, owners, entries, strict=True)]
+            )
 
         exact = moves.exact.to(device)[:, None, None]
         more = add_up([m.db * u for m, u in zip(moves.parts, touched, strict=True)])
-        left = self._add_up(batch, [0 * p.U[:, 0] if p.extra else (p.U != 0).sum(1).to(rows) for p in batch])
+        left = self._sum_tables(batch, [0 * p.U[:, 0] if p.extra else (p.U != 0).sum(1).to(rows) for p in batch])
         left = left + exact * add_up([m.db * (u != 0) for m, u in zip(moves.parts, touched, strict=True)])
         gone = means & (left.abs() < _MEMBER)
         share = C / torch.where(means & ~gone, torch.where(empty, 0.0, divisor) + exact * more, 1.0)
@@ -419,3 +433,8 @@ class TrainingStep:
         return torch.where(still[:, None], rows + change - bounds, 0.0) - torch.where(
             torch.cat([present.new_ones(1), present]), rows, 0.0
         )
+
+
+def _add_up(mix: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
+    """Return the rows f, (…, 1 + m), from what `_mix` and `_evaluate` return."""
+    return torch.stack([x @ A.mT for A, x in zip(mix, values, strict=True)]).sum(0)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,9 +24,7 @@ from dif.training.run import Keep, Loop, Run, carry_out
 from dif.training.step import VECTORS, Batch, Moves, Pulled, State, Weights, default_weights
 
 _LAYERS = 64  # of the size of the batch that a step is assumed to need, since it cannot be measured
-_EXACT_BATCH = (
-    64  # samples in a batch up to which the step is repeated without each of them; beyond, its derivative counts
-)
+_EXACT_BATCH = 64  # samples in a batch up to which the step is repeated without each; beyond, its derivative counts
 _TOLERANCE = {torch.float64: 1e-4, torch.float32: 0.1}  # relative error of a derivative against differences
 
 
@@ -42,11 +39,12 @@ class UserStep:
     program: Program
     problem: None = None
     settings: None = None  # the losses of the program know the function
+    _mappable: list[bool] = field(default_factory=list)  # empty until it is known
 
     def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> State:
         """Return the state after step t."""
         with torch.enable_grad():  # the step may call torch.autograd.grad
-            after = self._call(_track(state), batch, _per_table(self._weights(batch, weights), batch))
+            after = self._call(_track(state), batch, weights or default_weights(self.program, batch))
         return map_tensors(after, torch.Tensor.detach)
 
     def observe(self, t: int, state: State, batch: Batch) -> tuple[State, None]:
@@ -55,11 +53,13 @@ class UserStep:
 
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
         """Return the states after step t: by one call that is mapped over them, or one by one."""
-        if not self.is_mappable(batch, map_tensors(states, lambda x: x[0])):
-            each = [map_tensors(states, lambda x, p=p: x[p]) for p in range(len(weights.dtau))]
-            moved = [self.advance(t, state, batch, _row(weights, p)) for p, state in enumerate(each)]
-            return _combine(moved, torch.stack)
-        return self._map(states, batch, weights)
+        if self._is_mappable(batch, map_tensors(states, lambda x: x[0])):
+            return self._map(states, batch, weights.a)
+        each = [
+            self.advance(t, map_tensors(states, lambda x, p=p: x[p]), batch, replace(weights, a=a))
+            for p, a in enumerate(zip(*weights.a, strict=True))
+        ]
+        return _combine(each, torch.stack)
 
     def memory(self, state: State, batch: Batch) -> int:
         """Return how many numbers a step needs for one more state."""
@@ -107,7 +107,7 @@ class UserStep:
         total = exact.new_zeros((len(moves.owners), exact.shape[1]))
         for slope, moved in zip(slopes, moves.parts, strict=True):
             where = moved.place.to(total.device)
-            total.index_add_(0, moved.owner.to(total.device), slope[:, where].T * moved.da[:, 0])
+            total.index_add_(0, moved.owner.to(total.device), slope[:, 0, 0, where].T * moved.da[:, 0])
         total[self._find_exact(batch, moves)] = exact
         return total[:, :, None]
 
@@ -128,7 +128,7 @@ class UserStep:
         before, weights, then = self._trace(state, batch)
         inputs, outputs = _variables(before) + weights, _variables(then)
         along = [v for v, x in zip(leaves(tangent), leaves(before), strict=True) if x.requires_grad]
-        along += [a[0, 0] for a in da]
+        along += da
         u = [torch.zeros_like(x).requires_grad_() for x in outputs]
         columns = _pull(outputs, inputs, u, create_graph=True)
         moved = iter(_pull(columns, u, along))
@@ -150,26 +150,25 @@ class UserStep:
             a = tuple(torch.cat([x[None], y[some.to(y.device)]]) for x, y in zip(start.a, weights.a, strict=True))
             P = len(some) + 1  # and the step as it is
             states = map_tensors(state, lambda x, P=P: x.expand(P, *x.shape))
-            after = self.advance_many(t, states, batch, Weights(a, a, like.new_zeros((P, 0))))
+            after = self.advance_many(t, states, batch, replace(start, a=a))
             yield map_tensors(after, lambda x: x[1:] - x[:1])
 
     def _trace(self, state: State, batch: Batch) -> tuple[State, list[Tensor], State]:
         """Return the state before a step and its weights, both tracked by autograd, and the state after it."""
-        before, weights = _track(state), [w.detach().requires_grad_() for w in self._weights(batch, None)]
+        before, start = _track(state), default_weights(self.program, batch)
+        a = tuple(x.requires_grad_() for x in start.a)
         with torch.enable_grad():
-            return before, weights, self._call(before, batch, _per_table(weights, batch))
+            return before, list(a), self._call(before, batch, replace(start, a=a))
 
-    def _weights(self, batch: Batch, weights: Weights | None) -> list[Tensor]:
-        """Return the weights of each part of the batch, (B,)."""
-        return [a[0, 0] for a in (default_weights(self.program, batch) if weights is None else weights).a]
-
-    def _call(self, state: State, batch: Batch, weights: list[Tensor]) -> State:
+    def _call(self, state: State, batch: Batch, weights: Weights) -> State:
         """Call the user's function and check that the state keeps its layout."""
-        parts = [[part.data for part in batch if part.table == k] for k in range(len(self.program.rows.tables))]
-        data = tuple(same[0] if len(same) == 1 else _combine(same, torch.cat) for same in parts)
+        pairs = list(zip(batch, weights.a, strict=True))
+        tables = range(len(self.program.rows.tables))
+        parts = [[(part.data, a[0, 0]) for part, a in pairs if part.table == k] for k in tables]
+        each = [one[0] if len(one) == 1 else _combine(one, torch.cat) for one in parts]  # of each table
         copied = map_tensors(state, lambda x: x)  # new containers: the step may write into them
         with convert_errors("step"):
-            after = self.function(copied, *((data[0], weights[0]) if len(data) == 1 else (data, tuple(weights))))
+            after = self.function(copied, *(each[0] if len(each) == 1 else zip(*each, strict=True)))
         old, new = describe_state(state), describe_state(after)
         if old != new:
             changed = next(name for name in (*old, *new) if old.get(name) != new.get(name))
@@ -179,44 +178,31 @@ class UserStep:
             )
         return _reorder(after, state)
 
-    def _map(self, states: State, batch: Batch, weights: Weights) -> State:
+    def _map(self, states: State, batch: Batch, a: tuple[Tensor, ...]) -> State:
         """Return the states after a step by one call that is mapped over them."""
+        start = default_weights(self.program, batch)
+        mapped = torch.vmap(lambda state, a: self._call(state, batch, replace(start, a=a)))
+        return map_tensors(mapped(states, a), torch.Tensor.detach)
 
-        def advance(state: State, a: tuple[Tensor, ...]) -> State:
-            return self._call(state, batch, _per_table([x[0, 0] for x in a], batch))
-
-        return map_tensors(torch.vmap(advance)(states, weights.a), torch.Tensor.detach)
-
-    def is_mappable(self, batch: Batch, state: State) -> bool:
-        """Return whether torch can map the step over states and weights; found out once."""
-        if "mappable" not in self._known:
-            a = tuple(x.expand(2, *x.shape) for x in default_weights(self.program, batch).a)
-            twice = map_tensors(state, lambda x: x.expand(2, *x.shape))
+    def _is_mappable(self, batch: Batch, state: State) -> bool:
+        """Return whether torch can map the step over states and weights; found out once, on two states."""
+        if not self._mappable:
+            state, a = map_tensors((state, default_weights(self.program, batch).a), lambda x: x.expand(2, *x.shape))
             try:
-                found = self._map(twice, batch, Weights(a, a, self.program.tau.new_zeros((2, 0))))
-                one = self.advance(0, state, batch)
-                self._known["mappable"] = all(
-                    bool(torch.isclose(x[1].double(), y.double(), rtol=1e-3, atol=1e-4, equal_nan=True).all())
-                    for x, y in zip(leaves(found), leaves(one), strict=True)
-                )
+                found, one = self._map(state, batch, a), self.advance(0, map_tensors(state, lambda x: x[0]), batch)
+                pairs = [(x[1].double(), y.double()) for x, y in zip(leaves(found), leaves(one), strict=True)]
+                self._mappable.append(all(torch.allclose(*pair, 1e-3, 1e-4, equal_nan=True) for pair in pairs))
             except Exception as error:
                 if not is_unsupported(error):
                     raise
-                self._known["mappable"] = False
-        return self._known["mappable"]
-
-    @cached_property
-    def _known(self) -> dict[str, bool]:
-        """What was found out about the step."""
-        return {}
+                self._mappable.append(False)
+        return self._mappable[0]
 
 
 def select_params(state: State) -> dict[str, Tensor]:
     """Return the params in a state: its entry "params" if that is a dict, else its own floating-point tensors."""
     inner = state.get("params")
-    if isinstance(inner, dict):
-        return inner
-    return state
+    return inner if isinstance(inner, dict) else state
 
 
 def flatten_params(state: State, parameters: Parameters) -> Tensor:
@@ -228,7 +214,16 @@ def flatten_params(state: State, parameters: Parameters) -> Tensor:
 
 def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
     """Refuse a step that is random, ignores its weights, or whose derivative is not that of its values."""
-    once, weights = _call_twice(step, t, state, batch), default_weights(step.program, batch)
+    weights, (once, again) = default_weights(step.program, batch), (step.advance(t, state, batch) for _ in range(2))
+    pairs = zip(leaves(once), leaves(again), strict=True)
+    gap = max(float((x.double().nan_to_num() - y.double().nan_to_num()).abs().amax()) for x, y in pairs if x.numel())
+    if gap > 0:
+        raise InvalidInputError(
+            f"Two calls of the step with the same state and batch differ by up to {gap:.3g}.",
+            "They must return the same state.",
+            "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
+            "Switch the randomness off, or draw it beforehand and look it up by the number of the sample.",
+        )
     generator = torch.Generator().manual_seed(t)
     draw = lambda x: torch.rand(x.shape, generator=generator, dtype=torch.float64).to(x) - 0.5  # noqa: E731
     still = map_tensors(state, torch.zeros_like)
@@ -254,21 +249,6 @@ def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
                 "Something inside the step is cut off from autograd, so that influence through it would be wrong.",
                 "Use torch.func.grad, or torch.autograd.grad with create_graph=True; no .detach(), .item(), no_grad.",
             )
-
-
-def _call_twice(step: UserStep, t: int, state: State, batch: Batch) -> State:
-    """Return the state after a step; refuse a step that is random, or that counts its calls."""
-    once, again = (step.advance(t, state, batch) for _ in range(2))
-    pairs = zip(leaves(once), leaves(again), strict=True)
-    gap = max(float((x.double().nan_to_num() - y.double().nan_to_num()).abs().amax()) for x, y in pairs if x.numel())
-    if gap > 0:
-        raise InvalidInputError(
-            f"Two calls of the step with the same state and batch differ by up to {gap:.3g}.",
-            "They must return the same state.",
-            "It is random (dropout, augmentation, sampling), so rerunning it without a sample would show the noise.",
-            "Switch the randomness off, or draw it beforehand and look it up by the number of the sample.",
-        )
-    return once
 
 
 def _compare_with_differences(
@@ -297,7 +277,7 @@ def _join_leaves(state: State) -> Tensor:
 
 
 def _shift(weights: Weights, da: tuple[Tensor, ...], h: float) -> Weights:
-    return Weights(tuple(a + h * d for a, d in zip(weights.a, da, strict=True)), weights.b, weights.dtau)
+    return replace(weights, a=tuple(a + h * d for a, d in zip(weights.a, da, strict=True)))
 
 
 def describe_state(state: Any, name: str = "") -> dict[str, str]:
@@ -341,12 +321,6 @@ def _pull(
     )
 
 
-def _per_table(weights: Sequence[Tensor], batch: Batch) -> list[Tensor]:
-    """Join the weights of the parts of each table."""
-    tables = 1 + max(part.table for part in batch)
-    return [torch.cat([w for w, part in zip(weights, batch, strict=True) if part.table == k]) for k in range(tables)]
-
-
 def _reorder(state: Any, like: Any) -> Any:
     """Return a state with the entries of its dicts in the order of another one."""
     if isinstance(like, Mapping):
@@ -355,10 +329,6 @@ def _reorder(state: Any, like: Any) -> Any:
         parts = [_reorder(*pair) for pair in zip(state, like, strict=True)]
         return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
     return state
-
-
-def _row(weights: Weights, p: int) -> Weights:
-    return Weights(tuple(a[p] for a in weights.a), tuple(b[p] for b in weights.b), weights.dtau[p])
 
 
 def unroll(
@@ -370,7 +340,8 @@ def unroll(
     Args:
         step: `step(state, batch, weights)` returns the next state. It is written with torch operations, multiplies the
             loss of each sample by its weight, (B,), which is 1 for all of them in the run itself. Alternating updates,
-            extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this.
+            extragradient, an augmented Lagrangian, or an optimiser of your own can be written like this. For influence,
+            the step is repeated without a sample in batches of up to 64; in larger ones its derivative is used.
         start: The state before the first step: a dict of tensors, also nested, with the parameters, multipliers, and
             whatever the optimiser remembers. Targets depend on `state["params"]` if that is a dict of tensors, and
             otherwise on all tensors of the state. Of an `nn.Module` as "params" the step gets the named tensors, for
@@ -382,15 +353,19 @@ def unroll(
         keep: As in `Training.run`.
         show_progress: Show progress on a terminal.
 
-    >>> y = torch.tensor([1.0, 2.0, 6.0])
-    >>> def step(state, batch, weights):
-    ...     slope = (weights * (state["mean"] - y[batch])).sum() / weights.sum()
-    ...     return {"mean": state["mean"] - 0.5 * slope}
-    >>> run = unroll(step, {"mean": torch.zeros(())}, [[0, 1, 2]] * 20, show_progress=False)
-    >>> run.state["mean"]
-    tensor(3.0000)
+    Examples:
+        >>> y = torch.tensor([1.0, 2.0, 6.0])
+        >>> def step(state, batch, weights):
+        ...     slope = (weights * (state["mean"] - y[batch])).sum() / weights.sum()
+        ...     return {"mean": state["mean"] - 0.5 * slope}
+        >>> run = unroll(step, {"mean": torch.zeros(())}, [[0, 1, 2]] * 20, show_progress=False)
+        >>> run.state["mean"]
+        tensor(3.0000)
     """
-    _check_step_function(step)
+    try:
+        inspect.signature(step).bind(None, None, None)
+    except (TypeError, ValueError) as error:
+        raise InvalidInputError(f"`step` must be a function step(state, batch, weights) ({error}).") from error
     parameters, state = _check_start(start)
     several = isinstance(samples, Iterable)
     per_step = check_list(batches, "batches", "numbers of samples, one entry per step")
@@ -432,14 +407,6 @@ class _Unstated:
         """Return zeros."""
         first = next(iter(params.values()))
         return (0 * first.sum()).expand(len(leaves(batch)[0]))
-
-
-def _check_step_function(step: Any) -> None:
-    """Refuse what cannot be called with a state, a batch and weights."""
-    try:
-        inspect.signature(step).bind(None, None, None)
-    except (TypeError, ValueError) as error:
-        raise InvalidInputError(f"`step` must be a function step(state, batch, weights) ({error}).") from error
 
 
 def _check_start(start: Any) -> tuple[Parameters, dict[str, Any]]:

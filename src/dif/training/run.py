@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from dif.problem.samples import Samples
 from dif.runtime.archive import Journal, lock_folder, read_archive, write_archive
 from dif.runtime.inputs import expect_folder
 from dif.runtime.work import progress
-from dif.training.step import Batch, Observation, Part, State, Step
+from dif.training.step import Batch, Part, State, Step
 
 _KIND = "state of a run"  # of file
 _IN_MEMORY = 2**29  # numbers of all states together that are kept in memory; beyond, only every √T-th state is
@@ -36,24 +35,17 @@ class States:
     """The states s₀ … s_T of a run.
 
     Args:
-        advance: Returns the state after step t, for t and the state before it.
-        start: s₀.
-        length: T.
-        folder: Where each state is written as it is reached; None keeps states in memory.
-        identity: Hashes of all that the run depends on, by name; needed with a folder.
-        mode: "all" keeps all states in memory, "sqrt" every √T-th, None all if they fit.
+        loop: Its steps.
+        keep: "all" keeps all states in memory, "sqrt" every √T-th, None all if they fit. Each state is written to a
+            folder as it is reached.
     """
 
-    def __init__(
-        self, advance: Callable[[int, Any], Any], start: Any, length: int, folder: Path | None = None,
-        identity: dict[str, str] | None = None, mode: Literal["all", "sqrt"] | None = None,
-    ) -> None:  # fmt: skip
-        self.advance, self.length, self.folder, self.identity = advance, length, folder, identity or {}
-        size = sum(t.numel() for t in leaves(start))
-        fits = folder is not None or size * (length + 1) <= _IN_MEMORY
-        everything = fits if mode is None else mode == "all"
-        self.every = 1 if everything else max(1, math.isqrt(length))  # distance of the states that are kept
-        self._like = start
+    def __init__(self, loop: Loop, keep: Keep) -> None:
+        self.loop, self.length, self.folder = loop, loop.length, _read_folder(keep)
+        self.identity = {} if self.folder is None else loop.identify()
+        size = sum(t.numel() for t in leaves(loop.initial))
+        everything = keep == "all" or (keep != "sqrt" and size * (self.length + 1) <= _IN_MEMORY)
+        self.every = 1 if everything or self.folder is not None else max(1, math.isqrt(self.length))
         self._kept: dict[int, Any] = {}
         self._recent: dict[int, Any] = {}
 
@@ -75,16 +67,9 @@ class States:
             state, self._recent = self._kept[begin], {}
             for s in range(begin, min(begin + self.every, self.length)):
                 self._recent[s] = state
-                state = map_tensors(self.advance(s, state), torch.Tensor.detach)
+                after = self.loop.step.advance(s, state, self.loop.batch(s))
+                state = map_tensors(after, torch.Tensor.detach)
         return self._recent[t]
-
-    def backwards(self, begin: int, end: int) -> Iterator[tuple[int, Any, Any]]:
-        """Yield t, the state before step t and the state after it, for t = end − 1 down to begin."""
-        after = self[end]
-        for t in reversed(range(begin, end)):
-            before = self[t]
-            yield t, before, after
-            after = before
 
     def find_done(self) -> int:
         """Return the number of the last state in the folder, 0 where there is none; refuse those of another run."""
@@ -108,7 +93,7 @@ class States:
         cure = "Delete it; training with the same folder then continues from the state before it."
         arrays, _ = read_archive(self._file(t), _KIND, cure, step=t, identity=self.identity)
         each = iter([torch.from_numpy(arrays[f"leaf_{k}"]) for k in range(len(arrays))])
-        return map_tensors(self._like, lambda like: next(each).to(like))
+        return map_tensors(self.loop.initial, lambda like: next(each).to(like))
 
 
 Keep = str | os.PathLike[str] | None  # "all", "sqrt", a folder, or None for what fits into memory
@@ -147,10 +132,6 @@ class Loop:
         table, means = rows.tables[number], rows.means[rows.columns(number)]
         return torch.where(means, 1.0, len(table.samples) / count).to(table.U)[:, None]
 
-    def advance(self, t: int, state: State) -> State:
-        """Return the state after step t of the run."""
-        return self.step.advance(t, state, self.batch(t))
-
     def identify(self) -> dict[str, str]:
         """Return hashes of all that a run depends on, by name."""
         batches = chain.from_iterable(map(encode_tensor, step) for step in self.indices)
@@ -162,38 +143,14 @@ class Loop:
         }
 
 
-@dataclass
+@dataclass(frozen=True)
 class History:
     """Objective, f − τ and λ at the batch of every step; empty for a step of one's own."""
 
-    steps: list[int] = field(default_factory=list)
-    objective: list[float] = field(default_factory=list)
-    violations: list[list[float]] = field(default_factory=list)
-    multipliers: list[list[float]] = field(default_factory=list)
-
-    def add(self, t: int, seen: Observation) -> None:
-        """Record one step."""
-        self.steps.append(t)
-        self.objective.append(float(seen.objective))
-        self.violations.append(seen.violations.tolist())
-        self.multipliers.append(seen.multipliers.tolist())
-
-    def cut(self, length: int) -> History:
-        """Return the first steps."""
-        return History(**{name: values[:length] for name, values in asdict(self).items()})
-
-    def entry(self, number: int) -> dict[str, Any]:
-        """Return one step, as JSON can hold it."""
-        return {f.name: getattr(self, f.name)[number] for f in fields(self)}
-
-    @classmethod
-    def read(cls, journal: Journal, identity: dict[str, str]) -> History:
-        """Read the steps of the run with this identity, up to a line that is damaged or was cut off."""
-        with suppress(FileNotFoundError, ValueError):  # none, or not even its first line
-            (head, *entries), _ = journal.read()
-            if head == identity:
-                return cls(**{f.name: [entry[f.name] for entry in entries] for f in fields(cls)})
-        return cls()
+    steps: list[int]
+    objective: list[float]
+    violations: list[list[float]]
+    multipliers: list[list[float]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -280,44 +237,51 @@ def carry_out(loop: Loop, keep: Keep, show_progress: bool) -> Run:
             for.
         show_progress: Show progress with the objective, the worst violation and λ on a terminal.
     """
-    folder = _read_folder(keep)
-    identity = None if folder is None else loop.identify()
-    states = States(loop.advance, loop.initial, loop.length, folder, identity, mode=None if folder else keep)  # type: ignore[arg-type]
-    with nullcontext() if folder is None else lock_folder(folder):
+    states = States(loop, keep)
+    with nullcontext() if states.folder is None else lock_folder(states.folder):
         return Run(loop, states, _carry_out(loop, states, show_progress))
 
 
 def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
     """Carry out the steps that are not in the folder of the states, and return the history of all."""
-    history, begin, journal = History(), 0, None
+    begin, journal, names = 0, None, [f.name for f in fields(History)]
+    entries: list[dict[str, Any]] = []  # of the history, one for each step
     if states.folder is not None:
-        begin, journal = states.find_done(), Journal(states.folder / "history.jsonl", "history of a run")
+        begin = states.find_done()
         if loop.step.problem is not None:
-            history = History.read(journal, states.identity)
-            begin = min(begin, len(history.steps))
-            history = history.cut(begin)
-            journal.write([states.identity, *(history.entry(number) for number in range(begin))])
+            journal = Journal(states.folder / "history.jsonl", "history of a run")
+            with suppress(FileNotFoundError, ValueError):  # none, or not even its first line
+                (head, *known), _ = journal.read()
+                entries = known[:begin] if head == states.identity else []
+            begin = len(entries)
+            journal.write([states.identity, *entries])
     if begin == 0:
         states.put(0, loop.initial)
     state = states[begin]
     with progress("training", loop.length, show_progress) as report:
         for t in range(begin, loop.length):
             state, seen = loop.step.observe(t, state, loop.batch(t))
-            _check_finite(state, t, loop.length)
+            if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
+                raise InvalidInputError(
+                    f"The state of the training is not finite after step {t + 1} of {loop.length}.",
+                    "It must stay finite.",
+                    "The training diverged, or the loss left its domain.",
+                    "Use a smaller learning rate, or clip the arguments of logarithms and divisions.",
+                )
             states.put(t + 1, state)
             if seen is not None:
-                history.add(t, seen)
-                if journal is not None:
-                    journal.append(history.entry(-1))
-            report(t + 1, "" if seen is None else _describe(seen))
-    return history
+                entries.append(dict(zip(names, (t, *(value.tolist() for value in seen)), strict=True)))
+            if journal is not None:
+                journal.append(entries[-1])
+            report(t + 1, "" if seen is None else _describe(*seen))
+    return History(**{name: [entry[name] for entry in entries] for name in names})
 
 
 def _read_folder(keep: Keep) -> Path | None:
     """Return the folder in which states are kept; None where they are kept in memory."""
-    if keep is None or (isinstance(keep, str) and keep in ("all", "sqrt")):
+    if keep in (None, "all", "sqrt"):
         return None
-    mistyped = isinstance(keep, str) and keep.lower() in ("", "all", "sqrt", "none")
+    mistyped = str(keep).lower() in ("", "all", "sqrt", "none")
     if mistyped or not isinstance(keep, str | os.PathLike) or Path(keep).is_file():
         raise InvalidInputError(f'`keep` must be "all", "sqrt", a folder or None, not {keep!r}.')
     return expect_folder(keep, "keep")
@@ -328,16 +292,6 @@ def fetch(samples: Samples, index: Tensor, device: torch.device) -> Any:
     return map_tensors(next(samples.storage.fetch([index])), lambda t: t.to(device))
 
 
-def _check_finite(state: State, t: int, length: int) -> None:
-    if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
-        raise InvalidInputError(
-            f"The state of the training is not finite after step {t + 1} of {length}.",
-            "It must stay finite.",
-            "The training diverged, or the loss left its domain.",
-            "Use a smaller learning rate, or clip the arguments of logarithms and divisions.",
-        )
-
-
-def _describe(seen: Observation) -> str:
-    worst, largest = (float(x.max()) if len(x) else 0.0 for x in (seen.violations, seen.multipliers))
-    return f"(objective {float(seen.objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"
+def _describe(objective: Tensor, *rows: Tensor) -> str:
+    worst, largest = (float(x.max()) if len(x) else 0.0 for x in rows)
+    return f"(objective {float(objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"

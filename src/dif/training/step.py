@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -82,8 +82,7 @@ class Moves:
         return Weights(tuple(a), tuple(b), dtau)
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """What the history of a run records of a step: values in its batch, before it."""
 
     objective: Tensor  # ()

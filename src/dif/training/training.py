@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -17,7 +17,7 @@ from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
 from dif.problem.samples import Samples
 from dif.runtime.guard import convert_errors
-from dif.runtime.inputs import as_index, check_number
+from dif.runtime.inputs import as_index, check_count, check_number
 from dif.solving.fit import read_multipliers
 from dif.training.descent import Ascent, Optimizer, TrainingStep, is_optimizer
 from dif.training.run import Keep, Loop, Run, carry_out
@@ -59,11 +59,11 @@ class Training:
     multipliers: Any = None
 
     def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("epochs", 1), ("seed", 1 - 2**63)):
-            number = as_index(getattr(self, name))
-            if number is None or not least <= number < 2**63:
-                wanted = "an integer ≥ 1" if least == 1 else "an integer of at most 64 bits"
-                raise InvalidInputError(f"`{name}` must be {wanted}, not {getattr(self, name)!r}.")
+        for name in ("batch_size", "epochs"):
+            check_count(getattr(self, name), name)
+        number = as_index(self.seed)
+        if number is None or not -(2**63) < number < 2**63:
+            raise InvalidInputError(f"`seed` must be an integer of at most 64 bits, not {self.seed!r}.")
         known = isinstance(self.schedule, str | None) and self.schedule in (None, "cosine")
         for name, sound, wanted in (
             ("optimizer", is_optimizer(self.optimizer), "an optimiser such as dif.SGD(0.02, momentum=0.9)"),
@@ -79,9 +79,8 @@ class Training:
         parameters, theta = Parameters.of(self.params)
         program = Program.of(self.problem, parameters, theta)
         lam = read_multipliers(program, self.multipliers)
-        indices, epochs = draw_batches(
-            [t.samples for t in program.rows.tables], self.batch_size, self.epochs, self.seed
-        )
+        tables = [table.samples for table in program.rows.tables]
+        indices, epochs = draw_batches(tables, self.batch_size, self.epochs, self.seed)
         factors = tuple(self._factor(t / len(indices)) for t in range(len(indices)))
         step = TrainingStep(program, self.optimizer, self.dual, factors)
         return Loop(step, indices, epochs, step.start(theta, lam))
@@ -115,21 +114,17 @@ def draw_batches(
     An epoch is one pass over the largest population. Views of the same samples share their batches; a smaller
     population is shuffled anew whenever it has been gone through.
     """
-    populations = list({id(samples.population): samples.population for samples in tables}.values())
-    generator = torch.Generator().manual_seed(seed)
+    populations = list(dict.fromkeys(samples.population for samples in tables))
     longest = max((len(p) for p in populations), default=1)
-    per_epoch = math.ceil(longest / batch_size)
-    orders: dict[int, list[Tensor]] = {id(p): [] for p in populations}
-    steps, ranges = [], []
-    for epoch in range(epochs):
-        for p in populations:
-            if len(p) == longest:
-                orders[id(p)] = list(torch.randperm(len(p), generator=generator).split(batch_size))
-        for _ in range(per_epoch):
-            for p in populations:
-                if not orders[id(p)]:
-                    orders[id(p)] = list(torch.randperm(len(p), generator=generator).split(batch_size))
-            drawn = {id(p): orders[id(p)].pop(0) for p in populations}
-            steps.append(tuple(drawn[id(samples.population)] for samples in tables))
-        ranges.append(range(epoch * per_epoch, (epoch + 1) * per_epoch))
-    return tuple(steps), tuple(ranges)
+    generator = torch.Generator().manual_seed(seed)
+
+    def deal(population: Samples) -> Iterator[Tensor]:
+        while True:
+            yield from torch.randperm(len(population), generator=generator).split(min(batch_size, longest))
+
+    dealers = {p: deal(p) for p in sorted(populations, key=lambda p: len(p) < longest)}
+    per_epoch, steps = math.ceil(longest / batch_size), []
+    for _ in range(epochs * per_epoch):
+        drawn = {p: next(batches) for p, batches in dealers.items()}
+        steps.append(tuple(drawn[samples.population] for samples in tables))  # type: ignore[index]
+    return tuple(steps), tuple(range(k * per_epoch, (k + 1) * per_epoch) for k in range(epochs))

@@ -78,11 +78,8 @@ class RunPerturbation:
         da = torch.where(weights != 0, dw / torch.where(weights != 0, weights, 1.0), 0.0)
         if move.added is not None:
             index = self._add_samples(number, move.added, index, dw).part.index[index]
-        order, mine = (
-            index.argsort(stable=True),
-            torch.isin(program.terms, torch.tensor(change.terms).to(program.terms)),
-        )
-        rows = change.factor * mine.to(program.tau)
+        order = index.argsort(stable=True)
+        rows = change.factor * torch.isin(program.terms, torch.tensor(change.terms).to(program.terms)).to(program.tau)
         owner = None if move.entries.P < self.direction.P else move.entries.owner[order]
         return StepMove(number, rows, owner, index[order], da[order.to(da.device)], move.renormalise)
 
@@ -127,8 +124,8 @@ class RunPerturbation:
         """
         rows, P = self.loop.program.rows, self.direction.P
         for number, table in enumerate(rows.tables):
-            counts = [(table.U[:, steps[number].to(table.U.device)] != 0).sum(1) for steps in self.loop.indices]
-            members = torch.stack(counts).double().mean(0)
+            drawn = torch.cat([step[number] for step in self.loop.indices]).to(table.U.device)
+            members = (table.U[:, drawn] != 0).sum(1) / self.loop.length
             for k, column in enumerate(range(len(rows.means))[rows.columns(number)]):
                 if bool(rows.C[0, column] == 0) and bool((rows.C[1:, column] != 0).any()):
                     touched = torch.zeros(P, dtype=torch.bool)

@@ -134,7 +134,7 @@ def test_slow_progress_is_mentioned_early_and_stops_nothing(monkeypatch):
     expected = dif.fit(problem, small(), show_progress=False)
     monkeypatch.setattr("dif.solving.augmented_lagrangian._EARLY", 0.0)
     monkeypatch.setattr("dif.solving.augmented_lagrangian._LONG", 0.0)
-    words = r"reduced the gradient from .* to .* in 0 s\. It must be at most 1e-03 .* of 31 directions are flat"
+    words = r"reduced the gradient from .* to .* in \d+ s\. It must be at most 1e-03 .* of 31 directions are flat"
     with pytest.warns(UserWarning, match=words) as told:
         slow = dif.fit(problem, small(), show_progress=False)
     assert len(told) == 1

@@ -179,15 +179,13 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
-        if self.plain is None and self.assumed is not None:
-            return self.assumed
         if self.cheap or self.parts is not None:
             return coordinate_curvature(self.dense())
         if self.plain is None or self.G is None or self.R is None:
-            return self.estimate_scale()
+            return self._estimate_scale() if self.assumed is None else self.assumed
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
-    def estimate_scale(self) -> Tensor:
+    def _estimate_scale(self) -> Tensor:
         """Estimate the curvature of each coordinate, (d,).
 
         For the samples, squared gradients give the ratios between coordinates and a few Hessian-vector products give

@@ -92,7 +92,6 @@ class Checkpoint:
 
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
-_EXPENSIVE = 64  # price of a Hessian above which it is assembled near the solution only
 _WORTH = 1.5  # price of a new Hessian, in units of the steps that it should save
 _RENEWED = 1e-6  # factor by which the residual must fall for the noise to be measured anew
 _CLEAN = 0.83  # power of the rounding error that is the residual at which steps end: 1e-13 in float64
@@ -355,7 +354,6 @@ class Newton:
     )
     H: Curvature = field(init=False)  # where the last steps began
     system: KKTSystem | None = field(default=None, init=False)  # of the last step
-    own: Tensor | None = None  # (d,) the curvature of each coordinate, where the Hessian is expensive
 
     def polish(self, at: Found, save: Callable[[Found], None]) -> None:
         """Iterate from `at`, with `save(at)` after every step; at a stationary point check whether it is a saddle."""
@@ -418,19 +416,12 @@ class Newton:
         program, only, past, kept = self.program, torch.tensor([0]), None, False
         clean = torch.finfo(at.theta.dtype).eps ** _CLEAN
         self.H = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        expensive = not H.cheap or H.price > _EXPENSIVE
-        if H.cheap and expensive:
-            self.H = replace(H, assumed=H.estimate_scale() if self.own is None else self.own)
-        units = Units(self.H.own, self.H.noise)
+        units = Units(H.own, H.noise)
         kkt, scales, at.f, J = _measure(program, at.theta, at.lam, units, self.goal, self.known)
         at.residual, at.goal, f, self.known = kkt.residual, kkt.goal, at.f, None
-        rough = not H.cheap and H.has_gauss_newton and kkt.stationarity > _NEARER
-        if (expensive and at.residual > _NEAR) or rough or not kkt.residual < float("inf"):
+        far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
+        if far or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
-        if units.own is not H.own:
-            self.own, units = H.own, Units(H.own, H.noise)
-            kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
-            at.residual, at.goal = kkt.residual, kkt.goal
         mark, endless = at.residual, False  # the residual when the noise was measured last
         while True:
             z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H, kept)

@@ -89,8 +89,10 @@ def test_network_against_retraining(seed):
     agreement = influence.scores(test, chosen).compare(actual)
     assert agreement.pearson >= 0.99
     assert abs(agreement.slope - 1) <= 0.05
-    with pytest.raises(dif.DegenerateError):  # the objective alone is not even convex here
-        dif.ClassicalInfluence(solution)
+    lowest = float(torch.linalg.eigvalsh(solution.objective_curvature.dense())[0])
+    if lowest < 0:  # the objective alone is not even convex at most of these minima
+        with pytest.raises(dif.DegenerateError):
+            dif.ClassicalInfluence(solution)
     classical = dif.ClassicalInfluence(solution, damping=0.003).scores(test, chosen).compare(actual)
     print(f"seed {seed}: DIF {agreement}; classical IF, damped by 0.003: {classical}")
     assert agreement.relative_error < classical.relative_error

@@ -24,6 +24,7 @@ from torch import nn
 import dif
 from dif.derivatives.hessian import Curvature
 from dif.derivatives.losses import gauss_newton_hessian
+from dif.derivatives.rows import Rows
 from dif.derivatives.weight_change import BatchedProgram, Direction
 from dif.linalg.anderson import Extrapolation
 from dif.linalg.lanczos import KrylovModel, exact_step
@@ -126,6 +127,37 @@ def test_a_fit_starts_where_mini_batches_ended():
     assert abs(float(first.end.lam[0]) - float(full.lam[0])) < 0.5 * float(full.lam[0])
     assert torch.equal(state, torch.random.get_rng_state())
     assert all(torch.equal(before[name], t) for name, t in model.state_dict().items())
+
+
+def test_slow_progress_is_mentioned_early_and_stops_nothing(monkeypatch):
+    _, problem = network_problem(l2=1e-4)
+    expected = dif.fit(problem, small(), show_progress=False)
+    monkeypatch.setattr("dif.solving.augmented_lagrangian._EARLY", 0.0)
+    monkeypatch.setattr("dif.solving.augmented_lagrangian._LONG", 0.0)
+    words = r"reduced the gradient from .* to .* in \d+ s\. It must be at most 1e-03 .* of 31 directions are flat"
+    with pytest.warns(UserWarning, match=words) as told:
+        slow = dif.fit(problem, small(), show_progress=False)
+    assert len(told) == 1
+    assert "dif.Training" in str(told[0].message)
+    assert torch.equal(slow.theta, expected.theta)
+
+
+def test_a_kept_hessian_gives_the_same_solution(monkeypatch):
+    """Steps with a Hessian and a factor of an earlier point end at the point that Newton's method finds."""
+    fit_module = sys.modules["dif.solving.fit"]
+    _, problem, *_ = fair_logistic()
+    every, hessians = {}, Rows.part_hessian
+    for worth in (0.0, 1e9):  # a Hessian per step, and as few as converge
+        counted = []
+        monkeypatch.setattr(fit_module, "_WORTH", worth)
+        monkeypatch.setattr(Rows, "part_hessian", lambda *args, c=counted: (c.append(1), hessians(*args))[1])
+        solution = dif.fit(problem, zeros(), show_progress=False)
+        assert solution.kkt.residual < 1e-12
+        every[worth] = solution, len(counted)
+    (newton, many), (kept, few) = every.values()
+    np.testing.assert_allclose(kept.theta, newton.theta, atol=1e-12)
+    np.testing.assert_allclose(kept.lam, newton.lam, atol=1e-12)
+    assert few < many
 
 
 def test_an_interrupted_fit_resumes(tmp_path):

@@ -20,6 +20,7 @@ _ONCE = {"cpu": 1, "cuda": 40}  # multiple of _AFFORDABLE that an assembly may c
 _ANYWAY = 1000  # number of parameters up to which it is always assembled: iterative solves need as many products
 _PER_PRODUCT = 8  # loss evaluations that one Hessian-vector product costs
 _PER_INPUT = 64  # multiplications that take as long as reading a number of the data twice
+_PER_SOLVE = 64  # multiplications that take as long as what a solve does with one entry of the factor
 _OVERHEAD = 1e7  # multiplications that take as long as the steps of Python around a pass
 _PER_GRADIENT = 3  # loss evaluations that one gradient costs
 _PER_ELEMENT = 128  # multiplications that take as long as writing and reading one intermediate number
@@ -55,7 +56,7 @@ class Curvature:
 
     d: int = field(init=False)  # number of parameters
     share: float = field(init=False)  # how much of the matrix this device assembles in seconds
-    price: float = field(init=False)  # about how many gradients the matrix costs
+    price: float = field(init=False)  # about how many gradients and solves the matrix and its factor cost
     cheap: bool = field(init=False)  # whether the matrix takes seconds, so that it can be assembled at every step
     assembled: bool = field(init=False)  # whether the matrix is known, or may be assembled if it is needed only once
     _kept: dict[str, Any] = field(init=False, default_factory=dict, repr=False)  # matrices and sketches made so far
@@ -76,7 +77,7 @@ class Curvature:
         known = self.parts is not None and not self.gauss_newton
         assembled = known or (d <= DENSE_LIMIT and affordable)
         parts = None if self.gauss_newton else self.parts
-        price = (multiplications + _OVERHEAD) / (of_gradient + _OVERHEAD)
+        price = (multiplications + d**3 / 3 + _OVERHEAD) / (of_gradient + _PER_SOLVE * d**2 + _OVERHEAD)
         cheap = d <= DENSE_LIMIT and share >= 1
         vars(self).update(d=d, share=share, price=price, cheap=cheap, assembled=assembled, parts=parts)
 
@@ -178,15 +179,13 @@ class Curvature:
     @cached_property
     def own(self) -> Tensor:
         """The curvature of each coordinate, (d,), with 0 for coordinates without curvature."""
-        if self.plain is None and self.assumed is not None:
-            return self.assumed
         if self.cheap or self.parts is not None:
             return coordinate_curvature(self.dense())
         if self.plain is None or self.G is None or self.R is None:
-            return self.estimate_scale()
+            return self._estimate_scale() if self.assumed is None else self.assumed
         return self.plain.own + (self.R[:, None] * self.G**2).sum(0) + self.damping
 
-    def estimate_scale(self) -> Tensor:
+    def _estimate_scale(self) -> Tensor:
         """Estimate the curvature of each coordinate, (d,).
 
         For the samples, squared gradients give the ratios between coordinates and a few Hessian-vector products give

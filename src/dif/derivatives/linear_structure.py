@@ -309,7 +309,7 @@ def _assemble_upper(maps: list[Map], S: Tensor) -> Tensor:
 
 def _add_product(K: Tensor, X: Tensor, s: Tensor, Y: Tensor, upper: bool) -> None:
     """Add XᵀSY with the diagonal matrix S = diag(s) to the first entries of K; `upper` says that X is Y."""
-    most = max(1, _CACHED // Y.shape[1])
+    most = max(_CACHED // Y.shape[1], Y.shape[1])  # fewer rows would take less time than adding up the matrices
     for place in range(0, len(s), most):
         left, right, weights = (t[place : place + most] for t in (X, Y, s))
         if not upper or K.is_cuda:

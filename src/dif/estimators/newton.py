@@ -103,7 +103,7 @@ class NewtonInfluence:
             rows = direction.perturbed_program(0).rows
             H, solver = Curvature(rows, at.theta, weights, assumed=at.curvature.own), self._solver
         try:
-            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, at.active.is_binding, solver), ""
+            return *kkt_step(weights @ J, H, c, J[1:], at.lam, at.program.kinds, at.active.is_binding, solver)[:2], ""
         except DegenerateError as error:
             if self.strict:
                 error.add_note(f"This is the step of the perturbation {direction.perturbation.labels[0]!r}.")

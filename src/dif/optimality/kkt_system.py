@@ -209,8 +209,8 @@ def complete_step(
 
 def kkt_step(
     g: Tensor, H: Operator, c: Tensor, G: Tensor, lam: Tensor, kinds: Kinds, binding: Tensor, solver: Solver = None
-) -> tuple[Tensor, Tensor]:
-    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equal rows, ≤ 0 on the others; return ω and its multipliers.
+) -> tuple[Tensor, Tensor, KKTSystem]:
+    """Min (g − Gᵀλ)ᵀω + ½ωᵀHω  s.t.  c + Gω = 0 on equal rows, ≤ 0 on the others; return ω, ν and the system solved.
 
     g is ∇L at the multipliers λ. Near a solution it is small, so that inexact solves do no harm.
 
@@ -235,5 +235,5 @@ def kkt_step(
             raise no_step_error("this step", failed[0])
         wrong = system.firm & kinds.inadmissible(nu[0])
         if not bool(wrong.any()):
-            return omega[0], nu[0]
+            return omega[0], nu[0], system
         build = partial(KKTSystem.prepare, H, G, system.firm & ~wrong, solver=solver)

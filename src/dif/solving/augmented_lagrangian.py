@@ -181,7 +181,7 @@ class AugmentedLagrangian:
             f"`fit` has reduced the gradient from {start:.2g} to {size:.2g} of its scale in {spent:.0f} s. It must be "
             f"at most {self.accuracy:.0e} before Newton's method takes over; at this rate that takes "
             f"{left * spent:.0f} s more. {flat} of {len(self.theta)} directions are flat (curvature below {_FLAT:g} "
-            "of the mean): the minimum is far along them, and one removal moves the parameters too far for a "
+            "of the mean); along such, the minimum is far, and one removal moves the parameters too far for a "
             "derivative. `dif.Training` needs no minimum, and `dif.UnrolledInfluence(run)` predicts for the model as "
             "it was trained. A larger ridge makes `fit` faster; `max_seconds` limits it.",
             UserWarning,

@@ -304,7 +304,7 @@ class PathFollower:
         b, r = self._derivative(at)
         rows = torch.nonzero(active | weak).reshape(-1)
         lam, firm, kinds = torch.zeros_like(r[rows]), torch.ones_like(active[rows]), Kinds(active[rows])
-        _, nu = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, kinds, firm)
+        _, nu, _ = kkt_step(b, self.prepared.H, r[rows], self.prepared.G[rows], lam, kinds, firm)
         ahead = active.clone()
         ahead[rows] = kinds.has_force(nu)
         return ahead

@@ -22,7 +22,7 @@ from dif.linalg.anderson import Extrapolation
 from dif.linalg.lanczos import lanczos
 from dif.linalg.solvers import SolverSeries
 from dif.optimality.judgement import ENDLESS, KKT, Scales, falls_without_end, judge_multipliers, residuals
-from dif.optimality.kkt_system import kkt_step
+from dif.optimality.kkt_system import KKTSystem, kkt_step
 from dif.optimality.solution import Solution, check_gradients, describe_program
 from dif.problem.parameters import Parameters
 from dif.problem.problem import Problem
@@ -92,8 +92,7 @@ class Checkpoint:
 
 
 _SHORTEST = 1e-3  # smallest fraction of a Newton step that is tried
-_EXPENSIVE = 64  # price of a Hessian above which it is assembled near the solution only
-_WORTH = 2.0  # steps that a new Hessian should save, in units of what it costs
+_WORTH = 1.5  # price of a new Hessian, in units of the steps that it should save
 _RENEWED = 1e-6  # factor by which the residual must fall for the noise to be measured anew
 _CLEAN = 0.83  # power of the rounding error that is the residual at which steps end: 1e-13 in float64
 _SLOW = 0.5  # factor by which a step must reduce the residual to continue where the Hessian is not assembled
@@ -321,17 +320,6 @@ def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: C
     return best
 
 
-def _expected_steps(before: float, at: Found) -> float:
-    """Return how many more steps reach rounding errors, if each reduces the residual as the last one did."""
-    aim = torch.finfo(at.theta.dtype).eps ** _CLEAN
-    return math.log(aim / at.residual) / math.log(min(at.residual / before, 0.999)) if at.residual > 0 else 0.0
-
-
-def _estimate_curvature(H: Curvature) -> Tensor | None:
-    """Return a matrix like H, (d, d), where there is a cheap one; else the solver chooses."""
-    return H.metric_matrix(0) if H.has_gauss_newton else None
-
-
 @dataclass(frozen=True)
 class Units:
     """The curvature of each coordinate at a point nearby, and the noise there, in which residuals are measured."""
@@ -361,9 +349,11 @@ class Newton:
     limits: Limits
     report: Reporter
     known: tuple[Tensor, Tensor] | None = None  # the rows and their gradients at the first point
-    solver: SolverSeries = field(default_factory=lambda: SolverSeries(_estimate_curvature))
+    solver: SolverSeries = field(
+        default_factory=lambda: SolverSeries(lambda H: H.metric_matrix(0) if H.has_gauss_newton else None)
+    )
     H: Curvature = field(init=False)  # where the last steps began
-    own: Tensor | None = None  # (d,) the curvature of each coordinate, where the Hessian is expensive
+    system: KKTSystem | None = field(default=None, init=False)  # of the last step
 
     def polish(self, at: Found, save: Callable[[Found], None]) -> None:
         """Iterate from `at`, with `save(at)` after every step; at a stationary point check whether it is a saddle."""
@@ -424,23 +414,17 @@ class Newton:
             Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
         """
         program, only, past, kept = self.program, torch.tensor([0]), None, False
+        clean = torch.finfo(at.theta.dtype).eps ** _CLEAN
         self.H = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        expensive = not H.cheap or H.price > _EXPENSIVE
-        if H.cheap and expensive:
-            self.H = replace(H, assumed=H.estimate_scale() if self.own is None else self.own)
-        units = Units(self.H.own, self.H.noise)
+        units = Units(H.own, H.noise)
         kkt, scales, at.f, J = _measure(program, at.theta, at.lam, units, self.goal, self.known)
         at.residual, at.goal, f, self.known = kkt.residual, kkt.goal, at.f, None
-        rough = not H.cheap and H.has_gauss_newton and kkt.stationarity > _NEARER
-        if (expensive and at.residual > _NEAR) or rough or not kkt.residual < float("inf"):
+        far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
+        if far or not kkt.residual < float("inf"):
             return False  # far away, where a step is expensive and seldom good
-        if units.own is not H.own:
-            self.own, units = H.own, Units(H.own, H.noise)
-            kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
-            at.residual, at.goal = kkt.residual, kkt.goal
         mark, endless = at.residual, False  # the residual when the noise was measured last
         while True:
-            z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H)
+            z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H, kept)
             step = move if past is None or move is None else past.combine(only, z, move[None])[0]
             found = None if step is None else self._search(at, step, units, whole=kept or at.reached)
             if found is None and (not kept or at.reached or self.limits.find_reached() is not None):
@@ -457,11 +441,12 @@ class Newton:
                 save(at)
                 if endless:  # the residual only fell in the old units, as on the way to infinity
                     return False
-                if H.cheap and at.residual <= max(scales.floor, torch.finfo(f.dtype).eps ** _CLEAN):
+                if H.cheap and at.residual <= max(scales.floor, clean):
                     return True
                 if not H.cheap and (at.reached or at.residual > _SLOW * before):
                     return False
-                kept = H.cheap and _expected_steps(before, at) < _WORTH * H.price
+                steps = math.log(clean / at.residual) / math.log(min(at.residual / before, 0.999))  # at this rate
+                kept = H.cheap and steps < _WORTH * H.price
                 if kept and past is None and move is not None:
                     past = Extrapolation(1, z.shape[1], partial(scales.lengths, G=J[1:]))
                     past.combine(only, z, move[None])
@@ -487,19 +472,34 @@ class Newton:
             length *= 0.0 if whole else 0.5
         return None
 
-    def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature) -> Tensor | None:
-        """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none."""
+    def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature, kept: bool = False) -> Tensor | None:
+        """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none.
+
+        With `kept`, the system of the last step is solved again, for the residuals of this point.
+        """
         if self.limits.find_reached() is not None:
             return None
         self.limits.used += 1
         self.report(self.limits.used, f"(Newton, residual {at.residual:.1e})")
-        program, finest = self.program, torch.finfo(at.theta.dtype).eps ** 0.672
+        kinds, finest = self.program.kinds, torch.finfo(at.theta.dtype).eps ** 0.672
         # a rough step is enough far from the solution
         self.solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))
-        gradient, force = program.weights(at.lam) @ J, program.kinds.has_force(at.lam)
-        solver = None if H.cheap else self.solver
+        gradient, c, solver = (
+            self.program.weights(at.lam) @ J,
+            f[1:] - self.program.tau,
+            None if H.cheap else self.solver,
+        )
         try:
-            omega, lam = kkt_step(gradient, H, f[1:] - program.tau, J[1:], at.lam, program.kinds, force, solver)
+            if kept and self.system is not None:
+                firm, rows = self.system.firm, torch.arange(len(c), device=c.device)
+                solve = self.system.solver.approximate
+                omegas, lams, failed = self.system.step(gradient[None], c[None], at.lam[None], rows, firm, solve)
+                omega, lam = omegas[0], lams[0]
+                if failed or bool((firm & kinds.inadmissible(lam)).any()):
+                    return None
+            else:
+                force = kinds.has_force(at.lam)
+                omega, lam, self.system = kkt_step(gradient, H, c, J[1:], at.lam, kinds, force, solver)
         except DegenerateError:
             return None
         except NotConvergedError:

@@ -43,6 +43,13 @@ def test_labels_in_another_coding_are_named(loss):
     assert text.endswith("Labels 0 and 1 do this in a loss that takes −1 and 1: pass 2·y − 1.")
 
 
+def test_a_training_run_names_them_too():
+    train = dif.Samples(LOSSES["logistic"], (X, (SIGN + 1) / 2), name="train")
+    training = dif.Training(dif.Problem(train.mean()), {"w": torch.zeros(3).double()}, dif.SGD(0.1), epochs=1)
+    with pytest.warns(UserWarning, match="samples of 'train' is not 0, but does not depend on the parameters"):
+        training.run(show_progress=False)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_flat_steep_and_masked_losses_are_none(loss):
     """The squared hinge is 0 where it is flat, a steep loss is nearly flat, and masked samples have the loss 0."""

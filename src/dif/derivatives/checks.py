@@ -51,19 +51,9 @@ def difference(at: Callable[[float], Tensor], here: Tensor, step: float) -> tupl
 
 
 def check_slopes(samples: Samples, parameters: Parameters, theta: Tensor, v: Tensor) -> None:
-    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one.
-
-    Warns where the losses of a third of the samples, or more, have no slope at all, although they are not 0.
-    """
+    """Compare the slope of every sample's loss along v with finite differences; refuse the first wrong one."""
     eps = torch.finfo(theta.dtype).eps
     here, slopes = sample_slopes(samples, parameters, theta, v[:, None])
-    constant = int(((slopes[:, 0] == 0) & (here != 0)).sum())
-    if len(samples) <= 3 * constant < 3 * len(samples):
-        warn(
-            f"The loss of {constant} of {len(samples)} samples of {samples.name!r} is not 0, but does not depend on "
-            "the parameters. Labels 0 and 1 do this in a loss that takes −1 and 1: pass 2·y − 1.",
-            UserWarning,
-        )
     slope, last, index, change = slopes[:, 0], slopes[:, 0], torch.arange(len(samples)), 0
     for step in (eps ** (1 / 3), 16 * eps ** (1 / 3)):  # a rounding error would change with the step
         chosen = None if len(index) == len(samples) else index
@@ -302,7 +292,10 @@ def probe(
             check_tensors(samples, parameters)
             with convert_errors(f"loss of Samples {samples.name!r}"):
                 _check_losses(samples, parameters, theta)
+                new = not samples.compared[len(theta)]
                 check_derivatives(samples, parameters, theta)
+                if new:
+                    _warn_of_constants(samples, parameters, theta)
         for f in functions:
             if f.matrix is None and f.ridge is None:  # written by the user
                 with convert_errors(f"function {f.name!r}"):
@@ -406,6 +399,19 @@ def _check_losses(samples: Samples, parameters: Parameters, theta: Tensor) -> No
         raise InvalidInputError(
             f"The loss of Samples {name!r} is NaN or infinite for {len(bad)} of {len(losses)} samples "
             f"({bad[:8].tolist()}); use numerically safe losses (log_softmax, logsigmoid), and start at a finite point."
+        )
+
+
+def _warn_of_constants(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
+    """Warn where the losses of a third of the samples, or more, have no slope at all, although they are not 0."""
+    spread = _spread(samples, _PROBE_SAMPLES)
+    losses, slopes = sample_slopes(samples, parameters, theta, (_shift(theta, 1.0, 1.0) - theta)[:, None], spread)
+    constant = int(((slopes[:, 0] == 0) & (losses != 0)).sum())
+    if len(spread) <= 3 * constant < 3 * len(spread):
+        warn(
+            f"The loss of {constant} of {len(spread)} samples of {samples.name!r} is not 0, but does not depend on "
+            "the parameters. Labels 0 and 1 do this in a loss that takes −1 and 1: pass 2·y − 1.",
+            UserWarning,
         )
 
 

@@ -19,7 +19,7 @@ from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.guard import numbers_at_once
 from dif.runtime.work import progress
 from dif.training.run import Run
-from dif.training.step import Batch, Moves, Pulled, State
+from dif.training.step import Batch, Moves, Pulled, State, combine
 from dif.training.weights import RunPerturbation
 
 
@@ -119,14 +119,14 @@ def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) ->
 
 def _identify(run: Run, change: RunPerturbation, targets: Targets) -> str:
     """Return a hash of all that a sweep depends on, with perturbations that add samples or are of a user's step."""
-    moved = hash_direction(change.direction) if change.extras or run.loop.step.problem is None else []
+    moved = hash_direction(change.direction) if change.extras or run.loop.problem is None else []
     about = f"{change.since} {[extra.steps for extra in change.extras.values()]}".encode()
     return hash_all([about, run.point.identity, *hash_targets(targets), *moved]).hex()
 
 
 def _save(file: Path, sweep: Sweep) -> None:
-    arrays = {f"adjoint_{k}": x for k, x in enumerate(leaves(sweep.adjoint))}
-    arrays |= {f"{t}_{k}": x for t, pulled in sweep.kept.items() for k, x in enumerate(pulled)}
+    groups = {"adjoint": leaves(sweep.adjoint), **sweep.kept}
+    arrays = {f"{name}_{k}": x for name, tensors in groups.items() for k, x in enumerate(tensors)}
     about = {"file": file.name, "t": sweep.t, "growth": sweep.growth, "zeros": sweep.zeros}
     write_archive(file, _KIND, arrays, about)
 
@@ -137,13 +137,9 @@ def _load(file: Path, sweep: Sweep) -> None:
         arrays, about = read_archive(file, _KIND, file=file.name)
     except (FileNotFoundError, InvalidInputError):
         return
-    adjoint = []
+    groups: dict[str, list[Tensor]] = {}
     for name, array in arrays.items():  # in the order in which they were written
-        step, tensor = name.split("_")[0], torch.from_numpy(array)
-        if step == "adjoint":
-            adjoint.append(tensor)
-        else:
-            sweep.kept[int(step)] = (*sweep.kept.get(int(step), ()), tensor.to(sweep.effects))
-    each = iter(adjoint)
-    sweep.adjoint = map_tensors(sweep.adjoint, lambda like: next(each).to(like))
+        groups.setdefault(name.split("_")[0], []).append(torch.from_numpy(array))
+    sweep.adjoint = combine(lambda like, x: x.to(like), sweep.adjoint, groups.pop("adjoint"))
+    sweep.kept = {int(t): tuple(x.to(sweep.effects) for x in tensors) for t, tensors in groups.items()}
     sweep.t, sweep.growth, sweep.zeros = about["t"], about["growth"], about["zeros"]

@@ -50,14 +50,25 @@ class UserStep:
         return map_tensors(after, torch.Tensor.detach)
 
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
-        """Return the states after step t: by one call that is mapped over them, or one by one."""
-        if self._is_mappable(batch, map_tensors(states, lambda x: x[0])):
-            return self._map(states, batch, weights.a)
-        each = [
-            self.carry_out(map_tensors(states, lambda x, p=p: x[p]), batch, a)
-            for p, a in enumerate(zip(*weights.a, strict=True))
-        ]
-        return combine(lambda *x: torch.stack(x), *each)
+        """Return the states after step t: by one call that is mapped over them if torch can do that, or one by one."""
+
+        def advance_one(p: int) -> State:
+            return self.carry_out(map_tensors(states, lambda x: x[p]), batch, [a[p] for a in weights.a])
+
+        if self._mappable != [False]:
+            try:
+                after = torch.vmap(lambda state, a: self._call(state, batch, a))(states, weights.a)
+            except Exception as error:
+                if self._mappable or not is_unsupported(error):
+                    raise
+                self._mappable.append(False)
+            else:
+                if not self._mappable:
+                    pair = _join_leaves(map_tensors(after, lambda x: x[-1])), _join_leaves(advance_one(-1))
+                    self._mappable.append(torch.allclose(*pair, 1e-3, 1e-4, equal_nan=True))
+                if self._mappable[0]:
+                    return map_tensors(after, torch.Tensor.detach)
+        return combine(lambda *x: torch.stack(x), *map(advance_one, range(len(weights.a[0]))))
 
     def memory(self, state: State, batch: Batch) -> int:
         """Return how many numbers a step needs for one more state."""
@@ -72,8 +83,7 @@ class UserStep:
     def make_adjoint(self, Q: Tensor, state: State) -> State:
         """Return the adjoints of a state for targets with gradients Q in θ, (T, d)."""
         zeros = map_tensors(state, lambda x: torch.zeros((len(Q), *x.shape), dtype=Q.dtype, device=Q.device))
-        rows = [self.program.parameters.tensors(q) for q in Q]
-        select_params(zeros).update({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        select_params(zeros).update(torch.vmap(self.program.parameters.tensors)(Q))
         return zeros
 
     # Derivatives, by autograd alone, so that the step may use it, too
@@ -171,26 +181,6 @@ class UserStep:
         tensors = dict(zip(new, leaves(after), strict=True))
         each = iter([tensors[name] for name in old])  # dicts may have their entries in another order
         return map_tensors(state, lambda _: next(each))
-
-    def _map(self, states: State, batch: Batch, a: tuple[Tensor, ...]) -> State:
-        """Return the states after a step by one call that is mapped over them."""
-        after = torch.vmap(lambda state, a: self._call(state, batch, a))(states, a)
-        return map_tensors(after, torch.Tensor.detach)
-
-    def _is_mappable(self, batch: Batch, state: State) -> bool:
-        """Return whether torch can map the step over states and weights; found out once, on two states."""
-        if not self._mappable:
-            a = default_weights(self.program, batch).a
-            states, weights = map_tensors((state, a), lambda x: x.expand(2, *x.shape))
-            try:
-                found = map_tensors(self._map(states, batch, weights), lambda x: x[1])
-                pair = _join_leaves(found), _join_leaves(self.carry_out(state, batch, a))
-                self._mappable.append(torch.allclose(*pair, 1e-3, 1e-4, equal_nan=True))
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
-                self._mappable.append(False)
-        return self._mappable[0]
 
 
 def select_params(state: State) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.guard import numbers_at_once
 from dif.runtime.work import progress
 from dif.training.run import Run
-from dif.training.step import Batch, Moves, Pulled, State, combine
+from dif.training.step import Pulled, State, combine
 from dif.training.weights import RunPerturbation
 
 
@@ -81,39 +81,34 @@ def sweep_back(run: Run, change: RunPerturbation, targets: Targets, show_progres
 
 
 def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) -> Iterator[Sweep]:
-    """Yield the sweep after each step, with the effects up to there."""
-    step, first = run.loop.step, float(Q.norm())
+    """Yield the sweep after each step, with the effects up to there; steps of a checkpoint are not repeated."""
+    step, first, written = run.loop.step, float(Q.norm()), time.monotonic()
     effects = Q.new_zeros((change.direction.P, len(Q), 1 + run.loop.program.m))
     sweep = Sweep(run.loop.length, step.make_adjoint(Q, run.state), effects, {})
-
-    def add(t: int, batch: Batch, pulled: Pulled, moves: Moves) -> None:
-        if len(moves.owners):
-            effects.index_add_(0, moves.owners.to(Q.device), step.effects(t, batch, pulled, moves))
-
     if file is not None:
         _load(file, sweep)
-        for t, pulled in sweep.kept.items():
-            batch = change.batch(t)
-            add(t, batch, pulled, change.moves(t, batch))
     yield sweep
-    written, after = time.monotonic(), run.states[sweep.t]
-    for t in reversed(range(change.since, sweep.t)):
-        before = run.states[t]
+    after = run.states[sweep.t]
+    for t in reversed(range(change.since, run.loop.length)):
         batch = change.batch(t)
         moves = change.moves(t, batch)
-        sweep.adjoint, pulled = step.pull_back(t, before, after, batch, sweep.adjoint, moves)
-        add(t, batch, pulled, moves)
-        sweep.t = t
-        size = float(step.read_point(sweep.adjoint)[0].norm())
-        sweep.growth = max(sweep.growth, size / first if first else 0.0)
-        lam, then = (step.read_point(state)[1] for state in (before, after))
-        sweep.zeros += int(((then == 0) & (lam > 0)).sum())
-        after = before
-        if file is not None:
-            sweep.kept[t] = pulled
-            if t == change.since or time.monotonic() - written > _SECONDS:
-                _save(file, sweep)
-                written = time.monotonic()
+        pulled = sweep.kept.get(t)
+        if pulled is None:
+            before = run.states[t]
+            sweep.adjoint, pulled = step.pull_back(t, before, after, batch, sweep.adjoint, moves)
+            sweep.t = t
+            size = float(step.read_point(sweep.adjoint)[0].norm())
+            sweep.growth = max(sweep.growth, size / first if first else 0.0)
+            lam, then = (step.read_point(state)[1] for state in (before, after))
+            sweep.zeros += int(((then == 0) & (lam > 0)).sum())
+            after = before
+            if file is not None:
+                sweep.kept[t] = pulled
+                if t == change.since or time.monotonic() - written > _SECONDS:
+                    _save(file, sweep)
+                    written = time.monotonic()
+        if len(moves.owners):
+            effects.index_add_(0, moves.owners.to(Q.device), step.effects(t, batch, pulled, moves))
         yield sweep
 
 

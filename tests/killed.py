@@ -84,9 +84,10 @@ def train_and_sweep(train, problem, folder):
     from dif.estimators import retraining
     from dif.training import adjoint
     from dif.training.descent import TrainingStep
+    from dif.training.run import Loop
 
     adjoint._SECONDS = -1.0  # a checkpoint after every step
-    for owner, name in ((TrainingStep, "observe"), (TrainingStep, "pull_back"), (retraining, "rerun")):
+    for owner, name in ((Loop, "advance"), (TrainingStep, "pull_back"), (retraining, "rerun")):
         log_calls(owner, name, folder / "log")
     start = {"theta": torch.zeros(4, dtype=F64)}
     training = dif.Training(problem, start, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 60, 3)

@@ -84,7 +84,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
     _, problem = state_problem(X, y, group)
     training = dif.Training(problem, params, dif.SGD(0.1, momentum=0.9), dif.Ascent(0.5), 10, 3)
     whole = training.run(show_progress=False)
-    steps, usual = [], dif.training.descent.TrainingStep.observe
+    steps, usual = [], dif.training.run.Loop.advance
 
     def advance(self, t, *args, **options):
         steps.append(t)
@@ -92,7 +92,7 @@ def test_an_interrupted_training_resumes(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return usual(self, t, *args, **options)
 
-    monkeypatch.setattr("dif.training.descent.TrainingStep.observe", advance)
+    monkeypatch.setattr("dif.training.run.Loop.advance", advance)
     with pytest.raises(KeyboardInterrupt):
         training.run(keep=tmp_path / "run", show_progress=False)
     resumed = training.run(keep=tmp_path / "run", show_progress=False)
@@ -118,14 +118,14 @@ def test_two_trainings_in_one_folder_wait_for_each_other(tmp_path, monkeypatch):
     X, y, group, params = classify(n=20)
     _, problem = state_problem(X, y, group)
     training = dif.Training(problem, params, dif.SGD(0.1), dif.Ascent(0.5), 10, 3)
-    whole, steps, usual = training.run(show_progress=False), [], dif.training.descent.TrainingStep.observe
+    whole, steps, usual = training.run(show_progress=False), [], dif.training.run.Loop.advance
 
     def observe(self, t, *args):
         steps.append(t)
         time.sleep(0.02)
         return usual(self, t, *args)
 
-    monkeypatch.setattr("dif.training.descent.TrainingStep.observe", observe)
+    monkeypatch.setattr("dif.training.run.Loop.advance", observe)
     with ThreadPoolExecutor(2) as pool:
         runs = list(pool.map(lambda _: training.run(keep=tmp_path / "run", show_progress=False), range(2)))
     assert steps == list(range(6))

@@ -357,3 +357,21 @@ def test_wrong_input_is_refused(case):
 def test_an_exception_of_the_step_is_named():
     refused(UserCodeError, lambda: make(lambda s, b, w: s["nothing"]), "The step raised KeyError", "by your code")
     assert repr(make()) == "Run(3 steps)"
+
+
+def test_a_step_that_torch_can_map_is_called_once_for_all_removals():
+    calls = []
+
+    def step(state, batch, weights):
+        calls.append(batch)
+        return descend(mean)(state, batch, weights)
+
+    run = make(step, batches=[range(20)] * 3)
+    (numbered,) = run.samples
+    counts = []
+    for removed in ([0, 1], range(20)):
+        calls.clear()
+        dif.UnrolledInfluence(run).scores(dif.ridge(1.0), numbered.remove_each(removed), **PLAIN)
+        dif.Retraining(run).scores(dif.ridge(1.0), numbered.remove_each(removed), **QUIET)
+        counts.append(len(calls))
+    assert counts[1] <= counts[0] + 3  # found out once, on two states

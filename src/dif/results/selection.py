@@ -50,10 +50,10 @@ def find_rows(key: Any, labels: Sequence[str], index: Sequence[Any] | None) -> l
         raise _selection_error(f"{key}, which selects none" if isinstance(key, slice) else "one that selects none", P)
     if all(isinstance(value, str) for value in values):
         return _find_labels(values, labels, index)
-    rows = [number for value in values if (number := as_index(value)) is not None]
-    if len(rows) < len(values):
-        wrong = [value for value in values if as_index(value) is None]
+    wrong = [value for value in values if as_index(value) is None]
+    if wrong:
         raise _selection_error(f"a list that includes {few(wrong, quoted=True)}", P)
+    rows = [int(value) for value in values]
     outside = [row for row in rows if not -P <= row < P]
     if outside:
         raise IndexError(f"There are scores of {P} perturbations, but index {outside[0]} was given.")

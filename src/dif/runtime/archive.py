@@ -34,10 +34,9 @@ def write_archive(path: FilePath, kind: str, arrays: Arrays, about: Mapping[str,
         about: What else belongs to them, as JSON can hold it.
     """
     text = json.dumps({"kind": kind, "version": VERSION, **about})
-    plain = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in arrays.items()}
-    everything: dict[str, Any] = {**plain, "about": np.array(text), "checksum": np.array(_hash(text, plain))}
+    plain: Any = {name: x.detach().cpu().numpy() if isinstance(x, Tensor) else x for name, x in arrays.items()}
     with open_atomically(expect_path(path)) as file:
-        np.savez(file, **everything)
+        np.savez(file, **plain, about=np.array(text), checksum=np.array(_hash(text, plain)))
 
 
 def read_archive(
@@ -170,20 +169,17 @@ def open_atomically(path: FilePath) -> Iterator[BinaryIO]:
     """Open a temporary file for writing, and rename it to `path` once everything is written."""
     path = Path(path)
     check_folder(path)
-    temporary = None
-    try:
-        with name_in_errors(path):
-            descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with name_in_errors(path):
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
             with os.fdopen(descriptor, "wb") as file:
                 yield file
             mask = os.umask(0)
             os.umask(mask)
             os.chmod(temporary, 0o666 & ~mask)
             os.replace(temporary, path)
-    except BaseException:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        raise
+        finally:
+            Path(temporary).unlink(missing_ok=True)  # it is still there only where something went wrong
 
 
 @contextmanager

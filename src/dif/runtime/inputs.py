@@ -53,9 +53,9 @@ def find_index(data: Any, what: str) -> Any:
 
 
 def read_labels(column: Any) -> Any:
-    """Return the index of a data frame or a series; None for other objects."""
-    index = getattr(column, "index", None)
-    return index if hasattr(column, "to_numpy") and hasattr(index, "equals") else None
+    """Return the index of a data frame, a series, or what was made from one; None for other objects."""
+    index = getattr(column, "index", None)  # of a list, a method
+    return index if hasattr(index, "equals") else None
 
 
 def write_label(label: Any) -> str:
@@ -98,8 +98,8 @@ def check_order(**columns: Any) -> Any:
     """
     first, index = "", None
     for name, column in columns.items():
-        if index is None and hasattr(found := getattr(column, "index", None), "equals"):
-            first, index = name, found
+        if index is None:
+            first, index = name, read_labels(column)
         check_labels(column, index, f"`{name}`", f"`{first}`")
     return index
 
@@ -113,8 +113,8 @@ def check_labels(column: Any, labels: Sequence[Any] | None, what: str, owner: st
         what: What was given, for the error message: the beginning of a sentence.
         owner: Whose labels these are, for the error message.
     """
-    index = getattr(column, "index", None)
-    if labels is not None and hasattr(index, "equals") and is_reordered(index, labels):
+    index = read_labels(column)
+    if labels is not None and index is not None and is_reordered(index, labels):
         raise InvalidInputError(
             f"{what} has the labels of {owner} in another order. Rows are taken by position, so values of different "
             "samples would be combined. Put it into their order with .loc[X.index], or, if its rows are in order "

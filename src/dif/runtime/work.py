@@ -127,20 +127,17 @@ def run_unordered(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> It
                 del unfinished[number]
                 lost = 0
                 yield number, result
-        except BrokenExecutor as error:
-            lost += 1
-            if lost >= _LOST:
-                raise
-            reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            warnings.warn(f"A worker was lost, so {len(unfinished)} tasks are started again ({reason}).", stacklevel=2)
         except Exception as error:
-            if type(error).__name__ != "PicklingError":
-                raise
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise InvalidInputError(
-                f"With several `jobs`, the loss, the module and the data must be picklable ({reason}); leave `jobs` "
-                "out, or use threads: joblib.parallel_config(backend='threading')."
-            ) from error
+            if type(error).__name__ == "PicklingError":
+                raise InvalidInputError(
+                    f"With several `jobs`, the loss, the module and the data must be picklable ({reason}); leave "
+                    "`jobs` out, or use threads: joblib.parallel_config(backend='threading')."
+                ) from error
+            lost += 1
+            if lost >= _LOST or not isinstance(error, BrokenExecutor):
+                raise
+            warnings.warn(f"A worker was lost, so {len(unfinished)} tasks are started again ({reason}).", stacklevel=2)
 
 
 def run_in_order(work: Callable[..., R], tasks: Sequence[Any], jobs: int) -> Iterator[R]:

@@ -19,7 +19,7 @@ from dif.runtime.archive import read_archive, write_archive
 from dif.runtime.guard import numbers_at_once
 from dif.runtime.work import progress
 from dif.training.run import Run
-from dif.training.step import Batch, Moves, Pulled, State
+from dif.training.step import Pulled, State, combine
 from dif.training.weights import RunPerturbation
 
 
@@ -81,52 +81,47 @@ def sweep_back(run: Run, change: RunPerturbation, targets: Targets, show_progres
 
 
 def _go_back(run: Run, change: RunPerturbation, Q: Tensor, file: Path | None) -> Iterator[Sweep]:
-    """Yield the sweep after each step, with the effects up to there."""
-    step, first = run.loop.step, float(Q.norm())
+    """Yield the sweep after each step, with the effects up to there; steps of a checkpoint are not repeated."""
+    step, first, written = run.loop.step, float(Q.norm()), time.monotonic()
     effects = Q.new_zeros((change.direction.P, len(Q), 1 + run.loop.program.m))
     sweep = Sweep(run.loop.length, step.make_adjoint(Q, run.state), effects, {})
-
-    def add(t: int, batch: Batch, pulled: Pulled, moves: Moves) -> None:
-        if len(moves.owners):
-            effects.index_add_(0, moves.owners.to(Q.device), step.effects(t, batch, pulled, moves))
-
     if file is not None:
         _load(file, sweep)
-        for t, pulled in sweep.kept.items():
-            batch = change.batch(t)
-            add(t, batch, pulled, change.moves(t, batch))
     yield sweep
-    written, after = time.monotonic(), run.states[sweep.t]
-    for t in reversed(range(change.since, sweep.t)):
-        before = run.states[t]
+    after = run.states[sweep.t]
+    for t in reversed(range(change.since, run.loop.length)):
         batch = change.batch(t)
         moves = change.moves(t, batch)
-        sweep.adjoint, pulled = step.pull_back(t, before, after, batch, sweep.adjoint, moves)
-        add(t, batch, pulled, moves)
-        sweep.t = t
-        size = float(step.read_point(sweep.adjoint)[0].norm())
-        sweep.growth = max(sweep.growth, size / first if first else 0.0)
-        lam, then = (step.read_point(state)[1] for state in (before, after))
-        sweep.zeros += int(((then == 0) & (lam > 0)).sum())
-        after = before
-        if file is not None:
-            sweep.kept[t] = pulled
-            if t == change.since or time.monotonic() - written > _SECONDS:
-                _save(file, sweep)
-                written = time.monotonic()
+        pulled = sweep.kept.get(t)
+        if pulled is None:
+            before = run.states[t]
+            sweep.adjoint, pulled = step.pull_back(t, before, after, batch, sweep.adjoint, moves)
+            sweep.t = t
+            size = float(step.read_point(sweep.adjoint)[0].norm())
+            sweep.growth = max(sweep.growth, size / first if first else 0.0)
+            lam, then = (step.read_point(state)[1] for state in (before, after))
+            sweep.zeros += int(((then == 0) & (lam > 0)).sum())
+            after = before
+            if file is not None:
+                sweep.kept[t] = pulled
+                if t == change.since or time.monotonic() - written > _SECONDS:
+                    _save(file, sweep)
+                    written = time.monotonic()
+        if len(moves.owners):
+            effects.index_add_(0, moves.owners.to(Q.device), step.effects(t, batch, pulled, moves))
         yield sweep
 
 
 def _identify(run: Run, change: RunPerturbation, targets: Targets) -> str:
     """Return a hash of all that a sweep depends on, with perturbations that add samples or are of a user's step."""
-    moved = hash_direction(change.direction) if change.extras or run.loop.step.problem is None else []
+    moved = hash_direction(change.direction) if change.extras or run.loop.problem is None else []
     about = f"{change.since} {[extra.steps for extra in change.extras.values()]}".encode()
     return hash_all([about, run.point.identity, *hash_targets(targets), *moved]).hex()
 
 
 def _save(file: Path, sweep: Sweep) -> None:
-    arrays = {f"adjoint_{k}": x for k, x in enumerate(leaves(sweep.adjoint))}
-    arrays |= {f"{t}_{k}": x for t, pulled in sweep.kept.items() for k, x in enumerate(pulled)}
+    groups = {"adjoint": leaves(sweep.adjoint), **sweep.kept}
+    arrays = {f"{name}_{k}": x for name, tensors in groups.items() for k, x in enumerate(tensors)}
     about = {"file": file.name, "t": sweep.t, "growth": sweep.growth, "zeros": sweep.zeros}
     write_archive(file, _KIND, arrays, about)
 
@@ -137,13 +132,9 @@ def _load(file: Path, sweep: Sweep) -> None:
         arrays, about = read_archive(file, _KIND, file=file.name)
     except (FileNotFoundError, InvalidInputError):
         return
-    adjoint = []
+    groups: dict[str, list[Tensor]] = {}
     for name, array in arrays.items():  # in the order in which they were written
-        step, tensor = name.split("_")[0], torch.from_numpy(array)
-        if step == "adjoint":
-            adjoint.append(tensor)
-        else:
-            sweep.kept[int(step)] = (*sweep.kept.get(int(step), ()), tensor.to(sweep.effects))
-    each = iter(adjoint)
-    sweep.adjoint = map_tensors(sweep.adjoint, lambda like: next(each).to(like))
+        groups.setdefault(name.split("_")[0], []).append(torch.from_numpy(array))
+    sweep.adjoint = combine(lambda like, x: x.to(like), sweep.adjoint, groups.pop("adjoint"))
+    sweep.kept = {int(t): tuple(x.to(sweep.effects) for x in tensors) for t, tensors in groups.items()}
     sweep.t, sweep.growth, sweep.zeros = about["t"], about["growth"], about["zeros"]

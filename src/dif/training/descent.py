@@ -19,9 +19,8 @@ from dif.derivatives.program import Program
 from dif.derivatives.rows import output_slices
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
-from dif.problem.problem import Problem
 from dif.runtime.inputs import check_number
-from dif.training.step import VECTORS, Batch, Moves, Observation, Pulled, State, Weights
+from dif.training.step import VECTORS, Batch, Moves, Pulled, Seen, State, Weights, combine
 
 Memory = tuple[Tensor, ...]
 
@@ -162,11 +161,6 @@ class Ascent:
         _check_rates(lr=self.lr)
 
 
-def is_optimizer(thing: Any) -> bool:
-    """Return whether an object, not a class, is an optimiser."""
-    return isinstance(thing, Optimizer) and not isinstance(thing, type)
-
-
 def _check_rates(**rates: float) -> None:
     """Check that rates are numbers ≥ 0, and that decay rates are below 1."""
     for name, rate in rates.items():
@@ -184,31 +178,11 @@ class TrainingStep:
     dual: Ascent
     factors: tuple[float, ...]  # of the learning rate at each step
 
-    def start(self, theta: Tensor, lam: Tensor) -> State:
-        """Return the state before the first step."""
-        return {"theta": theta, "lam": lam, "memory": self.optimizer.start(theta)}
+    def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> tuple[State, Seen]:
+        """Return the state after step t, and the objective, f − τ and λ before it.
 
-    @property
-    def problem(self) -> Problem:
-        """What is minimised under which constraints."""
-        return self.program.problem
-
-    @property
-    def settings(self) -> tuple[Optimizer, Ascent, tuple[float, ...]]:
-        """What the steps depend on besides the program."""
-        return self.optimizer, self.dual, self.factors
-
-    def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> State:
-        """Return the state after step t."""
-        return self._advance(t, state, batch, weights)[0]
-
-    def observe(self, t: int, state: State, batch: Batch) -> tuple[State, Observation]:
-        """Return the state after step t, and the objective, f − τ and λ before it."""
-        after, objective, violations = self._advance(t, state, batch, None)
-        return after, Observation(objective, violations, state["lam"])
-
-    def _advance(self, t: int, state: State, batch: Batch, weights: Weights | None) -> tuple[State, Tensor, Tensor]:
-        """Return the state after step t, and the objective and f − τ before it."""
+        Without weights, they are those of the run itself.
+        """
         lam, (mix, present) = state["lam"], self._mix(batch, weights)
         tau = self.program.tau if weights is None else self.program.tau + weights.dtau
 
@@ -219,14 +193,14 @@ class TrainingStep:
 
         g, (objective, violations) = grad(lagrangian, has_aux=True)(state["theta"])
         theta, memory = self.optimizer.update(state["theta"], state["memory"], g, self.factors[t], t)
-        lam = self.program.kinds.project(lam + self.dual.lr * violations)
-        return {"theta": theta, "lam": lam, "memory": memory}, objective, violations
+        after = {"theta": theta, "lam": self.program.kinds.project(lam + self.dual.lr * violations), "memory": memory}
+        return after, {"objective": objective, "violations": violations, "multipliers": lam}
 
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
         """Return the states after step t, for P states and the weights of each, all with a first dimension P."""
 
         def advance(state: State, a: Any, b: Any, dtau: Tensor) -> State:
-            return self.advance(t, state, batch, Weights(a, b, dtau))
+            return self.advance(t, state, batch, Weights(a, b, dtau))[0]
 
         return vmap(advance)(states, weights.a, weights.b, weights.dtau)
 
@@ -293,8 +267,7 @@ class TrainingStep:
         """Return how the state after step t changes with the state before it and under a perturbation."""
         theta, lam, memory = state["theta"], state["lam"], state["memory"]
         like = lambda x: x.to(theta)  # noqa: E731  (in forward mode the tangent of a scalar may be float64)
-        advance = lambda s: self._advance(t, s, batch, None)  # noqa: E731
-        (after, _, violations), (pushed, *_) = jvp(advance, (state,), (tangent,))[:2]
+        (after, seen), (pushed, _) = jvp(lambda s: self.advance(t, s, batch), (state,), (tangent,))[:2]
         if not len(moves.owners):
             return map_tensors(pushed, like)
 
@@ -309,9 +282,8 @@ class TrainingStep:
         g = self.optimizer.recover_gradient(theta, memory, after["memory"])
         update = lambda g: self.optimizer.update(theta, memory, g, self.factors[t], t)  # noqa: E731
         dtheta, dmemory = jvp(update, (g,), (dg,))[1]
-        dlam = self._ascend(lam + self.dual.lr * violations, df, moves.exact)[0]
-        more = iter(leaves({"theta": dtheta, "lam": dlam, "memory": dmemory}))
-        return map_tensors(pushed, lambda x: like(x + next(more)))
+        dlam = self._ascend(lam + self.dual.lr * seen["violations"], df, moves.exact)[0]
+        return combine(lambda x, dx: like(x + dx), pushed, {"theta": dtheta, "lam": dlam, "memory": dmemory})
 
     def pull_back(
         self, t: int, state: State, after: State, batch: Batch, adjoint: State, moves: Moves

@@ -21,7 +21,7 @@ from dif.problem.term import Term
 from dif.runtime.guard import convert_errors, is_unsupported, numbers_at_once
 from dif.runtime.inputs import as_tensor, check_list
 from dif.training.run import Keep, Loop, Run, carry_out
-from dif.training.step import VECTORS, Batch, Moves, Pulled, State, Weights, default_weights
+from dif.training.step import VECTORS, Batch, Moves, Pulled, Seen, State, Weights, combine, default_weights
 
 _LAYERS = 64  # of the size of the batch that a step is assumed to need, since it cannot be measured
 _EXACT_BATCH = 64  # samples in a batch up to which the step is repeated without each; beyond, its derivative counts
@@ -36,30 +36,39 @@ class UserStep:
     """
 
     function: Callable[[Any, Any, Any], Any]
-    program: Program
-    problem: None = None
-    settings: None = None  # the losses of the program know the function
+    program: Program  # its losses know the function
     _mappable: list[bool] = field(default_factory=list)  # empty until it is known
 
-    def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> State:
-        """Return the state after step t."""
+    def advance(self, t: int, state: State, batch: Batch) -> tuple[State, Seen]:
+        """Return the state after step t; there is nothing else to record."""
+        return self.carry_out(state, batch, default_weights(self.program, batch).a), {}
+
+    def carry_out(self, state: State, batch: Batch, a: Sequence[Tensor]) -> State:
+        """Return the state after a step with weights a of each part of the batch."""
         with torch.enable_grad():  # the step may call torch.autograd.grad
-            after = self._call(_track(state), batch, weights or default_weights(self.program, batch))
+            after = self._call(_track(state), batch, a)
         return map_tensors(after, torch.Tensor.detach)
 
-    def observe(self, t: int, state: State, batch: Batch) -> tuple[State, None]:
-        """Return the state after step t; there is nothing else to record."""
-        return self.advance(t, state, batch), None
-
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
-        """Return the states after step t: by one call that is mapped over them, or one by one."""
-        if self._is_mappable(batch, map_tensors(states, lambda x: x[0])):
-            return self._map(states, batch, weights.a)
-        each = [
-            self.advance(t, map_tensors(states, lambda x, p=p: x[p]), batch, replace(weights, a=a))
-            for p, a in enumerate(zip(*weights.a, strict=True))
-        ]
-        return _combine(each, torch.stack)
+        """Return the states after step t: by one call that is mapped over them if torch can do that, or one by one."""
+
+        def advance_one(p: int) -> State:
+            return self.carry_out(map_tensors(states, lambda x: x[p]), batch, [a[p] for a in weights.a])
+
+        if self._mappable != [False]:
+            try:
+                after = torch.vmap(lambda state, a: self._call(state, batch, a))(states, weights.a)
+            except Exception as error:
+                if self._mappable or not is_unsupported(error):
+                    raise
+                self._mappable.append(False)
+            else:
+                if not self._mappable:
+                    pair = _join_leaves(map_tensors(after, lambda x: x[-1])), _join_leaves(advance_one(-1))
+                    self._mappable.append(torch.allclose(*pair, 1e-3, 1e-4, equal_nan=True))
+                if self._mappable[0]:
+                    return map_tensors(after, torch.Tensor.detach)
+        return combine(lambda *x: torch.stack(x), *map(advance_one, range(len(weights.a[0]))))
 
     def memory(self, state: State, batch: Batch) -> int:
         """Return how many numbers a step needs for one more state."""
@@ -74,8 +83,7 @@ class UserStep:
     def make_adjoint(self, Q: Tensor, state: State) -> State:
         """Return the adjoints of a state for targets with gradients Q in θ, (T, d)."""
         zeros = map_tensors(state, lambda x: torch.zeros((len(Q), *x.shape), dtype=Q.dtype, device=Q.device))
-        rows = [self.program.parameters.tensors(q) for q in Q]
-        select_params(zeros).update({name: torch.stack([row[name] for row in rows]) for name in rows[0]})
+        select_params(zeros).update(torch.vmap(self.program.parameters.tensors)(Q))
         return zeros
 
     # Derivatives, by autograd alone, so that the step may use it, too
@@ -85,7 +93,7 @@ class UserStep:
     ) -> tuple[State, Pulled]:
         """Return the adjoints of the state before step t, for T of the state after it, and what `effects` needs.
 
-        That is the derivative in the weights of each part, (T, B), and the effects of the exact moves, (Q, T).
+        That is all of the effects, (Q, T, 1).
         """
         before, weights, then = self._trace(state, batch)
         inputs, outputs, weighing = _variables(before) + weights, _variables(then), leaves(adjoint)
@@ -93,32 +101,28 @@ class UserStep:
         along = [w for w, x in zip(weighing, leaves(then), strict=True) if x.requires_grad]
         found = [_pull(outputs, inputs, [w[k] for w in along]) for k in range(T)]
         columns = iter([torch.stack(column) for column in zip(*found, strict=True)])
-        like = weights[0]
-        back = map_tensors(before, lambda x: next(columns) if x.requires_grad else like.new_zeros((T, *x.shape)))
-        exact = [like.new_zeros((0, T))]
-        for changes in self._change_exactly(t, state, batch, moves):
+        total = weights[0].new_zeros((len(moves.owners), T))
+        back = map_tensors(before, lambda x: next(columns) if x.requires_grad else total.new_zeros((T, *x.shape)))
+        for slope, moved in zip(columns, moves.parts, strict=True):
+            owner, place = moved.owner.to(total.device), moved.place.to(total.device)
+            total.index_add_(0, owner, slope[:, 0, 0, place].T * moved.da[:, 0])
+        for which, changes in self._change_exactly(t, state, batch, moves):
             pairs = zip(leaves(changes), weighing, strict=True)
-            exact.append(sum(dx.reshape(len(dx), -1).to(w) @ w.reshape(T, -1).T for dx, w in pairs))  # type: ignore[arg-type]
-        return back, (*columns, torch.cat(exact))
+            total[which] = sum(dx.reshape(len(dx), -1).to(w) @ w.reshape(T, -1).T for dx, w in pairs)  # type: ignore[arg-type]
+        return back, (total[:, :, None],)
 
     def effects(self, t: int, batch: Batch, pulled: Pulled, moves: Moves) -> Tensor:
         """Return by how much perturbations change the targets, (Q, T, 1)."""
-        *slopes, exact = pulled
-        total = exact.new_zeros((len(moves.owners), exact.shape[1]))
-        for slope, moved in zip(slopes, moves.parts, strict=True):
-            where = moved.place.to(total.device)
-            total.index_add_(0, moved.owner.to(total.device), slope[:, 0, 0, where].T * moved.da[:, 0])
-        total[self._find_exact(batch, moves)] = exact
-        return total[:, :, None]
+        return pulled[0]
 
     def push_forward(self, t: int, state: State, batch: Batch, tangent: State, moves: Moves) -> State:
         """Return how the state after step t changes with the state before it and under a perturbation."""
-        changes, start = list(self._change_exactly(t, state, batch, moves)), default_weights(self.program, batch)
+        start, exact = default_weights(self.program, batch), list(self._change_exactly(t, state, batch, moves))
+        if exact:
+            pushed = self.differentiate(state, batch, tangent, [torch.zeros_like(a) for a in start.a])
+            return combine(lambda x, dx: x + dx[0], pushed, exact[0][1])
         after = moves.carry_out(start, torch.arange(len(moves.owners)), 1)
-        da = [torch.zeros_like(x) if changes else y[0] - x for x, y in zip(start.a, after.a, strict=True)]
-        pushed = self.differentiate(state, batch, tangent, da)
-        each = iter(leaves(changes[0]) if changes else [])
-        return map_tensors(pushed, lambda x: x + next(each)[0]) if changes else pushed
+        return self.differentiate(state, batch, tangent, [y[0] - x for x, y in zip(start.a, after.a, strict=True)])
 
     def differentiate(self, state: State, batch: Batch, tangent: State, da: Sequence[Tensor]) -> State:
         """Return the derivative of the state after a step along changes of the state before it and of the weights.
@@ -134,14 +138,13 @@ class UserStep:
         moved = iter(_pull(columns, u, along))
         return map_tensors(then, lambda x: next(moved) if x.requires_grad else torch.zeros_like(x))
 
-    def _find_exact(self, batch: Batch, moves: Moves) -> Tensor:
-        """Return which moves are carried out, (Q,) bool: those that are exact, in batches that are not too large."""
-        return moves.exact & (sum(len(part.index) for part in batch if not part.extra) <= _EXACT_BATCH)
+    def _change_exactly(self, t: int, state: State, batch: Batch, moves: Moves) -> Iterator[tuple[Tensor, State]]:
+        """Yield exact moves, (q,), and by how much they change the state after a step, (q, …), where batches are small.
 
-    def _change_exactly(self, t: int, state: State, batch: Batch, moves: Moves) -> Iterator[State]:
-        """Yield by how much exact moves change the state after a step, (q, …), as many at once as fit into memory."""
-        which = torch.nonzero(self._find_exact(batch, moves)).reshape(-1)
-        if len(which) == 0:
+        They are as many at once as fit into memory.
+        """
+        which = torch.nonzero(moves.exact).reshape(-1)
+        if len(which) == 0 or sum(len(part.index) for part in batch if not part.extra) > _EXACT_BATCH:
             return
         start, Q = default_weights(self.program, batch), len(moves.owners)
         weights = moves.carry_out(start, torch.arange(Q), Q)
@@ -151,21 +154,20 @@ class UserStep:
             P = len(some) + 1  # and the step as it is
             states = map_tensors(state, lambda x, P=P: x.expand(P, *x.shape))
             after = self.advance_many(t, states, batch, replace(start, a=a))
-            yield map_tensors(after, lambda x: x[1:] - x[:1])
+            yield some, map_tensors(after, lambda x: x[1:] - x[:1])
 
     def _trace(self, state: State, batch: Batch) -> tuple[State, list[Tensor], State]:
         """Return the state before a step and its weights, both tracked by autograd, and the state after it."""
-        before, start = _track(state), default_weights(self.program, batch)
-        a = tuple(x.requires_grad_() for x in start.a)
+        before, a = _track(state), [x.requires_grad_() for x in default_weights(self.program, batch).a]
         with torch.enable_grad():
-            return before, list(a), self._call(before, batch, replace(start, a=a))
+            return before, a, self._call(before, batch, a)
 
-    def _call(self, state: State, batch: Batch, weights: Weights) -> State:
+    def _call(self, state: State, batch: Batch, a: Sequence[Tensor]) -> State:
         """Call the user's function and check that the state keeps its layout."""
-        pairs = list(zip(batch, weights.a, strict=True))
-        tables = range(len(self.program.rows.tables))
-        parts = [[(part.data, a[0, 0]) for part, a in pairs if part.table == k] for k in tables]
-        each = [one[0] if len(one) == 1 else _combine(one, torch.cat) for one in parts]  # of each table
+        each = []  # data and weights of each table
+        for k in range(len(self.program.rows.tables)):
+            parts = [(part.data, x[0, 0]) for part, x in zip(batch, a, strict=True) if part.table == k]
+            each.append(parts[0] if len(parts) == 1 else combine(lambda *x: torch.cat(x), *parts))
         copied = map_tensors(state, lambda x: x)  # new containers: the step may write into them
         with convert_errors("step"):
             after = self.function(copied, *(each[0] if len(each) == 1 else zip(*each, strict=True)))
@@ -176,27 +178,9 @@ class UserStep:
                 f"`step` must return a state with the names, shapes and types of the start, not "
                 f"{new.get(changed, 'nothing')} for {changed}, which was {old.get(changed, 'not there')}."
             )
-        return _reorder(after, state)
-
-    def _map(self, states: State, batch: Batch, a: tuple[Tensor, ...]) -> State:
-        """Return the states after a step by one call that is mapped over them."""
-        start = default_weights(self.program, batch)
-        mapped = torch.vmap(lambda state, a: self._call(state, batch, replace(start, a=a)))
-        return map_tensors(mapped(states, a), torch.Tensor.detach)
-
-    def _is_mappable(self, batch: Batch, state: State) -> bool:
-        """Return whether torch can map the step over states and weights; found out once, on two states."""
-        if not self._mappable:
-            state, a = map_tensors((state, default_weights(self.program, batch).a), lambda x: x.expand(2, *x.shape))
-            try:
-                found, one = self._map(state, batch, a), self.advance(0, map_tensors(state, lambda x: x[0]), batch)
-                pairs = [(x[1].double(), y.double()) for x, y in zip(leaves(found), leaves(one), strict=True)]
-                self._mappable.append(all(torch.allclose(*pair, 1e-3, 1e-4, equal_nan=True) for pair in pairs))
-            except Exception as error:
-                if not is_unsupported(error):
-                    raise
-                self._mappable.append(False)
-        return self._mappable[0]
+        tensors = dict(zip(new, leaves(after), strict=True))
+        each = iter([tensors[name] for name in old])  # dicts may have their entries in another order
+        return map_tensors(state, lambda _: next(each))
 
 
 def select_params(state: State) -> dict[str, Tensor]:
@@ -214,9 +198,9 @@ def flatten_params(state: State, parameters: Parameters) -> Tensor:
 
 def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
     """Refuse a step that is random, ignores its weights, or whose derivative is not that of its values."""
-    weights, (once, again) = default_weights(step.program, batch), (step.advance(t, state, batch) for _ in range(2))
-    pairs = zip(leaves(once), leaves(again), strict=True)
-    gap = max(float((x.double().nan_to_num() - y.double().nan_to_num()).abs().amax()) for x, y in pairs if x.numel())
+    a = default_weights(step.program, batch).a
+    once, again = (_join_leaves(step.carry_out(state, batch, a)) for _ in range(2))
+    gap = float((once.nan_to_num() - again.nan_to_num()).abs().max())
     if gap > 0:
         raise InvalidInputError(
             f"Two calls of the step with the same state and batch differ by up to {gap:.3g}.",
@@ -229,9 +213,9 @@ def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
     still = map_tensors(state, torch.zeros_like)
     # in proportion, so that averages of squares stay positive
     moving = map_tensors(state, lambda x: draw(x) * x if x.is_floating_point() else torch.zeros_like(x))
-    drawn = tuple(map(draw, weights.a))
-    other = step.advance(t, state, batch, _shift(weights, drawn, 0.5))
-    if t == 0 and all(torch.equal(x, y) for x, y in zip(leaves(other), leaves(once), strict=True)):
+    drawn = [draw(x) for x in a]
+    other = _join_leaves(step.carry_out(state, batch, _shift(a, drawn, 0.5)))
+    if t == 0 and torch.equal(other, once):
         raise InvalidInputError(
             "`step` must multiply the loss of each sample by its weight, but returns the same state for other weights; "
             "write (weights * losses).sum() / weights.sum() instead of losses.mean()."
@@ -239,9 +223,9 @@ def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
     tolerance = _TOLERANCE[drawn[0].dtype]
     for what, tangent, da in (
         ("the weights of its samples", still, drawn),
-        ("its state", moving, tuple(map(torch.zeros_like, drawn))),
+        ("its state", moving, [torch.zeros_like(x) for x in a]),
     ):
-        error, size = _compare_with_differences(step, t, state, batch, tangent, da)
+        error, size = _compare_with_differences(step, state, batch, tangent, da)
         if error > tolerance * size:
             raise InvalidInputError(
                 f"The derivative of step {t + 1} in {what} is off by {error / size:.2g} of its size.",
@@ -252,19 +236,17 @@ def check_step(step: UserStep, t: int, state: State, batch: Batch) -> None:
 
 
 def _compare_with_differences(
-    step: UserStep, t: int, state: State, batch: Batch, tangent: State, da: tuple[Tensor, ...]
+    step: UserStep, state: State, batch: Batch, tangent: State, da: Sequence[Tensor]
 ) -> tuple[float, float]:
     """Return how far a directional derivative is from differences to both sides, and the size of the differences.
 
     Where the sides differ, at a kink such as a projection, anything between them is right.
     """
-    weights = default_weights(step.program, batch)
-    h = torch.finfo(da[0].dtype).eps ** (1 / 3)
+    a, h = default_weights(step.program, batch).a, torch.finfo(da[0].dtype).eps ** (1 / 3)
 
     def at(h: float) -> Tensor:
-        along = iter(leaves(tangent))
-        point = map_tensors(state, lambda x: x + h * next(along) if x.is_floating_point() else (next(along), x)[1])
-        return _join_leaves(step.advance(t, point, batch, _shift(weights, da, h)))
+        point = combine(lambda x, dx: x + h * dx if x.is_floating_point() else x, state, tangent)
+        return _join_leaves(step.carry_out(point, batch, _shift(a, da, h)))
 
     slopes = _join_leaves(step.differentiate(state, batch, tangent, da))
     expected, _, bend = difference(at, at(0.0), h)
@@ -276,8 +258,8 @@ def _join_leaves(state: State) -> Tensor:
     return torch.cat([x.double().reshape(-1) for x in leaves(state)])
 
 
-def _shift(weights: Weights, da: tuple[Tensor, ...], h: float) -> Weights:
-    return replace(weights, a=tuple(a + h * d for a, d in zip(weights.a, da, strict=True)))
+def _shift(a: Sequence[Tensor], da: Sequence[Tensor], h: float) -> list[Tensor]:
+    return [x + h * dx for x, dx in zip(a, da, strict=True)]
 
 
 def describe_state(state: Any, name: str = "") -> dict[str, str]:
@@ -291,12 +273,6 @@ def describe_state(state: Any, name: str = "") -> dict[str, str]:
     else:
         return {name: f"an object of type {type(state).__name__}"}
     return {key: text for part in parts for key, text in describe_state(part[1], part[0]).items()}
-
-
-def _combine(parts: Sequence[Any], join: Callable[[tuple[Tensor, ...]], Tensor]) -> Any:
-    """Combine states or batches of the same structure, tensor by tensor."""
-    columns = iter([join(column) for column in zip(*map(leaves, parts), strict=True)])
-    return map_tensors(parts[0], lambda x: next(columns))
 
 
 def _track(state: State) -> State:
@@ -319,16 +295,6 @@ def _pull(
     return torch.autograd.grad(
         outs, inputs, along, retain_graph=True, create_graph=create_graph, allow_unused=True, materialize_grads=True
     )
-
-
-def _reorder(state: Any, like: Any) -> Any:
-    """Return a state with the entries of its dicts in the order of another one."""
-    if isinstance(like, Mapping):
-        return {key: _reorder(state[key], value) for key, value in like.items()}
-    if isinstance(like, tuple | list):
-        parts = [_reorder(*pair) for pair in zip(state, like, strict=True)]
-        return type(like)(*parts) if hasattr(like, "_fields") else type(like)(parts)
-    return state
 
 
 def unroll(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,7 @@ from dif.problem.samples import Samples
 from dif.runtime.archive import Journal, lock_folder, read_archive, write_archive
 from dif.runtime.inputs import expect_folder
 from dif.runtime.work import progress
-from dif.training.step import Batch, Part, State, Step
+from dif.training.step import Batch, Part, Seen, State, Step, combine
 
 _KIND = "state of a run"  # of file
 _IN_MEMORY = 2**29  # numbers of all states together that are kept in memory; beyond, only every √T-th state is
@@ -55,11 +55,14 @@ class States:
             arrays = {f"leaf_{k}": leaf for k, leaf in enumerate(leaves(state))}
             write_archive(self._file(t), _KIND, arrays, {"step": t, "identity": self.identity})
         elif t % self.every == 0 or t == self.length:
-            self._kept[t] = map_tensors(state, torch.Tensor.detach)
+            self._kept[t] = state
 
     def __getitem__(self, t: int) -> Any:
         if self.folder is not None:
-            return self._read(t)
+            cure = "Delete it; training with the same folder then continues from the state before it."
+            arrays, _ = read_archive(self._file(t), _KIND, cure, step=t, identity=self.identity)
+            tensors = [torch.from_numpy(arrays[f"leaf_{k}"]) for k in range(len(arrays))]
+            return combine(lambda like, x: x.to(like), self.loop.initial, tensors)
         if t in self._kept:
             return self._kept[t]
         if t not in self._recent:
@@ -67,8 +70,7 @@ class States:
             state, self._recent = self._kept[begin], {}
             for s in range(begin, min(begin + self.every, self.length)):
                 self._recent[s] = state
-                after = self.loop.step.advance(s, state, self.loop.batch(s))
-                state = map_tensors(after, torch.Tensor.detach)
+                state, _ = self.loop.advance(s, state)
         return self._recent[t]
 
     def find_done(self) -> int:
@@ -89,12 +91,6 @@ class States:
         assert self.folder is not None
         return self.folder / f"state_{t:06d}.npz"
 
-    def _read(self, t: int) -> Any:
-        cure = "Delete it; training with the same folder then continues from the state before it."
-        arrays, _ = read_archive(self._file(t), _KIND, cure, step=t, identity=self.identity)
-        each = iter([torch.from_numpy(arrays[f"leaf_{k}"]) for k in range(len(arrays))])
-        return map_tensors(self.loop.initial, lambda like: next(each).to(like))
-
 
 Keep = str | os.PathLike[str] | None  # "all", "sqrt", a folder, or None for what fits into memory
 
@@ -107,6 +103,8 @@ class Loop:
     indices: tuple[tuple[Tensor, ...], ...]  # for each step, the samples of each table
     epochs: tuple[range, ...]  # the steps of each epoch
     initial: State
+    problem: Problem | None = None  # what is minimised under which constraints; None where only the step knows
+    settings: Any = None  # what the steps depend on besides the program, such as the optimiser
 
     @property
     def program(self) -> Program:
@@ -117,6 +115,11 @@ class Loop:
     def length(self) -> int:
         """Number of steps."""
         return len(self.indices)
+
+    def advance(self, t: int, state: State) -> tuple[State, Seen]:
+        """Return the state after step t, and what there is to record."""
+        after, seen = self.step.advance(t, state, self.batch(t))
+        return map_tensors(after, torch.Tensor.detach), seen
 
     def batch(self, t: int) -> Batch:
         """Return the samples of step t."""
@@ -139,18 +142,21 @@ class Loop:
             "the data, the loss or the step": fingerprint_program(self.program).hex(),
             "the start": hash_all(map(encode_tensor, leaves(self.initial))).hex(),
             "the batches": hash_all(batches).hex(),
-            "the optimiser or the schedule": hash_all(ObjectEncoder().encode(self.step.settings)).hex(),
+            "the optimiser or the schedule": hash_all(ObjectEncoder().encode(self.settings)).hex(),
         }
 
 
 @dataclass(frozen=True)
 class History:
-    """Objective, f − τ and λ at the batch of every step; empty for a step of one's own."""
+    """Objective, f − τ and λ at the batch of every step; empty for a step of one's own.
 
-    steps: list[int]
-    objective: list[float]
-    violations: list[list[float]]
-    multipliers: list[list[float]]
+    The values of a step are those before it; f − τ is 0 for constraints without members in the batch.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    objective: list[float] = field(default_factory=list)
+    violations: list[list[float]] = field(default_factory=list)
+    multipliers: list[list[float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,7 +208,7 @@ class Run:
     @property
     def problem(self) -> Problem:
         """The problem that was trained on."""
-        problem = self.loop.step.problem
+        problem = self.loop.problem
         if problem is None:
             raise InvalidInputError(
                 "This run was made by a step of your own, so dif does not know its problem, multipliers and residuals; "
@@ -221,7 +227,7 @@ class Run:
         return self.end.kkt
 
     def __repr__(self) -> str:
-        if self.loop.step.problem is None:
+        if self.loop.problem is None:
             return f"Run({self.loop.length} steps)"
         return f"Run({self.loop.length} steps: objective {self.end.objective:.6g}, {self.kkt})"
 
@@ -244,11 +250,11 @@ def carry_out(loop: Loop, keep: Keep, show_progress: bool) -> Run:
 
 def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
     """Carry out the steps that are not in the folder of the states, and return the history of all."""
-    begin, journal, names = 0, None, [f.name for f in fields(History)]
+    begin, journal = 0, None
     entries: list[dict[str, Any]] = []  # of the history, one for each step
     if states.folder is not None:
         begin = states.find_done()
-        if loop.step.problem is not None:
+        if loop.problem is not None:
             journal = Journal(states.folder / "history.jsonl", "history of a run")
             with suppress(FileNotFoundError, ValueError):  # none, or not even its first line
                 (head, *known), _ = journal.read()
@@ -260,7 +266,7 @@ def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
     state = states[begin]
     with progress("training", loop.length, show_progress) as report:
         for t in range(begin, loop.length):
-            state, seen = loop.step.observe(t, state, loop.batch(t))
+            state, seen = loop.advance(t, state)
             if not all(bool(torch.isfinite(leaf).all()) for leaf in leaves(state)):
                 raise InvalidInputError(
                     f"The state of the training is not finite after step {t + 1} of {loop.length}.",
@@ -269,12 +275,12 @@ def _carry_out(loop: Loop, states: States, show_progress: bool) -> History:
                     "Use a smaller learning rate, or clip the arguments of logarithms and divisions.",
                 )
             states.put(t + 1, state)
-            if seen is not None:
-                entries.append(dict(zip(names, (t, *(value.tolist() for value in seen)), strict=True)))
+            if seen:
+                entries.append({"steps": t} | {name: value.tolist() for name, value in seen.items()})
             if journal is not None:
                 journal.append(entries[-1])
-            report(t + 1, "" if seen is None else _describe(*seen))
-    return History(**{name: [entry[name] for entry in entries] for name in names})
+            report(t + 1, _describe(**seen) if seen else "")
+    return History(**{name: [entry[name] for entry in entries] for name in (entries[0] if entries else ())})
 
 
 def _read_folder(keep: Keep) -> Path | None:
@@ -292,6 +298,6 @@ def fetch(samples: Samples, index: Tensor, device: torch.device) -> Any:
     return map_tensors(next(samples.storage.fetch([index])), lambda t: t.to(device))
 
 
-def _describe(objective: Tensor, *rows: Tensor) -> str:
-    worst, largest = (float(x.max()) if len(x) else 0.0 for x in rows)
+def _describe(objective: Tensor, violations: Tensor, multipliers: Tensor) -> str:
+    worst, largest = (float(x.max()) if len(x) else 0.0 for x in (violations, multipliers))
     return f"(objective {float(objective):.3g}, violation {worst:.1e}, λ {largest:.3g})"

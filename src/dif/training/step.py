@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from dif.derivatives.program import Program
-from dif.problem.problem import Problem
+from dif.problem.data import leaves, map_tensors
 from dif.problem.samples import Samples
 
 VECTORS = 3  # of the size of the state that a step needs for each state
 
 State = dict[str, Any]  # tensors in nested dicts, tuples and lists: parameters, multipliers, the optimiser's memory
+Seen = dict[str, Tensor]  # what the history of a run records of a step: values in its batch, before it
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +84,6 @@ class Moves:
         return Weights(tuple(a), tuple(b), dtau)
 
 
-class Observation(NamedTuple):
-    """What the history of a run records of a step: values in its batch, before it."""
-
-    objective: Tensor  # ()
-    violations: Tensor  # (m,) f − τ, 0 for constraints without members in the batch
-    multipliers: Tensor  # (m,)
-
-
 class Step(Protocol):
     """The steps of a training run and their derivatives; t counts steps from 0."""
 
@@ -98,22 +92,8 @@ class Step(Protocol):
         """The samples, terms and bounds that perturbations are about."""
         ...
 
-    @property
-    def problem(self) -> Problem | None:
-        """What is minimised under which constraints; None where only the step knows."""
-        ...
-
-    @property
-    def settings(self) -> Any:
-        """What the step depends on besides the program, such as the optimiser."""
-        ...
-
-    def observe(self, t: int, state: State, batch: Batch) -> tuple[State, Observation | None]:
-        """Return the state after step t, and what there is to record."""
-        ...
-
-    def advance(self, t: int, state: State, batch: Batch, weights: Weights | None = None) -> State:
-        """Return the state after step t; without weights, those of the run itself."""
+    def advance(self, t: int, state: State, batch: Batch) -> tuple[State, Seen]:
+        """Return the state after step t of the run itself, and what there is to record."""
         ...
 
     def advance_many(self, t: int, states: State, batch: Batch, weights: Weights) -> State:
@@ -155,3 +135,10 @@ def default_weights(program: Program, batch: Batch) -> Weights:
     R, tau = 1 + program.m, program.tau
     a = tuple(torch.full((R, *part.U.shape), 0.0 if part.extra else 1.0).to(tau) for part in batch)
     return Weights(a, a, torch.zeros_like(tau))
+
+
+def combine(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Apply a function to the corresponding tensors of states or batches; return its results in their structure."""
+    results = [function(*tensors) for tensors in zip(leaves(first), *map(leaves, others), strict=True)]
+    each = iter(results)
+    return map_tensors(first, lambda _: next(each))

@@ -19,7 +19,7 @@ from dif.problem.samples import Samples
 from dif.runtime.guard import convert_errors
 from dif.runtime.inputs import as_index, check_count, check_number
 from dif.solving.fit import read_multipliers
-from dif.training.descent import Ascent, Optimizer, TrainingStep, is_optimizer
+from dif.training.descent import Ascent, Optimizer, TrainingStep
 from dif.training.run import Keep, Loop, Run, carry_out
 
 Schedule = Literal["cosine"] | Callable[[float], float] | None
@@ -64,9 +64,10 @@ class Training:
         number = as_index(self.seed)
         if number is None or not -(2**63) < number < 2**63:
             raise InvalidInputError(f"`seed` must be an integer of at most 64 bits, not {self.seed!r}.")
+        optimizer = isinstance(self.optimizer, Optimizer) and not isinstance(self.optimizer, type)
         known = isinstance(self.schedule, str | None) and self.schedule in (None, "cosine")
         for name, sound, wanted in (
-            ("optimizer", is_optimizer(self.optimizer), "an optimiser such as dif.SGD(0.02, momentum=0.9)"),
+            ("optimizer", optimizer, "an optimiser such as dif.SGD(0.02, momentum=0.9)"),
             ("dual", isinstance(self.dual, Ascent), "a dif.Ascent"),
             ("schedule", known or callable(self.schedule), 'None, "cosine" or a function of the share that is done'),
         ):
@@ -83,7 +84,8 @@ class Training:
         indices, epochs = draw_batches(tables, self.batch_size, self.epochs, self.seed)
         factors = tuple(self._factor(t / len(indices)) for t in range(len(indices)))
         step = TrainingStep(program, self.optimizer, self.dual, factors)
-        return Loop(step, indices, epochs, step.start(theta, lam))
+        start = {"theta": theta, "lam": lam, "memory": self.optimizer.start(theta)}
+        return Loop(step, indices, epochs, start, program.problem, (self.optimizer, self.dual, factors))
 
     def _factor(self, share: float) -> float:
         if self.schedule is None:

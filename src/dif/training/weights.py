@@ -95,7 +95,7 @@ class RunPerturbation:
                 f"{describe(table.samples.storage.one())}, not {describe(new.storage.one())}; pass samples= to "
                 "dif.unroll, so that the step gets data: a Cooper problem looks them up by number."
             )
-        if addition.like is None and loop.step.problem is None:
+        if addition.like is None and loop.problem is None:
             raise InvalidInputError(
                 f"A step of your own draws its batches by rules that dif does not know, so the samples added to "
                 f"{addition.samples.name!r} are in no batch; pass like=i, and they are in the batches of sample i."

@@ -100,7 +100,8 @@ class UnrolledInfluence:
             values = _check_finite(sweep.effects.sum(2).double().cpu(), self.strict)
             about: dict[str, Any] = {"adjoint_growth": sweep.growth, "multipliers_at_zero": sweep.zeros}
             if count:
-                rows, weights = _choose(values, [touched for _, touched, _ in groups], count, reasons)
+                still = torch.finfo(self.run.point.theta.dtype).eps ** 0.625 * _measure(self.run.point, targets)
+                rows, weights = _choose(values, still, [touched for _, touched, _ in groups], count, reasons)
                 about |= self._carry_out(rows, weights, targets, change.direction, values)
             yield values, about
 
@@ -201,21 +202,27 @@ def _measure_rounding(at: Solution, targets: Targets, moves: Tensor) -> Tensor:
 
     They are within rounding of its value, and very small beside what moves of this length, (p, d), could change.
     """
-    Q, eps = targets.gradients(at.theta).abs(), torch.finfo(at.theta.dtype).eps
-    size = torch.maximum(targets.values(at.theta).abs(), at.theta.abs() @ Q)
-    reach = Q.norm(dim=0) * moves.norm(dim=1).nan_to_num(posinf=0.0).max()
-    return torch.minimum(_ROUNDING * eps * size, eps**0.625 * reach).double().cpu()
+    eps = torch.finfo(at.theta.dtype).eps
+    reach = targets.gradients(at.theta).norm(dim=0) * moves.norm(dim=1).nan_to_num(posinf=0.0).max()
+    return torch.minimum(_ROUNDING * eps * _measure(at, targets), eps**0.625 * reach.double().cpu())
+
+
+def _measure(at: Solution, targets: Targets) -> Tensor:
+    """Return the size of each target, (T,), or of its terms, where it is a sum near 0."""
+    Q = targets.gradients(at.theta).abs()
+    return torch.maximum(targets.values(at.theta).abs(), at.theta.abs() @ Q).double().cpu()
 
 
 def _choose(
-    values: Tensor, groups: Sequence[Tensor], count: int, left_out: Iterable[int] = ()
+    values: Tensor, still: Tensor, groups: Sequence[Tensor], count: int, left_out: Iterable[int] = ()
 ) -> tuple[list[int], Tensor]:
     """Return the rows that are carried out, and how many rows each of them stands for.
 
-    A third are the strongest, over all targets. The others are random: equally many of each group, one at least, and of
+    A third are the strongest, over all targets; changes up to `still`, (T,), hardly count. The others are random: equally many of each group, one at least, and of
     the rows that are in none. A row in several groups counts to the smallest.
     """
-    strength = (values.abs() / values.abs().max(0).values.clamp(min=torch.finfo(values.dtype).tiny)).sum(1)
+    units = torch.maximum(values.abs().max(0).values, still.clamp(min=torch.finfo(values.dtype).tiny))
+    strength = (values.abs() / units).sum(1)
     order, generator = strength.nan_to_num(posinf=0.0).argsort(descending=True), torch.Generator().manual_seed(0)
     order = order[~torch.isin(order, torch.tensor(list(left_out), dtype=torch.long))]
     first = -(-count // 3)

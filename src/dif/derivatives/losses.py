@@ -454,9 +454,9 @@ def weighted_gradients(
 
 
 @retry_with_smaller_batches
-def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor) -> Tensor:
-    """Return ℓᵢ of all samples at several θ (P, d), (P, n)."""
-    sweep = sweep_batches(samples, parameters, thetas[0], shared=False)
+def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor, indices: Tensor | None = None) -> Tensor:
+    """Return ℓᵢ of all samples or of those listed at several θ (P, d), (P, n)."""
+    sweep = sweep_batches(samples, parameters, thetas[0], indices, shared=False)
     return torch.cat([thetas.new_zeros((len(thetas), 0)), *(loss.evaluate_at(thetas)[0] for _, loss in sweep)], 1)
 
 

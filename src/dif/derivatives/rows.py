@@ -113,6 +113,12 @@ class Table:
     sums: tuple[SampleSum, ...]
     U: Tensor  # (k, n)
 
+    @cached_property
+    def used(self) -> tuple[Tensor | None, Tensor]:
+        """The samples with a weight in any sum, None for all; and their columns of U."""
+        chosen = torch.nonzero((self.U != 0).any(0)).reshape(-1)
+        return (None, self.U) if len(chosen) == self.U.shape[1] else (chosen, self.U[:, chosen])
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -239,7 +245,8 @@ class Rows:
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return f at several θ (P, d), (P, R)."""
-        parts = [stacked_losses(t.samples, self.parameters, thetas) @ t.U.T for t in self.tables]
+        used = [(t.samples, *t.used) for t in self.tables]
+        parts = [stacked_losses(samples, self.parameters, thetas, index) @ U.T for samples, index, U in used]
         parts += [f.evaluate_at(thetas)[0] for f in self.functions]
         return torch.cat(parts, 1) @ self.C.T
 

@@ -24,9 +24,10 @@ from dif.results.influence import Influence
 from dif.runtime.inputs import check_number
 
 _MARGIN_ROWS = 64  # rows nearest to switching whose margins are computed
-_CHUNK = 2**14  # perturbations whose rows are in memory at once
+_CHUNK = 2**17  # perturbations whose rows are in memory at once
 _PERTURBATIONS = 32  # perturbations at most under each of which the moves of all rows are computed
 _PARAMETERS = 64  # parameters up to which they are for any number of perturbations
+_COLUMNS = 3  # products per sample up to which they are, too: mixtures cost as much
 _NUMBERS = 2**25  # entries of their steps and rows at most: 256 MiB in double precision
 _MIXTURES = 8  # random mixtures of the perturbations, where there are more
 _MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
@@ -217,17 +218,23 @@ class DirectionalInfluence(FirstOrderEstimator):
     def _moves(self, system: KKTSystem, rows: Tensor, direction: Direction) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the changes of f − τ and of λ of some rows, (P, rows) each, chunk by chunk; NaN where unanswered.
 
-        What is solved for are the perturbations, the gradients of the rows or all d directions, whichever are fewest.
+        Rows that hold as equalities do not move. For the others, what is solved for are the perturbations, the
+        gradients of the rows or all d directions, whichever are fewest.
         """
-        G, d = self.at.G[rows], self.at.theta.numel()
-        few, columns = min(len(rows), d) >= direction.P, system.V
-        basis = G if len(rows) <= d else torch.eye(d).to(G)
+        held = torch.zeros_like(self.at.program.kinds.equal)
+        held[system.rows] = system.equal
+        free = ~held[rows]
+        G, d = self.at.G[rows[free]], self.at.theta.numel()
+        few, columns = 0 < min(len(G), d) >= direction.P, system.V
+        basis = G if len(G) <= d else torch.eye(d).to(G)
         if not few:
             columns = torch.cat([columns, system.solver.solve(basis.T)], 1)
         for begin in range(0, direction.P, self._most):
             chunk = direction[begin : begin + self._most]
             move, response, _ = self.answer(system, chunk, None if few else columns)  # Δθ, or its part along the basis
-            yield response.r[:, rows] + (move if basis is G and not few else move @ G.T), response.dlam[:, rows]
+            dc = (0 * response.w).sum(1, keepdim=True).repeat(1, len(rows))
+            dc[:, free] = response.r[:, rows[free]] + (move if basis is G and not few else move @ G.T)
+            yield dc, response.dlam[:, rows]
 
     # Constraints within reach: those that could become active or inactive within a step
 
@@ -244,8 +251,9 @@ class DirectionalInfluence(FirstOrderEstimator):
         fixed[system.rows] = equal
         fixed = fixed & kinds.one_sided
         binding = at.active.is_binding
-        d, again = at.theta.numel(), bool((~equal).any()) and int(fixed.sum()) <= _ROWS
-        if d > _PARAMETERS and (P > _PERTURBATIONS or P * d > _NUMBERS) and not again:
+        d, columns = at.theta.numel(), len(equal) + int((fixed & ~binding).sum())  # of the sweep for their moves
+        again = bool((~equal).any()) and int(fixed.sum()) <= _ROWS
+        if d > _PARAMETERS and (P > _PERTURBATIONS or P * d > _NUMBERS) and columns > _COLUMNS and not again:
             dc, dlam = self._typical_moves(system, direction)
             fixed = fixed & torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
             if int(fixed.sum()) <= _ROWS:

@@ -22,7 +22,7 @@ from dif.runtime.inputs import check_count, check_number
 
 _SLOPES = 2**25  # slopes in memory at once: 256 MiB in double precision
 _CHUNKS = 64  # largest number of chunks, memory permitting: each is a sweep over the data
-_SMALLEST = 2**14  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
+_SMALLEST = 2**17  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
 _SWEEP_OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep over the data
 
 

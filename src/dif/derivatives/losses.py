@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, evaluate_maps, measure_maps
+from dif.derivatives.linear_structure import NotLinearError, assemble_hessian, evaluate_maps, measure_maps, push_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
@@ -236,6 +236,13 @@ class BatchLosses(Differentiable):
                 return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
         return super().evaluate_at(thetas, W)
 
+    def push(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, (n,), and J·v for every column v of V (d, c), as (n, c): all by one matrix product."""
+        if self.by_maps and NO_FORWARD not in self.fallbacks:
+            with fall_back(self.fallbacks):
+                return push_maps(self.samples, self.parameters, theta, self.batch, V)
+        return super().push(theta, V)
+
     def sample_gradients(self, theta: Tensor) -> Tensor:
         """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""
         loss_of_one = lambda t, z: replace(self, batch=_as_batch(z), count=1)(t)[0]  # noqa: E731
@@ -415,7 +422,7 @@ def sample_slopes(
     """Return ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep.
 
     Forward mode costs about two evaluations per column. Per-sample gradients cost about three evaluations and a fixed
-    amount per parameter, for any number of columns. The cheaper of them is used.
+    amount per parameter, for any number of columns. The cheaper of them is used, unless one matrix product does.
     """
     (d, columns), flops = V.shape, cost(samples, parameters, theta).flops
     entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
@@ -423,7 +430,7 @@ def sample_slopes(
     at_most = max(1, numbers_at_once(theta, _GRADIENTS) // d) if by_gradients else None
     losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
     for _, loss in sweep_batches(samples, parameters, theta, indices, at_most):
-        if by_gradients:
+        if by_gradients and not loss.by_maps:
             value, slope = loss.values(theta), loss.sample_gradients(theta) @ V
         else:
             value, slope = loss.push(theta, V) if columns else (loss.values(theta), V.new_zeros((loss.count, 0)))

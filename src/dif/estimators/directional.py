@@ -210,31 +210,26 @@ class DirectionalInfluence(FirstOrderEstimator):
             dc, dlam = (torch.cat(parts).abs().double().cpu() for parts in moves)
             answered = torch.isfinite(dc).all(1)
             for k, j in enumerate(rows.tolist()):
-                deciding = (dlam if j in at.active.binding else dc)[answered, k]
+                deciding = dlam[answered, j] if j in at.active.binding else dc[answered, k]
                 if len(deciding):
                     margins[j] = Margin(float(deciding.max()), float(deciding.median()))
         return margins
 
     def _moves(self, system: KKTSystem, rows: Tensor, direction: Direction) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the changes of f − τ and of λ of some rows, (P, rows) each, chunk by chunk; NaN where unanswered.
+        """Yield the changes of f − τ of some rows, (P, rows), and of λ, (P, m), chunk by chunk; NaN where unanswered.
 
-        Rows that hold as equalities do not move. For the others, what is solved for are the perturbations, the
-        gradients of the rows or all d directions, whichever are fewest.
+        What is solved for are the perturbations, the gradients of the rows or all d directions, whichever are fewest.
         """
-        held = torch.zeros_like(self.at.program.kinds.equal)
-        held[system.rows] = system.equal
-        free = ~held[rows]
-        G, d = self.at.G[rows[free]], self.at.theta.numel()
-        few, columns = 0 < min(len(G), d) >= direction.P, system.V
-        basis = G if len(G) <= d else torch.eye(d).to(G)
+        G, d = self.at.G[rows], self.at.theta.numel()
+        few, columns = min(len(rows), d) >= direction.P, system.V
+        basis = G if len(rows) <= d else torch.eye(d).to(G)
         if not few:
             columns = torch.cat([columns, system.solver.solve(basis.T)], 1)
         for begin in range(0, direction.P, self._most):
             chunk = direction[begin : begin + self._most]
             move, response, _ = self.answer(system, chunk, None if few else columns)  # Δθ, or its part along the basis
-            dc = (0 * response.w).sum(1, keepdim=True).repeat(1, len(rows))
-            dc[:, free] = response.r[:, rows[free]] + (move if basis is G and not few else move @ G.T)
-            yield dc, response.dlam[:, rows]
+            r = response.r[:, rows]
+            yield (r + move if basis is G and not few else torch.addmm(r, move, G.T)), response.dlam
 
     # Constraints within reach: those that could become active or inactive within a step
 
@@ -258,12 +253,11 @@ class DirectionalInfluence(FirstOrderEstimator):
             fixed = fixed & torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
             if int(fixed.sum()) <= _ROWS:
                 return fixed
-        rows, near = torch.nonzero(fixed).reshape(-1), torch.zeros_like(fixed)
-        c, lam = at.c[rows], at.lam[rows]
-        for dc, dlam in self._moves(system, rows, direction) if len(rows) else ():
-            violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
-            released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
-            near[rows] |= torch.where(binding[rows], released, violated).any(0)
+        held, rows, near = fixed & binding, torch.nonzero(fixed & ~binding).reshape(-1), torch.zeros_like(fixed)
+        c, lam = at.c[rows], at.lam[held]
+        for dc, dlam in self._moves(system, rows, direction) if bool(fixed.any()) else ():  # NaN compares as False
+            near[rows] |= (dc > 2 * _ROUNDING * c.abs() - c).any(0)
+            near[held] |= (dlam[:, held] < -(1 + 2 * _ROUNDING) * lam).any(0)
         return near
 
     def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:

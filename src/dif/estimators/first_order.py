@@ -95,7 +95,9 @@ class FirstOrderEstimator:
         def complete(influence: Influence) -> None:
             influence.diagnostics.update(self._describe(system))
             if count:
-                self._assessor.assess(count, targets, direction, lambda _, some: self.ends(system, some), influence)
+                known = Q if self.at is self.solution else None
+                ends = lambda _, some: self.ends(system, some)  # noqa: E731
+                self._assessor.assess(count, targets, direction, ends, influence, known)
 
         return fill_scores(
             self, self.at, targets, direction, by_chunk(work, direction, most, jobs), self._diagnostics,

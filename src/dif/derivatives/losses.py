@@ -51,6 +51,7 @@ _PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is mo
 _SHARED = 32  # columns that should go through a batch at once, to share its forward pass
 _FEW = 2  # rows up to which one backward pass after the other is faster than vmap
 _FEWEST = 128  # smallest number of samples per batch when many columns go through it
+STACKED = 2**18  # losses of a batch at several θ together, so that they stay in the caches: 2 MiB
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
 _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
@@ -463,7 +464,7 @@ def weighted_gradients(
 @retry_with_smaller_batches
 def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor, indices: Tensor | None = None) -> Tensor:
     """Return ℓᵢ of all samples or of those listed at several θ (P, d), (P, n)."""
-    sweep = sweep_batches(samples, parameters, thetas[0], indices, shared=False)
+    sweep = sweep_batches(samples, parameters, thetas[0], indices, 1 + STACKED // len(thetas), shared=False)
     return torch.cat([thetas.new_zeros((len(thetas), 0)), *(loss.evaluate_at(thetas)[0] for _, loss in sweep)], 1)
 
 

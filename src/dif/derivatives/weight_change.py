@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_tensors
-from dif.derivatives.losses import Differentiable, sample_losses, sample_slopes, sweep_batches, weighted_gradients
+from dif.derivatives.losses import (
+    STACKED,
+    Differentiable,
+    sample_losses,
+    sample_slopes,
+    sweep_batches,
+    weighted_gradients,
+)
 from dif.derivatives.program import Program
 from dif.derivatives.rows import CompiledFunction, Rows, Table, output_slices
 from dif.errors import InvalidInputError
@@ -318,7 +325,8 @@ class BatchedProgram:
         every = torch.eye(len(self.used)).to(thetas).expand(len(thetas), -1, -1)
         mu = every if weights is None else weights[:, None, self.used]
         for table in self.tables:
-            for place, loss in sweep_batches(table.samples, self.parameters, thetas[0], shared=False):
+            few = 1 + STACKED // len(thetas)
+            for place, loss in sweep_batches(table.samples, self.parameters, thetas[0], at_most=few, shared=False):
                 batch = table.batch(place)
                 yield loss, self.used, batch.add_up, batch.weigh(mu)
         for function, columns in output_slices(self.functions, self.C.shape[1]):

@@ -65,13 +65,6 @@ class ErrorEstimate:
         errors, pooled = (x.double().cpu().tolist() for x in (self.relative, self.pooled))
         return {"rows": rows, "errors": errors, "by_target": pooled, "pooled": max(pooled), "failed": None}
 
-    @classmethod
-    def join(cls, parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
-        """Concatenate the estimates of several chunks of perturbations."""
-        error, size = torch.cat([part.error for part in parts]), torch.cat([part.size for part in parts])
-        switched = [names for part in parts for names in part.switched]
-        return cls(error, size, parts[0].units, parts[0].alike, switched)
-
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
     """Divide errors by sizes: 0 where the error is 0; inf where the error is positive and the size is 0."""
@@ -211,22 +204,22 @@ class Assessor:
             if not rows:
                 about["assessment"] = describe_failure("there is no score to assess")
                 return
-            parts, predicted, size = [], [], programs_at_once(self.solution)
-            for begin in range(0, len(rows), size):
-                chunk = rows[begin : begin + size]
-                values = torch.stack([scores[p : p + 1][0] for p in chunk]).to(goal.units)
-                predicted.append(values)
+            values, parts = torch.stack([scores[p : p + 1][0] for p in rows]).to(goal.units), []
+            for place in torch.arange(len(rows)).split(programs_at_once(self.solution)):
+                chunk = [rows[k] for k in place]
                 some = direction.pick(chunk)
-                parts.append(self.estimate_errors(goal, some, *ends(chunk, some), values, thorough=False))
-            estimate = ErrorEstimate.join(parts)
-            about["assessment"] = self.describe(estimate, rows, goal, torch.cat(predicted))
+                found = self.estimate_errors(goal, some, *ends(chunk, some), values[place], thorough=False)
+                parts.append((found.error, found.size))
+            error, size = map(torch.cat, zip(*parts, strict=True))
+            estimate = ErrorEstimate(error, size, goal.units, targets.alike, [])
+            about["assessment"] = self.describe(estimate, rows, goal, values)
         except DifError as error:
             about["assessment"] = describe_failure(str(error))
             words = f"Their error could not be estimated: {error}"
             warn(f"These predictions cannot be trusted. {words} {_CURE}", FirstOrderWarning)
             return
         if not max(about["assessment"]["by_target"]) <= TRUSTED:
-            worst = rows[int((estimate.error / estimate.units).sum(1).argmax())]
+            worst = rows[int((error / goal.units).sum(1).argmax())]
             warn_assessed(about["assessment"], targets.names, direction.perturbation[worst].labels[0])
 
     def describe(self, estimate: ErrorEstimate, rows: list[int], goal: Goal, values: Tensor) -> dict[str, Any]:

@@ -95,8 +95,7 @@ class FirstOrderEstimator:
         def complete(influence: Influence) -> None:
             influence.diagnostics.update(self._describe(system))
             if count:
-                known = Q if self.at is self.solution else None
-                ends = lambda _, some: self.ends(system, some)  # noqa: E731
+                ends, known = lambda _, some: self.ends(system, some), Q if self.at is self.solution else None
                 self._assessor.assess(count, targets, direction, ends, influence, known)
 
         return fill_scores(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,6 @@ from dif.runtime.inputs import check_instance, check_number, expect_folder
 from dif.runtime.work import progress
 
 _COLUMNS = 128  # columns per file: seconds of work, where all columns take minutes
-
-
-def _read_columns(file: Path) -> Tensor | None:
-    """Return the columns of a Hessian in a file; None if it is missing or damaged."""
-    with suppress(FileNotFoundError, InvalidInputError):
-        return torch.from_numpy(read_archive(file, "columns of a Hessian", name=file.name)[0]["columns"])
 
 
 _MOST_ENTRIES = 3  # parameters that an error names
@@ -239,17 +232,19 @@ class Solution:
         folder = None if keep is None else expect_folder(keep, "keep")
         name = "" if folder is None else hash_all((encode_tensor(theta), fingerprint_program(self.program))).hex()[:16]
         count, samples = rows.C.shape[1], sum(len(table.U) for table in rows.tables)
-        parts, identity = theta.new_zeros((count, d, d)), torch.eye(d).to(theta)
+        parts, identity, kind = theta.new_zeros((count, d, d)), torch.eye(d).to(theta), "columns of a Hessian"
         with progress("Hessian", count * d, show_progress) as report:
             for k, unit in enumerate(torch.eye(count).to(theta)):
                 for begin in range(0, d, _COLUMNS):
                     columns = slice(begin, begin + _COLUMNS)
                     file = None if folder is None or k >= samples else folder / f"{name}-{k}-{begin}.npz"
-                    found = None if file is None else _read_columns(file)
+                    found = None
+                    with suppress(FileNotFoundError, InvalidInputError):  # missing, or damaged
+                        found = file and torch.from_numpy(read_archive(file, kind, name=file.name)[0]["columns"])
                     if found is None:
                         found = rows.hessian_products(theta, unit, identity[:, columns])
                         if file is not None:
-                            write_archive(file, "columns of a Hessian", {"columns": found}, {"name": file.name})
+                            write_archive(file, kind, {"columns": found}, {"name": file.name})
                     parts[k, :, columns] = found.to(theta)
                     report(k * d + min(d, begin + _COLUMNS))
         other.part_hessians = 0.5 * (parts + parts.mT)

@@ -181,7 +181,7 @@ def test_of_many_rows_only_those_that_switch_are_solved_for(few, monkeypatch):
 
     def stacked(self):
         programs = stack(self)
-        weights.extend(W[0].numel() for *_, W in programs.tables)
+        weights.extend(table.A.shape[1] * table.U.shape[1] for table in programs.tables)
         return programs
 
     monkeypatch.setattr("dif.estimators.directional._PARAMETERS", few)

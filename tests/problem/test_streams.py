@@ -292,11 +292,13 @@ def test_one_sweep_for_all_samples_and_one_solve_for_each_row_and_target(monkeyp
     assert sum(n for name, n in fetched if name == "train") == 60 + 60  # the gradients of the targets; the sweep
 
     auto = dif.DirectionalInfluence(solution, solver=lambda H: Counted(H.dense()))
-    for few, asked, read in (
-        (64, [2, 9], 60),  # the moves of both rows under each perturbation
-        (0, [8, 9], 2 * 60),  # mixtures of the perturbations show how far they reach: their losses and gradients
+    for few, most, asked, read in (
+        (64, 0, [1, 9], 60),  # the moves of the row that does not bind, and of the multiplier, under each perturbation
+        (0, 3, [1, 9], 60),
+        (0, 0, [8, 9], 2 * 60),  # mixtures of the perturbations show how far they reach: their losses and gradients
     ):
         monkeypatch.setattr("dif.estimators.directional._PARAMETERS", few)
+        monkeypatch.setattr("dif.estimators.directional._COLUMNS", most)
         columns.clear()
         fetched.clear()
         found = auto.scores(known, 1e-3 * train.remove_each(), assess=0)

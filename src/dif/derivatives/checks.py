@@ -195,9 +195,10 @@ class _Check:
         return max(gaps)
 
     def slope_gap(self, number: int) -> float:
-        """Compare slopes by forward mode, for one column and for two, with differences of the losses."""
+        """Compare slopes by forward mode and linear maps, for one column and two, with differences of the losses."""
         expected, V = self._differences(number), self._two_directions(number)
-        return max(_relative_gap(self.losses.push(self.theta, v)[1][:, 0], *expected) for v in (V[:, :1], V))
+        found = [losses.push(self.theta, v)[1][:, 0] for losses in self.ways for v in (V[:, :1], V)]
+        return max(_relative_gap(slopes, *expected) for slopes in found)
 
     def _two_directions(self, number: int) -> Tensor:
         """Return a direction and the next one as columns, (d, 2)."""

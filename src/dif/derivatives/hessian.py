@@ -137,7 +137,7 @@ class Curvature:
             return V
         if self.parts is not None:
             return self.dense() @ V
-        HV = self.rows.hessian_products(self.theta, self.weights @ self.rows.C, V, self.gauss_newton)
+        HV = self.rows.hessian_products(self.theta, self.rows.A.T @ self.weights, V, self.gauss_newton)
         if self.G is not None and self.R is not None and len(self.G):
             HV = HV + self.G.T @ (self.R[:, None] * (self.G @ V))
         return HV + self.damping * V if self.damping else HV
@@ -145,7 +145,7 @@ class Curvature:
     def dense(self) -> Tensor:
         """Return the matrix, (d, d); it is assembled on the first call."""
         if "dense" not in self._kept:
-            weights = self.weights @ self.rows.C
+            weights = self.rows.A.T @ self.weights
             if self.plain is not None and self.G is not None and self.R is not None:
                 H = Matrix(self.plain.dense()).with_rows(self.G, self.R, self.damping).H
             elif self.parts is not None:
@@ -166,7 +166,7 @@ class Curvature:
             try:
                 with cudnn.flags(cudnn.enabled, cudnn.benchmark, cudnn.benchmark_limit, cudnn.deterministic, False):
                     single = self.rows.to(torch.float32)
-                    H = single.part_hessian(theta, weights @ single.C, self.gauss_newton).to(self.theta)
+                    H = single.part_hessian(theta, single.A.T @ weights, self.gauss_newton).to(self.theta)
             except UserCodeError:  # a loss that works in double precision only
                 return self.dense()
             self._kept["rough"] = 0.5 * (H + H.T) if bool(torch.isfinite(H).all()) else self.dense()
@@ -192,7 +192,7 @@ class Curvature:
         the overall size. For the functions, a few products suffice. The sample part is noisy, so coordinates within a
         factor of four of the median of their tensor get that median.
         """
-        weights, squares = self.weights @ self.rows.C, torch.zeros_like(self.theta)
+        weights, squares = self.rows.A.T @ self.weights, torch.zeros_like(self.theta)
         for samples, w in self.rows.split(weights)[0]:
             signs = _signs(w, _PROBES).T * w.abs().sqrt()  # (probes, n)
             gradients = weighted_gradients(samples, self.rows.parameters, self.theta, signs)[1]
@@ -213,7 +213,7 @@ class Curvature:
         """How far random weights on the samples move √D·θ: √Σᵢ μᵢ²‖(∇ℓᵢ − mean)/√D‖²."""
         directions = _signs(self.theta, 2) / self.scale().sqrt()[:, None]
         centred = uncentred = 0.0
-        for samples, w in self.rows.split(self.weights @ self.rows.C)[0]:
+        for samples, w in self.rows.split(self.rows.A.T @ self.weights)[0]:
             _, slopes = sample_slopes(samples, self.rows.parameters, self.theta, directions)
             size = w.abs()[:, None]
             mean = (size * slopes).sum(0) / size.sum().clamp(min=torch.finfo(size.dtype).tiny)

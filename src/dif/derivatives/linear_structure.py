@@ -39,6 +39,7 @@ _METADATA = (
     "size", "dim", "numel", "nelement", "__len__", "is_floating_point", "is_contiguous", "stride",
 )  # fmt: skip
 _CACHED = 2**19  # entries of weighted inputs that are multiplied at once: 4 MiB in double precision
+_FEW = 4  # columns up to which products of a matrix with one after the other are faster
 _MAX_SHARING = 4  # entries of all maps per parameter beyond which the structure does not pay
 
 
@@ -247,6 +248,25 @@ def evaluate_maps(
         weighted = (W[:, :, None] * slope.detach().reshape(P, 1, -1, m.outputs).mT).flatten(0, 2)  # (P·k·C, n)
         gradients.index_add_(2, m.index.T.reshape(-1), (weighted @ m.X).reshape(*W.shape[:2], -1))
     return losses.reshape(P, -1), gradients
+
+
+def push_maps(samples: Samples, parameters: Parameters, theta: Tensor, batch: Any, V: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ℓ of a batch, (n,), and its slopes along the columns of V (d, c), (n, c), for a loss of linear maps."""
+    tape = _Tape()
+    with torch.enable_grad():
+        losses = _run(samples, parameters, theta, batch, tape)
+        pulled = torch.autograd.grad(losses.sum(), tape.values, allow_unused=True)  # samples do not interact
+    slopes = V.new_zeros((len(losses), V.shape[1]))
+    for m, slope in zip(tape.maps, pulled, strict=True):
+        if slope is None:
+            continue
+        slope, at_once = slope.reshape(len(m.X), 1, -1), max(1, numbers_at_once(V) // slope.numel())
+        for begin in range(0, V.shape[1], at_once):
+            columns = V[:, begin : begin + at_once][m.index].flatten(1)  # (p, C·c)
+            few = columns.shape[1] <= _FEW
+            products = torch.stack([m.X @ v for v in columns.T], 1) if few else m.X @ columns
+            slopes[:, begin : begin + at_once] += (slope @ products.reshape(len(m.X), m.outputs, -1))[:, 0]
+    return losses.detach(), slopes
 
 
 def assemble_hessian(

@@ -21,7 +21,7 @@ from torch.nn.functional import linear
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dif.derivatives.linear_structure import assemble_hessian, evaluate_maps, measure_maps
+from dif.derivatives.linear_structure import assemble_hessian, evaluate_maps, measure_maps, push_maps
 from dif.errors import InvalidInputError
 from dif.problem.data import leaves, map_tensors
 from dif.problem.parameters import Parameters
@@ -50,6 +50,7 @@ _PER_PARAMETER = 24  # numbers per parameter that a batch may have if that is mo
 _SHARED = 32  # columns that should go through a batch at once, to share its forward pass
 _FEW = 2  # rows up to which one backward pass after the other is faster than vmap
 _FEWEST = 128  # smallest number of samples per batch when many columns go through it
+STACKED = 2**18  # losses of a batch at several θ together, so that they stay in the caches: 2 MiB
 _PER_ENTRY = {"cpu": 128, "cuda": 2048}  # flops that take as long as one entry of a per-sample gradient
 _LONGER = 1e-3  # increase of _PER_ENTRY per parameter: longer gradients leave room for fewer at once
 _GRADIENTS = 2**22  # entries of per-sample gradients in memory at once on the CPU: 32 MiB
@@ -235,6 +236,13 @@ class BatchLosses(Differentiable):
                 return evaluate_maps(self.samples, self.parameters, thetas, self.batch, W)
         return super().evaluate_at(thetas, W)
 
+    def push(self, theta: Tensor, V: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the losses, (n,), and J·v for every column v of V (d, c), as (n, c): all by one matrix product."""
+        if self.by_maps and NO_FORWARD not in self.fallbacks:
+            with fall_back(self.fallbacks):
+                return push_maps(self.samples, self.parameters, theta, self.batch, V)
+        return super().push(theta, V)
+
     def sample_gradients(self, theta: Tensor) -> Tensor:
         """Return ∇ℓ of each sample, (count, d), by vmap, or from the whole batch if vmap over samples fails."""
         loss_of_one = lambda t, z: replace(self, batch=_as_batch(z), count=1)(t)[0]  # noqa: E731
@@ -414,7 +422,7 @@ def sample_slopes(
     """Return ℓᵢ(θ), (n,), and the slopes ∇ℓᵢ·v for every column v of V (d, c), as (n, c), in one sweep.
 
     Forward mode costs about two evaluations per column. Per-sample gradients cost about three evaluations and a fixed
-    amount per parameter, for any number of columns. The cheaper of them is used.
+    amount per parameter, for any number of columns. The cheaper of them is used, unless one matrix product does.
     """
     (d, columns), flops = V.shape, cost(samples, parameters, theta).flops
     entry = _PER_ENTRY.get(theta.device.type, 2048) + _LONGER * d
@@ -422,7 +430,7 @@ def sample_slopes(
     at_most = max(1, numbers_at_once(theta, _GRADIENTS) // d) if by_gradients else None
     losses, slopes = [theta.new_zeros(0)], [V.new_zeros((0, columns))]
     for _, loss in sweep_batches(samples, parameters, theta, indices, at_most):
-        if by_gradients:
+        if by_gradients and not loss.by_maps:
             value, slope = loss.values(theta), loss.sample_gradients(theta) @ V
         else:
             value, slope = loss.push(theta, V) if columns else (loss.values(theta), V.new_zeros((loss.count, 0)))
@@ -453,9 +461,9 @@ def weighted_gradients(
 
 
 @retry_with_smaller_batches
-def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor) -> Tensor:
-    """Return ℓᵢ of all samples at several θ (P, d), (P, n)."""
-    sweep = sweep_batches(samples, parameters, thetas[0], shared=False)
+def stacked_losses(samples: Samples, parameters: Parameters, thetas: Tensor, indices: Tensor | None = None) -> Tensor:
+    """Return ℓᵢ of all samples or of those listed at several θ (P, d), (P, n)."""
+    sweep = sweep_batches(samples, parameters, thetas[0], indices, 1 + STACKED // len(thetas), shared=False)
     return torch.cat([thetas.new_zeros((len(thetas), 0)), *(loss.evaluate_at(thetas)[0] for _, loss in sweep)], 1)
 
 

@@ -33,6 +33,7 @@ from dif.runtime.guard import (
     sum_over_processes,
 )
 
+_DENSE = 2**18  # entries of C up to which it is multiplied as it is
 _KEPT = 2**15  # numbers that one evaluation of a function is supposed to keep
 
 
@@ -113,6 +114,12 @@ class Table:
     sums: tuple[SampleSum, ...]
     U: Tensor  # (k, n)
 
+    @cached_property
+    def used(self) -> tuple[Tensor | None, Tensor]:
+        """The samples with a weight in any sum, None for all; and their columns of U."""
+        chosen = torch.nonzero((self.U != 0).any(0)).reshape(-1)
+        return (None, self.U) if len(chosen) == self.U.shape[1] else (chosen, self.U[:, chosen])
+
 
 @dataclass(frozen=True, eq=False)
 class Rows:
@@ -177,6 +184,11 @@ class Rows:
         return Rows(parameters, tables, functions, self.C.to(dtype))
 
     @cached_property
+    def A(self) -> Tensor:
+        """C for products, sparse where it is large: most outputs of functions are in one row only."""
+        return self.C.to_sparse() if self.C.numel() > _DENSE else self.C
+
+    @cached_property
     def means(self) -> Tensor:
         """Which sums of the tables are means, (number of sums,) bool."""
         flags = [s.normalised for table in self.tables for s in table.sums]
@@ -190,9 +202,13 @@ class Rows:
     @cached_property
     def linear(self) -> Tensor | None:
         """Gradients of the part of each row that is linear in θ, (R, d); None if no function is linear."""
-        outputs = output_slices(self.functions, self.C.shape[1])
-        parts = [self.C[:, columns].to_sparse() @ f.matrix for f, columns in outputs if f.matrix is not None]
-        return torch.stack(parts).sum(0) if parts else None
+        outputs = [(f.matrix, columns) for f, columns in output_slices(self.functions, self.C.shape[1])]
+        if all(matrix is None for matrix, _ in outputs):
+            return None
+        M = self.C.new_zeros((self.C.shape[1], sum(self.parameters.sizes)))
+        for matrix, columns in outputs:
+            M[columns] = 0.0 if matrix is None else matrix
+        return self.A @ M
 
     @property
     def fallbacks(self) -> set[str]:
@@ -215,7 +231,7 @@ class Rows:
     def weight_ratio(self, mu: Tensor, than: Tensor) -> float:
         """Return the largest ratio of a sample's or nonlinear function's weights in Σⱼ muⱼfⱼ and Σⱼ thanⱼfⱼ."""
         largest = []
-        for weights in (mu @ self.C, than @ self.C):
+        for weights in (self.A.T @ mu, self.A.T @ than):
             samples, functions = self.split(weights)
             parts = [w for _, w in samples] + [w for f, w in functions if f.matrix is None]
             largest.append(torch.cat([weights[:0], *parts]).abs())
@@ -235,13 +251,14 @@ class Rows:
         with torch.no_grad():
             parts = [t.U @ sample_losses(t.samples, self.parameters, theta) for t in self.tables]
             parts += [f(theta) for f in self.functions]
-        return self.C @ torch.cat(parts)
+        return self.A @ torch.cat(parts)
 
     def stacked_values(self, thetas: Tensor) -> Tensor:
         """Return f at several θ (P, d), (P, R)."""
-        parts = [stacked_losses(t.samples, self.parameters, thetas) @ t.U.T for t in self.tables]
+        used = [(t.samples, *t.used) for t in self.tables]
+        parts = [stacked_losses(samples, self.parameters, thetas, index) @ U.T for samples, index, U in used]
         parts += [f.evaluate_at(thetas)[0] for f in self.functions]
-        return torch.cat(parts, 1) @ self.C.T
+        return (self.A @ torch.cat(parts, 1).T).T
 
     def part_gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return p(θ), (K,), and ∇p(θ), (K, d), in one sweep."""
@@ -253,7 +270,7 @@ class Rows:
     def gradients(self, theta: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ), (R,), and its Jacobian, (R, d)."""
         p, Dp = self.part_gradients(theta)
-        return self.C @ p, self.C @ Dp
+        return self.A @ p, self.A @ Dp
 
     @retry_with_smaller_batches
     def pullback(self, theta: Tensor, weigh: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
@@ -273,8 +290,8 @@ class Rows:
             value, pull = vjp(f, theta)[:2]
             pulls.append(lambda w, pull=pull: pull(w)[0])
             values.append(value.detach())
-        f_values = self.C @ torch.cat(values)
-        samples, functions = self.split(weigh(f_values) @ self.C)
+        f_values = self.A @ torch.cat(values)
+        samples, functions = self.split(self.A.T @ weigh(f_values))
         gradient = torch.zeros_like(theta)
         for pull, (_, w) in zip(pulls, [*samples, *functions], strict=True):
             gradient = gradient + pull(w).detach()
@@ -288,7 +305,7 @@ class Rows:
     def weighted_gradient(self, theta: Tensor, mu: Tensor) -> tuple[Tensor, Tensor]:
         """Return f(θ) and Σⱼ μⱼ∇fⱼ(θ), in one sweep: as `pullback`, with weights that do not depend on f."""
         values, gradient = [], torch.zeros_like(theta)
-        every_samples, functions = self.split(mu @ self.C)
+        every_samples, functions = self.split(self.A.T @ mu)
         parts = [
             weighted_gradients(samples, self.parameters, theta, w[None], of_losses=table.U)
             for table, (samples, w) in zip(self.tables, every_samples, strict=True)
@@ -296,11 +313,11 @@ class Rows:
         for value, part in parts + [f.pull(theta, w[None]) for f, w in functions]:
             values.append(value)
             gradient = gradient + part[0]
-        return self.C @ torch.cat(values), gradient
+        return self.A @ torch.cat(values), gradient
 
     def hessian(self, theta: Tensor, mu: Tensor) -> Tensor:
         """Return Σⱼ μⱼ∇²fⱼ(θ), (d, d)."""
-        return self.part_hessian(theta, mu @ self.C)
+        return self.part_hessian(theta, self.A.T @ mu)
 
     @retry_with_smaller_batches
     def part_hessian(self, theta: Tensor, weights: Tensor, gauss_newton: bool = False, compare: bool = True) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_tensors
-from dif.derivatives.losses import Differentiable, sample_losses, sample_slopes, sweep_batches, weighted_gradients
+from dif.derivatives.losses import (
+    STACKED,
+    Differentiable,
+    sample_losses,
+    sample_slopes,
+    sweep_batches,
+    weighted_gradients,
+)
 from dif.derivatives.program import Program
 from dif.derivatives.rows import CompiledFunction, Rows, Table, output_slices
 from dif.errors import InvalidInputError
@@ -89,7 +96,7 @@ class Direction:
 
     def __getitem__(self, rows: slice) -> Direction:
         begin, end, _ = rows.indices(self.P)
-        return self if (begin, end) == (0, self.P) else self.pick(range(begin, end))
+        return self if (begin, end) == (0, self.P) else self.pick(torch.arange(begin, end))
 
     @classmethod
     def resolve_single(cls, program: Program, perturbation: Perturbation) -> Direction:
@@ -102,9 +109,10 @@ class Direction:
             )
         return cls(program, perturbation)
 
-    def pick(self, rows: Sequence[int]) -> Direction:
+    def pick(self, rows: Sequence[int] | Tensor) -> Direction:
         """Return the directions of some of the perturbations, which are not resolved again."""
-        return Direction(self.program, self.perturbation.pick(rows), self.changes.pick(torch.as_tensor(rows)))
+        numbers = torch.as_tensor(rows)
+        return Direction(self.program, self.perturbation.pick_known(numbers), self.changes.pick(numbers))
 
     # First-order effects
 
@@ -205,15 +213,25 @@ class Direction:
 
     def stack_programs(self) -> BatchedProgram:
         """Stack the programs after each perturbation at ε = 1, so that they are evaluated together."""
-        rows, C = self.program.rows, self.program.rows.C[:, self.program.rows.sums :]
+        rows, P = self.program.rows, self.P
         used = torch.nonzero((rows.C[:, : rows.sums] != 0).any(1)).reshape(-1)
-        perturbed = [self.perturbed_program(p).rows for p in range(self.P)]
-        tables = tuple(
-            (table.samples, torch.stack([each.C[used, each.columns(t)] @ each.tables[t].U for each in perturbed]))
-            for t, table in enumerate(perturbed[0].tables)
-        )
-        tau = self.program.tau + self.dtau
-        return BatchedProgram(rows.parameters, used, tables, rows.functions, C, rows.linear, tau)
+        A = rows.C[used, : rows.sums].repeat(P, 1, 1)  # (P, r, sums)
+        entries: dict[Samples, list[tuple[Tensor, ...]]] = {table.samples: [] for table in rows.tables}
+        for block in self.blocks:
+            A[:, :, block.columns] += block.touch[used] * block.alpha[:, None]
+            each = block.owner, block.index, block.s @ block.touch[used].T
+            if block.count < P:
+                copies = torch.arange(P, device=block.owner.device).repeat_interleave(len(block.index))
+                each = copies, block.index.repeat(P), each[2].repeat(P, 1)
+            entries.setdefault(block.samples, []).append(each)
+        sums = {table.samples: (table.U, A[:, :, rows.columns(t)]) for t, table in enumerate(rows.tables)}
+        tables = []
+        for samples, parts in entries.items():
+            U, own = sums.get(samples, (A.new_zeros((0, len(samples))), A[:, :, :0]))
+            parts.append((used[:0], used[:0], A.new_zeros((0, len(used)))))
+            tables.append(BatchedTable(samples, U, own, *map(torch.cat, zip(*parts, strict=True))))
+        C, tau = rows.C[:, rows.sums :], self.program.tau + self.dtau
+        return BatchedProgram(rows.parameters, used, tuple(tables), rows.functions, C, rows.linear, tau)
 
 
 def _not_finite_error(name: str, count: str) -> InvalidInputError:
@@ -224,12 +242,49 @@ def _not_finite_error(name: str, count: str) -> InvalidInputError:
 
 
 @dataclass(frozen=True, eq=False)
+class BatchedTable:
+    """How P programs weight the same samples: row j of program p by Σₖ A_pjk U_k, plus s_ej on sample index[e]."""
+
+    samples: Samples
+    U: Tensor  # (k, n)
+    A: Tensor  # (P, r, k)
+    owner: Tensor  # (E,) program of each entry
+    index: Tensor  # (E,) sample of each entry
+    s: Tensor  # (E, r)
+
+    def take(self, which: Tensor) -> BatchedTable:
+        """Select the programs listed in `which`, each at most once."""
+        place = which.new_full((len(self.A),), -1)
+        place[which] = torch.arange(len(which), device=which.device)
+        owner = place[self.owner]
+        mine = owner >= 0
+        return BatchedTable(self.samples, self.U, self.A[which], owner[mine], self.index[mine], self.s[mine])
+
+    def batch(self, place: slice) -> BatchedTable:
+        """Restrict to consecutive samples."""
+        mine = (self.index >= place.start) & (self.index < place.stop)
+        entries = self.owner[mine], self.index[mine] - place.start, self.s[mine]
+        return BatchedTable(self.samples, self.U[:, place], self.A, *entries)
+
+    def weigh(self, mu: Tensor) -> Tensor:
+        """Return the weights of the samples in k combinations Σⱼ μⱼ·(row j) of each program, (P, k, n), μ (P, k, r)."""
+        W = mu @ self.A @ self.U
+        added = (mu[self.owner] @ self.s[:, :, None])[:, :, 0]
+        return W.mT.index_put_((self.owner, self.index), added, accumulate=True).mT
+
+    def add_up(self, losses: Tensor) -> Tensor:
+        """Return the rows, (P, r), for losses (P, n)."""
+        sums = (self.A @ (losses @ self.U.T)[:, :, None])[:, :, 0]
+        return sums.index_add(0, self.owner, self.s * losses[self.owner, self.index][:, None])
+
+
+@dataclass(frozen=True, eq=False)
 class BatchedProgram:
-    """P programs that weight the same samples differently: row j of program p is Σᵢ W_pji ℓᵢ(θ) + Σₖ Cⱼₖ φₖ(θ)."""
+    """P programs that weight the same samples differently; Σₖ Cⱼₖ φₖ(θ) is added to row j of each."""
 
     parameters: Parameters
     used: Tensor  # (r,) the rows with samples
-    tables: tuple[tuple[Samples, Tensor], ...]  # samples, W (P, r, n)
+    tables: tuple[BatchedTable, ...]
     functions: tuple[CompiledFunction, ...]
     C: Tensor  # (1 + m, outputs of the functions)
     linear: Tensor | None  # (1 + m, d) gradients of the linear part of the rows
@@ -239,9 +294,8 @@ class BatchedProgram:
         return len(self.tau)
 
     def take(self, which: Tensor) -> BatchedProgram:
-        """Select the programs listed in `which`."""
-        tables = tuple((samples, W[which]) for samples, W in self.tables)
-        return replace(self, tables=tables, tau=self.tau[which])
+        """Select the programs listed in `which`, each at most once."""
+        return replace(self, tables=tuple(table.take(which) for table in self.tables), tau=self.tau[which])
 
     @retry_with_smaller_batches
     def gradients(self, thetas: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -251,34 +305,44 @@ class BatchedProgram:
         """
         P, R = len(thetas), len(self.C)
         f, J = thetas.new_zeros((P, R)), thetas.new_zeros((P, R if weights is None else 1, thetas.shape[1]))
-        for numbers, rows, W in self._curved_parts(thetas):
-            combined = W if weights is None else weights[:, None, rows] @ W
-            values, gradients = numbers.evaluate_at(thetas, combined)
-            f[:, rows] += (W @ values[:, :, None])[:, :, 0]
+        for numbers, rows, add_up, W in self._curved_parts(thetas, weights):
+            values, gradients = numbers.evaluate_at(thetas, W)
+            f[:, rows] += add_up(values)
             J[:, rows if weights is None else slice(None)] += gradients
         if self.linear is not None:
             f += thetas @ self.linear.T
             J += self.linear if weights is None else weights[:, None] @ self.linear
         return f, J if weights is None else J[:, 0]
 
-    def _curved_parts(self, thetas: Tensor) -> Iterator[tuple[Differentiable, Tensor, Tensor]]:
-        """Yield numbers as functions of θ, the rows that they are in, (k,), and their weights there, (P, k, n)."""
-        for samples, W in self.tables:
-            for place, loss in sweep_batches(samples, self.parameters, thetas[0], shared=False):
-                yield loss, self.used, W[:, :, place]
+    def _curved_parts(
+        self, thetas: Tensor, weights: Tensor | None
+    ) -> Iterator[tuple[Differentiable, Tensor, Callable[[Tensor], Tensor], Tensor]]:
+        """Yield numbers as functions of θ, and the rows that they are in, (k,).
+
+        With them come a function that adds them up in these rows, and their weights in Σⱼ weightsⱼfⱼ, (P, 1, n), or,
+        without weights, in each of the rows, (P, k, n).
+        """
+        every = torch.eye(len(self.used)).to(thetas).expand(len(thetas), -1, -1)
+        mu = every if weights is None else weights[:, None, self.used]
+        for table in self.tables:
+            few = 1 + STACKED // len(thetas)
+            for place, loss in sweep_batches(table.samples, self.parameters, thetas[0], at_most=few, shared=False):
+                batch = table.batch(place)
+                yield loss, self.used, batch.add_up, batch.weigh(mu)
         for function, columns in output_slices(self.functions, self.C.shape[1]):
-            rows = torch.nonzero((self.C[:, columns] != 0).any(1)).reshape(-1)
-            if function.matrix is None and len(rows):
-                yield function, rows, self.C[rows, columns].expand(len(thetas), -1, -1)
+            if function.matrix is None:
+                rows = torch.nonzero((self.C[:, columns] != 0).any(1)).reshape(-1)
+                C = self.C[rows, columns]
+                W = C.expand(len(thetas), -1, -1) if weights is None else weights[:, None, rows] @ C
+                yield function, rows, lambda values, C=C: values @ C.T, W
 
     @retry_with_smaller_batches
     def products(self, thetas: Tensor, weights: Tensor, V: Tensor) -> Tensor:
         """Return Σⱼ weightsⱼ∇²fⱼ(θ)·v of each program, for weights (P, 1 + m) and columns V (P, d, c)."""
         total = torch.zeros_like(V)
-        for numbers, rows, W in self._curved_parts(thetas):
-            w = torch.einsum("pj,pjn->pn", weights[:, rows], W)
+        for numbers, _, _, W in self._curved_parts(thetas, weights):
             if isinstance(numbers, CompiledFunction) and numbers.function.ridge is not None:
-                total += numbers.function.ridge * w[:, :, None] * V
+                total += numbers.function.ridge * W * V
             else:
-                total += numbers.stacked_products(thetas, w, V)
+                total += numbers.stacked_products(thetas, W[:, 0], V)
         return total

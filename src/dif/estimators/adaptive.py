@@ -11,7 +11,7 @@ from torch import Tensor
 from dif.derivatives.program import Targets
 from dif.derivatives.weight_change import Direction
 from dif.errors import FirstOrderWarning, NotConvergedError, few, warn
-from dif.estimators.assessment import Assessor, ErrorEstimate, describe_failure
+from dif.estimators.assessment import Assessor, ErrorEstimate, Goal, describe_failure
 from dif.estimators.directional import DirectionalInfluence
 from dif.estimators.newton import NewtonInfluence
 from dif.estimators.path import PathInfluence
@@ -84,24 +84,25 @@ class AdaptiveInfluence:
         constraints that switch (`crossed`).
         """
         at, targets = self.solution, Targets(target, self.solution)
-        units, (direction, reasons) = self._assessor.measure_units(targets), resolve(at.program, perturbations)
+        goal, (direction, reasons) = self._assessor.prepare(targets), resolve(at.program, perturbations)
         about = {**describe_solution(at), "accuracy": self.accuracy, "strict": self.strict}
-        score = by_chunk(partial(self._score, targets, units), direction, _CHUNK, jobs)
+        score = by_chunk(partial(self._score, goal), direction, _CHUNK, jobs)
         return fill_scores(
             self, at, targets, direction, score, about, out=out, show_progress=show_progress,
-            complete=partial(self._complete, targets, units), given=perturbations, reasons=reasons,
+            complete=partial(self._complete, goal), given=perturbations, reasons=reasons,
         )  # fmt: skip
 
-    def _complete(self, targets: Targets, units: Tensor, influence: Influence) -> None:
+    def _complete(self, goal: Goal, influence: Influence) -> None:
         """Judge the scores by the estimated errors of all of them, and warn where they are not to be trusted."""
         about = influence.diagnostics
-        error, size = (torch.tensor(about.pop(part), dtype=units.dtype) for part in ("error", "size"))
+        error, size = (torch.tensor(about.pop(part), dtype=goal.units.dtype) for part in ("error", "size"))
         answered = torch.isfinite(influence.values).all(1)
         errors = about["remainders"]
-        estimate = ErrorEstimate(error[answered].to(units), size[answered].to(units), units, targets.alike, [])
+        parts = error[answered].to(goal.units), size[answered].to(goal.units)
+        estimate = ErrorEstimate(*parts, goal.units, goal.targets.alike, [])
         about["assessment"] = describe_failure("no perturbation has an answer")
         if bool(answered.any()):
-            found = self._assessor.describe(estimate, [], targets, influence.values[answered])
+            found = self._assessor.describe(estimate, [], goal, influence.values[answered])
             about["assessment"] = found | {"rows": list(range(len(errors))), "errors": errors}
         inaccurate = [p for p, error in enumerate(errors) if error > WARN_ABOVE]
         if self.accuracy is None and inaccurate:
@@ -114,14 +115,14 @@ class AdaptiveInfluence:
                 FirstOrderWarning,
             )
 
-    def _score(self, targets: Targets, units: Tensor, chunk: Direction) -> Scored:
+    def _score(self, goal: Goal, chunk: Direction) -> Scored:
         omega, lam = self._first.ends(self._first.linearise(chunk), chunk)
-        first = omega @ targets.gradients(self.solution.theta)
-        found = self._assessor.estimate_errors(targets, units, chunk, omega, lam, first)
+        first = omega @ goal.Q
+        found = self._assessor.estimate_errors(goal, chunk, omega, lam, first)
         by, values, unanswered = [DirectionalInfluence.name] * chunk.P, first.clone(), {}
         inexact = ~(found.relative <= self.accuracy) if self.accuracy is not None else torch.zeros(chunk.P).bool()
         for p in torch.nonzero(inexact).reshape(-1).tolist():
-            by[p], values[p], better = self._score_further(chunk.perturbation[p], targets, units, unanswered)
+            by[p], values[p], better = self._score_further(chunk.perturbation[p], goal, unanswered)
             found.error[p], found.size[p], found.switched[p] = better.error[0], better.size[0], better.switched[0]
         about = {
             "by": by,
@@ -136,7 +137,7 @@ class AdaptiveInfluence:
         return values.double().cpu(), about
 
     def _score_further(
-        self, perturbation: Perturbation, targets: Targets, units: Tensor, unanswered: dict[str, str]
+        self, perturbation: Perturbation, goal: Goal, unanswered: dict[str, str]
     ) -> tuple[str, Tensor, ErrorEstimate]:
         """Score one perturbation by Newton's step if that is accurate enough, else by the path.
 
@@ -145,12 +146,12 @@ class AdaptiveInfluence:
         """
         assert self.accuracy is not None
         at, direction = self.solution, Direction(self.solution.program, perturbation)
-        before = targets.values(at.theta)
+        targets, before = goal.targets, goal.before
         step = self._newton.change(perturbation)
         if bool(torch.isfinite(step.flat).all()):
             values = (targets.values(at.theta + step.flat) - before)[None]
             lam = (at.lam + step.multipliers.flat)[None]
-            estimate = self._assessor.estimate_errors(targets, units, direction, step.flat[None], lam, values)
+            estimate = self._assessor.estimate_errors(goal, direction, step.flat[None], lam, values)
             if float(estimate.relative[0]) <= self.accuracy:
                 return NewtonInfluence.name, values[0], estimate
         try:
@@ -160,9 +161,9 @@ class AdaptiveInfluence:
                 raise
             unanswered[perturbation.labels[0]] = str(error)
             infinite = torch.full_like(before, float("inf"))[None]
-            unknown = ErrorEstimate(infinite, 0 * before[None], units, targets.alike, [[]])
+            unknown = ErrorEstimate(infinite, 0 * before[None], goal.units, targets.alike, [[]])
             return PathInfluence.name, torch.full_like(before, float("nan")), unknown
         switched = list(dict.fromkeys(event.name for event in path.events))
         values = targets.values(path.thetas[-1]) - before
-        exact = ErrorEstimate(0 * values[None], values.abs()[None], units, targets.alike, [switched])
+        exact = ErrorEstimate(0 * values[None], values.abs()[None], goal.units, targets.alike, [switched])
         return PathInfluence.name, values, exact

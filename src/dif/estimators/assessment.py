@@ -65,18 +65,22 @@ class ErrorEstimate:
         errors, pooled = (x.double().cpu().tolist() for x in (self.relative, self.pooled))
         return {"rows": rows, "errors": errors, "by_target": pooled, "pooled": max(pooled), "failed": None}
 
-    @classmethod
-    def join(cls, parts: Sequence[ErrorEstimate]) -> ErrorEstimate:
-        """Concatenate the estimates of several chunks of perturbations."""
-        error, size = torch.cat([part.error for part in parts]), torch.cat([part.size for part in parts])
-        switched = [names for part in parts for names in part.switched]
-        return cls(error, size, parts[0].units, parts[0].alike, switched)
-
 
 def _ratio(error: Tensor, size: Tensor) -> Tensor:
     """Divide errors by sizes: 0 where the error is 0; inf where the error is positive and the size is 0."""
     ratio = error / size.clamp(min=torch.finfo(size.dtype).tiny)
     return torch.where(error > 0, torch.nan_to_num(ratio, nan=float("inf")), 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Goal:
+    """Targets at a solution, with the units in which their changes are measured."""
+
+    targets: Targets
+    before: Tensor  # (T,) values
+    Q: Tensor  # (d, T) gradients
+    size: Tensor  # (T,) of each value, or of its terms, where it is a sum near 0
+    units: Tensor  # (T,) √(qᵀH⁻¹q): how much the target moves if θ moves by 1 in the norm of the curvature
 
 
 @dataclass
@@ -96,24 +100,24 @@ class Assessor:
         """Solver that takes the steps, prepared at the solution."""
         return BatchedNewton(self.solution)
 
-    def measure_units(self, targets: Targets) -> Tensor:
-        """Return √(qᵀH⁻¹q) of each target, (T,): how much it moves if θ moves by 1 in the norm of the curvature.
+    def prepare(self, targets: Targets, Q: Tensor | None = None) -> Goal:
+        """Evaluate the targets at the solution, where their gradients Q, (d, T), may be known.
 
         Targets of one kind share the largest unit. The unit of a target without a gradient is at least its rounding.
         """
         at = self.solution.theta
-        Q, eps = targets.gradients(at), torch.finfo(at.dtype).eps
+        before, eps, Q = targets.values(at), torch.finfo(at.dtype).eps, targets.gradients(at) if Q is None else Q
         units = self._measure(Q[:, Q.square().sum(0).argmax()][:, None] if targets.alike else Q).expand(Q.shape[1])
-        return torch.maximum(units, eps**0.375 * targets.values(at).abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
+        units = torch.maximum(units, eps**0.375 * before.abs()).clamp(min=torch.finfo(at.dtype).tiny ** 0.5)
+        return Goal(targets, before, Q, torch.maximum(before.abs(), at.abs() @ Q.abs()), units)
 
     def _measure(self, Q: Tensor) -> Tensor:
         """Return √(qᵀH⁻¹q) of each column."""
         return (Q * self.newton.solver.approximate(Q)).sum(0).clamp(min=0).sqrt()
 
     def estimate_errors(
-        self, targets: Targets, units: Tensor, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor,
-        thorough: bool = True,
-    ) -> ErrorEstimate:  # fmt: skip
+        self, goal: Goal, direction: Direction, omega: Tensor, lam: Tensor, values: Tensor, thorough: bool = True
+    ) -> ErrorEstimate:
         """Estimate the errors of `values`, (P, T), predicted by steps that end at θ̄ + ω with multipliers λ.
 
         Unless `thorough`, a single step is taken where it changes little.
@@ -122,36 +126,30 @@ class Assessor:
         theta, nu = at.theta + omega, at.program.kinds.project(lam)
         known = torch.isfinite(theta).all(1) & torch.isfinite(nu).all(1)
         theta, nu = torch.where(known[:, None], theta, at.theta), torch.where(known[:, None], nu, at.lam)
-        change, remainder = self._correct(targets, units, direction.stack_programs(), theta, nu, known, thorough)
+        change, remainder = self._correct(goal, direction.stack_programs(), theta, nu, known, thorough)
 
         error, size = (change - values).abs() + remainder, change.abs()
         eps = torch.finfo(error.dtype).eps
-        terms = at.theta.abs() @ targets.gradients(at.theta).abs()  # of a target that is a sum near 0
         largest = torch.maximum(size, values.abs())
-        rounding = _ROUNDING * eps * torch.maximum(targets.values(at.theta).abs(), terms)
-        nothing = largest <= torch.minimum(eps**0.625 * units, rounding)  # no change was predicted, and none happens
+        rounding = _ROUNDING * eps * goal.size
+        nothing = largest <= torch.minimum(
+            eps**0.625 * goal.units, rounding
+        )  # no change was predicted, and none happens
         error = torch.where(nothing, 0.0, torch.maximum(error, rounding))  # at least the rounding of the target
         size = torch.where(nothing, 0.0, torch.maximum(size, rounding))
         known = (known & torch.isfinite(error).all(1) & torch.isfinite(size).all(1))[:, None]
         error, size = torch.where(known, error, float("inf")), torch.where(known, size, 0.0)
-        return ErrorEstimate(error, size, units, targets.alike, self._name_switched(nu))
+        return ErrorEstimate(error, size, goal.units, goal.targets.alike, self._name_switched(nu))
 
     def _correct(
-        self,
-        targets: Targets,
-        units: Tensor,
-        stack: BatchedProgram,
-        theta: Tensor,
-        nu: Tensor,
-        known: Tensor,
-        thorough: bool,
+        self, goal: Goal, stack: BatchedProgram, theta: Tensor, nu: Tensor, known: Tensor, thorough: bool
     ) -> tuple[Tensor, Tensor]:
         """Take Newton steps from (θ, ν) of each program; θ, ν and `known` (whether all steps exist) are updated.
 
         Returns the changes of the targets from θ̄, and what further steps would still change, (P, T) each.
         """
-        before = targets.values(self.solution.theta)
-        change = targets.stacked_values(theta) - before
+        values, before, units = goal.targets.stacked_values, goal.before, goal.units
+        change = values(theta) - before
         remainder, last = torch.zeros_like(change), torch.full_like(change[:, 0], float("nan"))  # last step, in units
         which = torch.arange(len(theta), device=theta.device)
         for number in range(2):
@@ -163,7 +161,7 @@ class Assessor:
                 break
             theta[which] += omega
             nu[which] = multipliers
-            now = targets.stacked_values(theta[which]) - before
+            now = values(theta[which]) - before
             step = (now - change[which]).abs()
             length, size = (torch.linalg.vector_norm(x / units, dim=1) for x in (step, now))
             ratio = length / (last[which] if number else size).clamp(min=torch.finfo(length.dtype).tiny)
@@ -178,7 +176,7 @@ class Assessor:
             reached = ends.reached.to(theta.device)
             solved = which[reached]
             if len(solved):
-                change[solved] = targets.stacked_values(ends.theta[reached]) - before
+                change[solved] = values(ends.theta[reached]) - before
                 nu[solved], remainder[solved] = ends.lam[reached], 0.0
         return change, remainder
 
@@ -189,39 +187,42 @@ class Assessor:
         switched = (program.kinds.has_force(nu) != active.is_binding) & ~weak & program.kinds.one_sided
         return [[program.names[j] for j in torch.nonzero(row).reshape(-1).tolist()] for row in switched]
 
-    def assess(self, count: int, targets: Targets, direction: Direction, ends: Ends, influence: Influence) -> None:
+    def assess(
+        self, count: int, targets: Targets, direction: Direction, ends: Ends, influence: Influence,
+        Q: Tensor | None = None,
+    ) -> None:  # fmt: skip
         """Estimate the errors of the `count` strongest scores and of as many random ones; warn if they are large.
 
-        `ends` returns where the predictions of some perturbations end. The estimates are the entry "assessment" of
-        `Influence.diagnostics`.
+        `ends` returns where the predictions of some perturbations end; the gradients of the targets Q may be known. The
+        estimates are the entry "assessment" of `Influence.diagnostics`.
         """
         scores, about = influence.stored, influence.diagnostics
         try:
-            units = self.measure_units(targets)
+            goal = self.prepare(targets, Q)
             count = count if self.solution.curvature.assembled else min(count, _ASSESSED_WITHOUT_HESSIAN)
-            rows = _choose(scores, units.double().cpu(), count)
+            rows = _choose(scores, goal.units.double().cpu(), count)
             if not rows:
                 about["assessment"] = describe_failure("there is no score to assess")
                 return
-            parts, predicted, size = [], [], programs_at_once(self.solution)
-            for begin in range(0, len(rows), size):
-                chunk = rows[begin : begin + size]
-                values = torch.stack([scores[p : p + 1][0] for p in chunk]).to(units)
-                predicted.append(values)
+            values, parts = torch.stack([scores[p : p + 1][0] for p in rows]).to(goal.units), []
+            for place in torch.arange(len(rows)).split(programs_at_once(self.solution)):
+                chunk = [rows[k] for k in place]
                 some = direction.pick(chunk)
-                parts.append(self.estimate_errors(targets, units, some, *ends(chunk, some), values, thorough=False))
-            estimate = ErrorEstimate.join(parts)
-            about["assessment"] = self.describe(estimate, rows, targets, torch.cat(predicted))
+                found = self.estimate_errors(goal, some, *ends(chunk, some), values[place], thorough=False)
+                parts.append((found.error, found.size))
+            error, size = map(torch.cat, zip(*parts, strict=True))
+            estimate = ErrorEstimate(error, size, goal.units, targets.alike, [])
+            about["assessment"] = self.describe(estimate, rows, goal, values)
         except DifError as error:
             about["assessment"] = describe_failure(str(error))
             words = f"Their error could not be estimated: {error}"
             warn(f"These predictions cannot be trusted. {words} {_CURE}", FirstOrderWarning)
             return
         if not max(about["assessment"]["by_target"]) <= TRUSTED:
-            worst = rows[int((estimate.error / estimate.units).sum(1).argmax())]
+            worst = rows[int((error / goal.units).sum(1).argmax())]
             warn_assessed(about["assessment"], targets.names, direction.perturbation[worst].labels[0])
 
-    def describe(self, estimate: ErrorEstimate, rows: list[int], targets: Targets, values: Tensor) -> dict[str, Any]:
+    def describe(self, estimate: ErrorEstimate, rows: list[int], goal: Goal, values: Tensor) -> dict[str, Any]:
         """Return the entry "assessment" of `Influence.diagnostics`, for the predictions `values` of some rows.
 
         Among its "moves", one for each target, those are False that do not move to first order: θ̄ is a minimum, or a
@@ -229,12 +230,12 @@ class Assessor:
         "pooled" is the error of the worst of these.
         """
         about, at = estimate.describe(rows), self.solution
-        Q, eps = targets.gradients(at.theta), torch.finfo(at.theta.dtype).eps
+        Q, eps = goal.Q, torch.finfo(at.theta.dtype).eps
         A = at.G[at.active.is_active].T
         rest = Q - A @ torch.linalg.lstsq(A, Q).solution if A.shape[1] else Q  # along the constraints
-        moves = self._measure(rest) > eps**0.375 * torch.maximum(self._measure(Q), targets.values(at.theta).abs())
+        moves = self._measure(rest) > eps**0.375 * torch.maximum(self._measure(Q), goal.before.abs())
         changes, predicted = (torch.linalg.vector_norm(x.to(Q), dim=0) for x in (estimate.size, values))
-        moves |= (predicted >= _NO_CHANGE * changes) | torch.tensor(targets.alike)
+        moves |= (predicted >= _NO_CHANGE * changes) | torch.tensor(goal.targets.alike)
         pooled = [error for error, one in zip(about["by_target"], moves.tolist(), strict=True) if one]
         return about | {"moves": moves.tolist(), "pooled": max(pooled or about["by_target"])}
 

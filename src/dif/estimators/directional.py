@@ -24,9 +24,10 @@ from dif.results.influence import Influence
 from dif.runtime.inputs import check_number
 
 _MARGIN_ROWS = 64  # rows nearest to switching whose margins are computed
-_CHUNK = 2**14  # perturbations whose rows are in memory at once
+_CHUNK = 2**17  # perturbations whose rows are in memory at once
 _PERTURBATIONS = 32  # perturbations at most under each of which the moves of all rows are computed
 _PARAMETERS = 64  # parameters up to which they are for any number of perturbations
+_COLUMNS = 3  # products per sample up to which they are, too: mixtures cost as much
 _NUMBERS = 2**25  # entries of their steps and rows at most: 256 MiB in double precision
 _MIXTURES = 8  # random mixtures of the perturbations, where there are more
 _MIXTURES_WITHOUT_HESSIAN = 4  # the same, where each solve is by conjugate gradients
@@ -209,13 +210,13 @@ class DirectionalInfluence(FirstOrderEstimator):
             dc, dlam = (torch.cat(parts).abs().double().cpu() for parts in moves)
             answered = torch.isfinite(dc).all(1)
             for k, j in enumerate(rows.tolist()):
-                deciding = (dlam if j in at.active.binding else dc)[answered, k]
+                deciding = dlam[answered, j] if j in at.active.binding else dc[answered, k]
                 if len(deciding):
                     margins[j] = Margin(float(deciding.max()), float(deciding.median()))
         return margins
 
     def _moves(self, system: KKTSystem, rows: Tensor, direction: Direction) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the changes of f − τ and of λ of some rows, (P, rows) each, chunk by chunk; NaN where unanswered.
+        """Yield the changes of f − τ of some rows, (P, rows), and of λ, (P, m), chunk by chunk; NaN where unanswered.
 
         What is solved for are the perturbations, the gradients of the rows or all d directions, whichever are fewest.
         """
@@ -227,7 +228,8 @@ class DirectionalInfluence(FirstOrderEstimator):
         for begin in range(0, direction.P, self._most):
             chunk = direction[begin : begin + self._most]
             move, response, _ = self.answer(system, chunk, None if few else columns)  # Δθ, or its part along the basis
-            yield response.r[:, rows] + (move if basis is G and not few else move @ G.T), response.dlam[:, rows]
+            r = response.r[:, rows]
+            yield (r + move if basis is G and not few else torch.addmm(r, move, G.T)), response.dlam
 
     # Constraints within reach: those that could become active or inactive within a step
 
@@ -244,18 +246,18 @@ class DirectionalInfluence(FirstOrderEstimator):
         fixed[system.rows] = equal
         fixed = fixed & kinds.one_sided
         binding = at.active.is_binding
-        d, again = at.theta.numel(), bool((~equal).any()) and int(fixed.sum()) <= _ROWS
-        if d > _PARAMETERS and (P > _PERTURBATIONS or P * d > _NUMBERS) and not again:
+        d, columns = at.theta.numel(), len(equal) + int((fixed & ~binding).sum())  # of the sweep for their moves
+        again = bool((~equal).any()) and int(fixed.sum()) <= _ROWS
+        if d > _PARAMETERS and (P > _PERTURBATIONS or P * d > _NUMBERS) and columns > _COLUMNS and not again:
             dc, dlam = self._typical_moves(system, direction)
             fixed = fixed & torch.where(binding, at.lam <= _MARGIN * dlam, -at.c <= _MARGIN * dc)
             if int(fixed.sum()) <= _ROWS:
                 return fixed
-        rows, near = torch.nonzero(fixed).reshape(-1), torch.zeros_like(fixed)
-        c, lam = at.c[rows], at.lam[rows]
-        for dc, dlam in self._moves(system, rows, direction) if len(rows) else ():
-            violated = torch.nan_to_num(c + dc, nan=-1.0) > _ROUNDING * (c.abs() + dc.abs())
-            released = torch.nan_to_num(lam + dlam, nan=1.0) < -_ROUNDING * (lam + dlam.abs())
-            near[rows] |= torch.where(binding[rows], released, violated).any(0)
+        held, rows, near = fixed & binding, torch.nonzero(fixed & ~binding).reshape(-1), torch.zeros_like(fixed)
+        c, lam = at.c[rows], at.lam[held]
+        for dc, dlam in self._moves(system, rows, direction) if bool(fixed.any()) else ():  # NaN compares as False
+            near[rows] |= (dc > 2 * _ROUNDING * c.abs() - c).any(0)
+            near[held] |= (dlam[:, held] < -(1 + 2 * _ROUNDING) * lam).any(0)
         return near
 
     def _typical_moves(self, system: KKTSystem, direction: Direction) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from dif.runtime.inputs import check_count, check_number
 
 _SLOPES = 2**25  # slopes in memory at once: 256 MiB in double precision
 _CHUNKS = 64  # largest number of chunks, memory permitting: each is a sweep over the data
-_SMALLEST = 2**14  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
+_SMALLEST = 2**17  # smallest number of perturbations in a chunk, memory permitting, so that few calls are made
 _SWEEP_OVERHEAD = 500  # samples whose gradients cost as much as starting a sweep over the data
 
 
@@ -95,7 +95,8 @@ class FirstOrderEstimator:
         def complete(influence: Influence) -> None:
             influence.diagnostics.update(self._describe(system))
             if count:
-                self._assessor.assess(count, targets, direction, lambda _, some: self.ends(system, some), influence)
+                ends, known = lambda _, some: self.ends(system, some), Q if self.at is self.solution else None
+                self._assessor.assess(count, targets, direction, ends, influence, known)
 
         return fill_scores(
             self, self.at, targets, direction, by_chunk(work, direction, most, jobs), self._diagnostics,

@@ -65,13 +65,8 @@ class PathInfluence:
     def change(self, perturbation: Perturbation) -> Change:
         """Return Δθ and Δλ at the end of the path of one perturbation."""
         path, at = self.follow(perturbation), self.solution
-        diagnostics = {
-            **self._diagnostics,
-            "residual": path.residual,
-            "events": [str(event) for event in path.events],
-            "steps": path.steps,
-            "curvatures": path.curvatures,
-        }
+        found = {"residual": path.residual, "events": [str(event) for event in path.events], "steps": path.steps}
+        diagnostics = self._diagnostics | found | {"curvatures": path.curvatures}
         return Change.of(at.program, path.thetas[-1] - at.theta, path.multipliers[-1] - at.lam, diagnostics)
 
     def scores(

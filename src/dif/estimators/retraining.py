@@ -147,11 +147,8 @@ class Retraining:
         dtheta, dlam = end.theta - at.theta, end.lam - at.lam
         if failure is not None:
             dtheta, dlam = torch.full_like(dtheta, float("nan")), torch.full_like(dlam, float("nan"))
-        about = {
-            "residual": end.residual,
-            "iterations": end.iterations,
-            "failed": None if failure is None else str(failure),
-        }
+        reason = None if failure is None else str(failure)
+        about = {"residual": end.residual, "iterations": end.iterations, "failed": reason}
         return Change.of(at.program, dtheta, dlam, self._diagnostics | about)
 
     def scores(

@@ -79,7 +79,7 @@ class Solution:
         self.part_hessians: Tensor | None = None  # (K, d, d) ∇²pₖ(θ̄) of the parts of f = C·p, if known
         self.theta = theta.detach()
         self.parts, self.part_gradients = program.rows.part_gradients(self.theta)  # what the rows are made of
-        self.f, self.J = program.rows.C @ self.parts, program.rows.C @ self.part_gradients  # rows and their gradients
+        self.f, self.J = program.rows.A @ self.parts, program.rows.A @ self.part_gradients  # rows and their gradients
         check_gradients(program, self.J)
         self.c, self.G = self.f[1:] - program.tau, self.J[1:]
         self.lam = self._recover_multipliers() if lam is None else lam

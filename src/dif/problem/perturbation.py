@@ -182,7 +182,7 @@ class Perturbation:
             if not -P <= number < P:
                 raise IndexError(f"There are {P} perturbations, but index {number} was given.")
             rows = range(number % P, number % P + 1)
-        return self._pick(torch.arange(rows.start, rows.stop))
+        return self.pick_known(torch.arange(rows.start, rows.stop))
 
     def pick(self, rows: Sequence[int]) -> Perturbation:
         """Return the listed perturbations, in that order."""
@@ -193,9 +193,10 @@ class Perturbation:
         if wrong or not given:
             found = few(wrong, quoted=True) if wrong else "an empty list" if listed else repr(rows)
             raise InvalidInputError(f"`rows` must be a list of integers from 0 to {P - 1}, not {found}.")
-        return self._pick(torch.tensor(numbers))
+        return self.pick_known(torch.tensor(numbers))
 
-    def _pick(self, rows: Tensor) -> Perturbation:
+    def pick_known(self, rows: Tensor) -> Perturbation:
+        """Return the listed perturbations, in that order; the numbers are known to be valid."""
         P = len(self)
         pick = lambda action: action.pick(rows) if action.entries.P == P else action  # noqa: E731
         return Perturbation(tuple((c, tuple(map(pick, actions))) for c, actions in self.pieces))

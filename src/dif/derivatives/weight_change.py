@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from dif.derivatives.checks import check_tensors
-from dif.derivatives.losses import Differentiable, sample_losses, sample_slopes, sweep_batches, weighted_gradients
+from dif.derivatives.losses import (
+    Differentiable,
+    sample_losses,
+    sample_slopes,
+    stacked_losses,
+    sweep_batches,
+    weighted_gradients,
+)
 from dif.derivatives.program import Program
 from dif.derivatives.rows import CompiledFunction, Rows, Table, output_slices
 from dif.errors import InvalidInputError
@@ -163,6 +170,16 @@ class Direction:
                 w = w.new_zeros((len(mix), len(losses))).index_add(1, block.place, w)
             b += weighted_gradients(block.samples, self.program.parameters, theta, w, block.distinct)[1]
         return b, df
+
+    def bend(self, theta: Tensor, steps: Tensor, weights: Tensor) -> Tensor:
+        """Return s⊤(δ∇²L)s for steps s (k, d), by second differences of the losses of the changed samples, (P, k)."""
+        total, thetas = theta.new_zeros((self.P, len(steps))), torch.cat([theta[None], theta + steps, theta - steps])
+        for block in self.blocks:
+            values = stacked_losses(block.samples, self.program.parameters, thetas, block.distinct)
+            here, ahead, behind = values.split([1, len(steps), len(steps)])
+            bends = (ahead - 2 * here + behind).T[block.place] * (block.s @ (block.touch.T @ weights))[:, None]
+            total += bends.new_zeros((block.count, len(steps))).index_add_(0, block.owner, bends)
+        return total
 
     # Effects of a single perturbation
 

@@ -15,6 +15,7 @@ from dif.derivatives.losses import (
     Differentiable,
     sample_losses,
     sample_slopes,
+    stacked_losses,
     sweep_batches,
     weighted_gradients,
 )
@@ -170,6 +171,16 @@ class Direction:
                 w = w.new_zeros((len(mix), len(losses))).index_add(1, block.place, w)
             b += weighted_gradients(block.samples, self.program.parameters, theta, w, block.distinct)[1]
         return b, df
+
+    def bend(self, theta: Tensor, steps: Tensor, weights: Tensor) -> Tensor:
+        """Return s⊤(δ∇²L)s for steps s (k, d), by second differences of the losses of the changed samples, (P, k)."""
+        total, thetas = theta.new_zeros((self.P, len(steps))), torch.cat([theta[None], theta + steps, theta - steps])
+        for block in self.blocks:
+            values = stacked_losses(block.samples, self.program.parameters, thetas, block.distinct)
+            here, ahead, behind = values.split([1, len(steps), len(steps)])
+            bends = (ahead - 2 * here + behind).T[block.place] * (block.s @ (block.touch.T @ weights))[:, None]
+            total += bends.new_zeros((block.count, len(steps))).index_add_(0, block.owner, bends)
+        return total
 
     # Effects of a single perturbation
 

@@ -19,6 +19,9 @@ from dif.solving.batched_newton import BatchedNewton, programs_at_once
 
 ASSESSED = 20  # strongest perturbations that are assessed by default; as many random ones are added
 _ASSESSED_WITHOUT_HESSIAN = 4  # the same, at most, where each step is solved by conjugate gradients
+_PROBES = 4  # random steps along which the curvature that each perturbation changes is estimated
+_STEEP = 0.1  # share of the curvature from which a perturbation is assessed, however small its prediction
+_LENGTH = 1e-4  # curvature of the Lagrangian along these steps
 _SCORES_READ = 2**20  # scores read at once: 8 MiB
 _LARGEST_RATIO = 0.9  # largest ratio of successive steps in their extrapolation, which is finite only below 1
 _SMALL_STEP = 0.1  # first step, relative to the change, up to which one step is enough (unless thorough)
@@ -201,6 +204,7 @@ class Assessor:
             goal = self.prepare(targets, Q)
             count = count if self.solution.curvature.assembled else min(count, _ASSESSED_WITHOUT_HESSIAN)
             rows = _choose(scores, goal.units.double().cpu(), count)
+            rows += [p for p in self._find_steep(direction) if p not in rows][: count // 4]
             if not rows:
                 about["assessment"] = describe_failure("there is no score to assess")
                 return
@@ -221,6 +225,23 @@ class Assessor:
         if not max(about["assessment"]["by_target"]) <= TRUSTED:
             worst = rows[int((error / goal.units).sum(1).argmax())]
             warn_assessed(about["assessment"], targets.names, direction.perturbation[worst].labels[0])
+
+    def _find_steep(self, direction: Direction) -> list[int]:
+        """Return the perturbations that change much of the curvature along some directions, the steepest first.
+
+        The solution follows a sample that alone decides a direction (the only member of a category), so that its own
+        gradient, and with it the prediction, is small, while its removal is not.
+        """
+        at = self.solution
+        if not at.curvature.assembled:
+            return []
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(len(at.theta), _PROBES, generator=generator, dtype=torch.float64).to(at.theta)
+        steps = self.newton.solver.approximate(noise * at.curvature.scale().sqrt()[:, None])
+        steps = steps * (_LENGTH / (steps * at.curvature.product(steps)).sum(0).abs()).sqrt()
+        shares = direction.bend(at.theta, steps.T, at.program.weights(at.lam)).abs().mean(1) / _LENGTH
+        order = torch.argsort(torch.nan_to_num(shares), descending=True).tolist()
+        return order[: int((shares > _STEEP).sum())]
 
     def describe(self, estimate: ErrorEstimate, rows: list[int], goal: Goal, values: Tensor) -> dict[str, Any]:
         """Return the entry "assessment" of `Influence.diagnostics`, for the predictions `values` of some rows.

@@ -218,8 +218,9 @@ def _choose(
 ) -> tuple[list[int], Tensor]:
     """Return the rows that are carried out, and how many rows each of them stands for.
 
-    A third are the strongest, over all targets; changes up to `still`, (T,), hardly count. The others are random: equally many of each group, one at least, and of
-    the rows that are in none. A row in several groups counts to the smallest.
+    A third are the strongest, over all targets; changes up to `still`, (T,), hardly count. The others are random:
+    equally many of each group, one at least, and of the rows that are in none. A row in several groups counts to the
+    smallest.
     """
     units = torch.maximum(values.abs().max(0).values, still.clamp(min=torch.finfo(values.dtype).tiny))
     strength = (values.abs() / units).sum(1)

@@ -235,10 +235,11 @@ def test_an_expensive_hessian_is_replaced_by_gauss_newton_on_the_way(monkeypatch
     fit_module = sys.modules["dif.solving.fit"]  # `dif.solving.fit` may also be the function
     attempts, iterate = [], fit_module.Newton._iterate
 
-    def note(self, at, save):
+    def note(self, at, known):
         H = Curvature(self.program.rows, at.theta, self.program.weights(at.lam))
-        kkt, used = fit_module._measure(self.program, at.theta, at.lam, H, self.goal)[0], self.limits.used
-        result = iterate(self, at, save)
+        self.own, self.noise, used = H.own, H.noise, self.limits.used
+        kkt = self._measure(at, known)[0]
+        result = iterate(self, at, known)
         attempts.append((kkt.stationarity, self.limits.used > used))
         return result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -38,10 +39,6 @@ _TOO_MANY = 40  # products per trust-region step above which the sketch counts a
 class _Reached(Exception):
     """Ends L-BFGS at a point whose gradient is small enough."""
 
-    def __init__(self, value: Tensor, gradient: Tensor) -> None:
-        super().__init__()
-        self.value, self.gradient = value, gradient
-
 
 class AugmentedLagrangian:
     """Rounds of minimising f₀ + Σ ψ(cⱼ, λⱼ, ρⱼ), each to a tighter tolerance, with λ and ρ updated in between.
@@ -56,6 +53,7 @@ class AugmentedLagrangian:
     ) -> None:  # fmt: skip
         self.program, self.limits, self.report, self._save = program, limits, report, save
         self.theta, self.lam = theta.clone(), lam.clone()
+        self.value = self.gradient = theta  # of the augmented Lagrangian at θ, during a round
         f, J = program.rows.gradients(theta)
         self.cheap = H.cheap  # whether the Hessian is
         self.root = H.scale().sqrt()
@@ -72,8 +70,8 @@ class AugmentedLagrangian:
         self.radius, self.smallest_radius = self.start_size, torch.finfo(theta.dtype).eps * self.start_size
         self.nearest = float("inf")  # least violation so far, as a step in √D·θ
         self.largest_violation = float("inf")  # after the last round
+        self.stuck = False  # whether a larger penalty no longer reduces it
         self._find_violated(f, J)
-        self.stuck = False  # whether a larger penalty no longer reduces the violation
         self.sketch_cost = _SKETCH_COST
         self.raised = 0  # how often the penalty was raised
         self.divergence = ""  # how far θ or the objective went, if it diverged
@@ -108,50 +106,44 @@ class AugmentedLagrangian:
         if self.limits.find_reached():  # the round is not finished
             return True
         f, J = self.program.rows.gradients(self.theta)
-        constrained = len(self.lam) > 0
         self.lam = self._next_multipliers(f)
         # 0 on rows that are satisfied and complementary
-        missing = (self._next_multipliers(f) - self.lam) * self.row_scale / self.penalty
-        violation = float((missing.abs() / self.row_scale.sqrt()).max()) if constrained else 0.0
+        missing = (self._next_multipliers(f) - self.lam).abs() * self.row_scale.sqrt() / self.penalty
+        violation = float(missing.max()) if len(missing) else 0.0
         if violation > 0.25 * self.violation:
             self.penalty *= 10.0
             self.raised += 1
         self.violation = min(violation, self.violation)
-        before = self.largest_violation
         self._find_violated(f, J)
-        self.stuck = constrained and self.largest_violation > 0.8 * before
         self.accuracy = max(self.accuracy * 0.1, 1e-12)
         return True
 
     def escape(self, direction: Tensor) -> None:
         """Leave a saddle along a direction of negative curvature (in √D·θ), to the side on which the value falls."""
         value, _ = self._evaluate(self.theta)
-        length = self.radius
-        for _ in range(_SHRINKS):
-            for signed_length in (length, -length):
-                trial = self.theta + signed_length * direction / self.root / direction.norm()
-                if float(self._evaluate(trial)[0]) < float(value):
-                    self.theta = trial
-                    return
-            length *= 0.25
+        for length in (sign * 0.25**k * self.radius for k in range(_SHRINKS) for sign in (1.0, -1.0)):
+            trial = self.theta + length * direction / self.root / direction.norm()
+            if float(self._evaluate(trial)[0]) < float(value):
+                self.theta = trial
+                return
 
     def _minimise(self) -> bool:
         """Minimise over θ by L-BFGS, with trust-region steps where that is slow; return False if θ diverges."""
-        value, gradient = self._evaluate(self.theta)
-        first, start = value, self._relative_size(gradient)
+        self.value, self.gradient = self._evaluate(self.theta)
+        first, start = float(self.value), self._relative_size(self.gradient)
         if not self.cheap and self.metric.vectors is None:
             self._scale_coordinates(self._curvature())
         for _ in range(_BLOCKS):
             if self.limits.find_reached():
                 break
             before = self.theta
-            value, gradient = self._descend(value, gradient)
-            size = self._relative_size(gradient)
+            self._descend()
+            size = self._relative_size(self.gradient)
             self.report(self.limits.used, f"(augmented Lagrangian, round {self.rounds}, gradient {size:.1e})")
             if not self.warned:
                 self._warn_slow(start, size)
-            if float(value) < -1e15 * (1 + abs(float(first))):
-                self.divergence = f"at a value of {float(value):.3g}"
+            if float(self.value) < -1e15 * (1 + abs(first)):
+                self.divergence = f"at a value of {float(self.value):.3g}"
                 return False
             if not self._size() < _DIVERGED * self.start_size:
                 self.divergence = f"at ‖θ‖ > {_DIVERGED:.0e} times its size at the start"
@@ -161,9 +153,9 @@ class AugmentedLagrangian:
             stalled = torch.equal(before, self.theta)
             self.blocks += 1
             if self.blocks >= self.patience[self.metric.vectors is not None] or stalled:
-                value, gradient, moved = self._use_curvature(value, gradient)
+                moved = self._use_curvature()
                 self._save(self.theta, self.lam, self.penalty, self.accuracy)
-                if (stalled and not moved) or self._relative_size(gradient) <= self.accuracy:
+                if (stalled and not moved) or self._relative_size(self.gradient) <= self.accuracy:
                     break
         return True
 
@@ -195,74 +187,66 @@ class AugmentedLagrangian:
         """Return the norm of a gradient relative to the size of θ."""
         return float((gradient / self.root).norm()) / max(self.start_size, self._size())
 
-    def _descend(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        """Run a block of L-BFGS in scaled coordinates u; θ moves, and the value and gradient there are returned.
+    def _descend(self) -> None:
+        """Run a block of L-BFGS in scaled coordinates u.
 
         Lengths are multiples of a small gradient's size: of shorter steps, torch's optimiser learns no curvature.
         """
-        unit = min(1.0, float(self.metric.map_gradient(gradient).abs().sum())) or 1.0
-        point = self.metric.to_u(self.theta) / unit
+        metric, known = self.metric, (self.value, self.gradient)  # the first call is at θ
+        unit = min(1.0, float(metric.map_gradient(self.gradient).abs().sum())) or 1.0
+        point = metric.to_u(self.theta) / unit
         optimiser = torch.optim.LBFGS(
             [point], max_iter=_BLOCK[self.cheap], max_eval=2 * _BLOCK[self.cheap], history_size=_PAIRS[self.cheap],
             tolerance_grad=0.0, tolerance_change=0.0, line_search_fn="strong_wolfe",
         )  # fmt: skip
-        first_call = True
 
         def closure() -> Tensor:
-            nonlocal first_call
-            if first_call:  # at θ, where value and gradient are known
-                first_call = False
-                point.grad = self.metric.map_gradient(gradient) / unit
-                return value / unit**2
-            trial_value, trial_gradient = self._evaluate(self.metric.to_theta(unit * point))
-            if not (bool(torch.isfinite(trial_value)) and bool(torch.isfinite(trial_gradient).all())):
+            nonlocal known
+            theta = metric.to_theta(unit * point)
+            value, gradient = known or self._evaluate(theta)
+            first, known = known is not None, None
+            if not (first or (bool(torch.isfinite(value)) and bool(torch.isfinite(gradient).all()))):
                 # outside the domain of the objective: a large value makes the line search turn back
-                return (value + 1e10 * (1 + value.abs())) / unit**2
-            near = not self.cheap and self._relative_size(trial_gradient) <= self.accuracy
-            if near and float(trial_value) <= float(value):
-                raise _Reached(trial_value, trial_gradient)
-            point.grad = self.metric.map_gradient(trial_gradient) / unit
-            return trial_value / unit**2
+                return (self.value + 1e10 * (1 + self.value.abs())) / unit**2
+            near = not first and not self.cheap and self._relative_size(gradient) <= self.accuracy
+            if near and float(value) <= float(self.value):
+                self.theta, self.value, self.gradient = theta, value, gradient
+                raise _Reached
+            point.grad = metric.map_gradient(gradient) / unit
+            return value / unit**2
 
-        try:
+        with suppress(_Reached):
             optimiser.step(closure)
-        except _Reached as reached:
-            self.theta = self.metric.to_theta(unit * point.detach())
-            return reached.value, reached.gradient
-        self.theta = self.metric.to_theta(unit * point.detach())
-        return self._evaluate(self.theta)
+            self.theta = metric.to_theta(unit * point)
+            self.value, self.gradient = self._evaluate(self.theta)
 
-    def _use_curvature(self, value: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, bool]:
-        """Scale the coordinates by the curvature at θ and make trust-region steps.
-
-        Returns:
-            The value and the gradient at the new θ, and whether θ moved.
-        """
+    def _use_curvature(self) -> bool:
+        """Scale the coordinates by the curvature at θ and make trust-region steps; return whether θ moved."""
         H, self.blocks = self._curvature(), 0
         if H.cheap:
             matrix = H.rough() if self.patience[1] > self.patience[0] else H.dense()
             if not bool(torch.isfinite(matrix).all()):  # no second derivative here
-                return value, gradient, False
+                return False
             eigenvalues, vectors = torch.linalg.eigh(self.metric.scale_hessian(matrix))
             self.metric = self.metric.with_eigenpairs(eigenvalues, vectors)
-            propose = partial(exact_step, eigenvalues, vectors, gradient / self.root)
-            return self._trust_region_step(value, gradient, propose, lambda p: p / self.root)
+            propose = partial(exact_step, eigenvalues, vectors, self.gradient / self.root)
+            return self._trust_region_step(propose, lambda p: p / self.root)
         self._scale_coordinates(H)
         any_moved, steps, most = False, 0, 1 if H.has_gauss_newton else _TRUST_STEPS
         while True:
-            slope, used = self.metric.map_gradient(gradient), self.limits.used
+            slope, used = self.metric.map_gradient(self.gradient), self.limits.used
             model = KrylovModel(partial(self._product, H), slope, self.radius, _INNER)
             coarse = self.limits.used - used > _TOO_MANY
-            value, gradient, moved = self._trust_region_step(value, gradient, model.step, self.metric.to_theta)
-            fast = float(self.metric.map_gradient(gradient).norm()) < _FAST * float(slope.norm())
+            moved = self._trust_region_step(model.step, self.metric.to_theta)
+            fast = float(self.metric.map_gradient(self.gradient).norm()) < _FAST * float(slope.norm())
             any_moved, steps = any_moved or moved, steps + 1
             proceed = moved and not coarse and (fast or steps < most)
-            if not proceed or self._relative_size(gradient) <= self.accuracy or self.limits.find_reached():
+            if not proceed or self._relative_size(self.gradient) <= self.accuracy or self.limits.find_reached():
                 break
             H = self._curvature()
         if coarse:
             self.sketch_cost = min(2 * self.sketch_cost, _SKETCH_COST_MAX)
-        return value, gradient, any_moved
+        return any_moved
 
     def _scale_coordinates(self, H: Curvature) -> None:
         """Scale the coordinates by a cheap estimate of the curvature, where the Hessian is expensive."""
@@ -279,39 +263,30 @@ class AugmentedLagrangian:
         return H.with_rows(J[1:][forced], (self.penalty / self.row_scale)[forced])
 
     def _trust_region_step(
-        self,
-        value: Tensor,
-        gradient: Tensor,
-        propose: Callable[[float], tuple[Tensor, float]],
-        to_theta: Callable[[Tensor], Tensor],
-    ) -> tuple[Tensor, Tensor, bool]:
-        """Shrink the trust region until a step decreases the value about as much as predicted.
+        self, propose: Callable[[float], tuple[Tensor, float]], to_theta: Callable[[Tensor], Tensor]
+    ) -> bool:
+        """Shrink the trust region until a step decreases the value about as much as predicted; say if there is one.
 
         Args:
-            value: The augmented Lagrangian at θ.
-            gradient: Its gradient at θ.
             propose: For a radius: a step not longer than it, and the change of the value that it predicts.
             to_theta: Maps the step to a change of θ.
-
-        Returns:
-            The value and the gradient at the new θ, and whether θ moved.
         """
         for _ in range(_SHRINKS):
             if self.limits.find_reached():
                 break
             p, predicted = propose(self.radius)
             trial = self.theta + to_theta(p)
-            trial_value, trial_gradient = self._evaluate(trial)
-            ratio = float(trial_value - value) / predicted if predicted < 0 else -1.0
+            value, gradient = self._evaluate(trial)
+            ratio = float(value - self.value) / predicted if predicted < 0 else -1.0
             if ratio > 0.75:
                 self.radius = max(self.radius, 2 * float(p.norm()))
-            if ratio > 0.1 and bool(torch.isfinite(trial_gradient).all()):
-                self.theta = trial
-                return trial_value, trial_gradient, True
+            if ratio > 0.1 and bool(torch.isfinite(gradient).all()):
+                self.theta, self.value, self.gradient = trial, value, gradient
+                return True
             self.radius = max(0.25 * float(p.norm()), self.smallest_radius)
             if self.radius == self.smallest_radius:
                 break
-        return value, gradient, False
+        return False
 
     def _product(self, H: Curvature, v: Tensor) -> Tensor:
         """Return H·v in scaled coordinates u."""
@@ -338,4 +313,5 @@ class AugmentedLagrangian:
         distances = violations / torch.where(norms > 0, norms, 1.0)
         self.row = int(distances.argmax())
         self.distance, self.violated = float(distances[self.row]), float(violations[self.row])
+        self.stuck = float(violations.max()) > 0.8 * self.largest_violation
         self.nearest, self.largest_violation = min(self.nearest, self.distance), float(violations.max())

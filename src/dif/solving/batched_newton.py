@@ -49,6 +49,13 @@ class Ends:
         """Which of them are solved, (P,) bool."""
         return self.residual <= self.goal
 
+    def improve(self, which: Tensor, theta: Tensor, lam: Tensor, objective: Tensor, residual: Tensor) -> None:
+        """Move the programs `which` to these points where their residuals fall."""
+        better = residual < self.residual[which]
+        moved = which[better]
+        self.theta[moved], self.lam[moved] = theta[better], lam[better]
+        self.objective[moved], self.residual[moved] = objective[better], residual[better]
+
 
 class BatchedNewton:
     """Solver for stacks of programs that differ little from the one solved at `at`.
@@ -103,11 +110,13 @@ class BatchedNewton:
         solve = self.solver.approximate if self.at.curvature.assembled else None  # exact, by factorisation
         return self._chord_step(f[:, 1:] - stack.tau, g, lam, solve)
 
-    def settle(self, stack: BatchedProgram, theta: Tensor, lam: Tensor, tol: float, max_iter: int) -> Ends:
-        """Make a few chord steps from a point (θ, λ) of each program."""
+    def settle(
+        self, stack: BatchedProgram, theta: Tensor, lam: Tensor, tol: float, max_iter: int, solve: Solve | None = None
+    ) -> Ends:
+        """Make a few chord steps from a point (θ, λ) of each program, H_ρ inverted by `solve`."""
         ends = self._start(len(stack), tol)
         ends.theta, ends.lam = theta.clone(), lam.clone()
-        self._iterate_chord(stack, ends, max_iter, None)
+        self._iterate_chord(stack, ends, max_iter, solve)
         return ends
 
     def _start(self, P: int, tol: float) -> Ends:
@@ -125,14 +134,9 @@ class BatchedNewton:
         stages = [*((scaled(share).take(which), _ROUGH) for share in _SHARES), (stack.take(which), tol)]
         solve = None if self.at.curvature.assembled else self.solver.approximate
         for programs, goal in stages:
-            now.residual[:] = float("inf")
-            now.goal[:] = max(goal, self.at.scales.floor)
-            self._iterate_chord(programs, now, max_iter, solve)
-        ends.steps[which] += now.steps
-        better = now.residual < ends.residual[which]
-        moved = which[better]
-        ends.theta[moved], ends.lam[moved] = now.theta[better], now.lam[better]
-        ends.objective[moved], ends.residual[moved] = now.objective[better], now.residual[better]
+            now = self.settle(programs, now.theta, now.lam, goal, max_iter, solve)
+            ends.steps[which] += now.steps
+        ends.improve(which, now.theta, now.lam, now.objective, now.residual)
 
     def _judge(self, c: Tensor, g: Tensor, lam: Tensor) -> Tensor:
         """Measure the KKT residuals, (P,), in the units of the solution; inf where they are not finite."""
@@ -146,8 +150,6 @@ class BatchedNewton:
     def _iterate_chord(self, stack: BatchedProgram, ends: Ends, max_iter: int, solve: Solve | None) -> None:
         """Make chord steps, H_ρ inverted by `solve`, while the residuals keep halving; `ends` keeps the best points."""
         live = torch.nonzero(~ends.reached).reshape(-1)
-        if len(live) == 0:
-            return
         d, m = ends.theta.shape[1], ends.lam.shape[1]
         past = Extrapolation(len(stack), d + m, partial(self.at.scales.lengths, G=self.at.G))
         mark = torch.full_like(ends.residual, float("inf"))  # last residual that was at most half of the previous mark
@@ -157,17 +159,16 @@ class BatchedNewton:
         aim = (further * ends.goal).clamp(min=self.at.scales.floor)
         theta, lam = ends.theta.clone(), ends.lam.clone()
         for _ in range(max_iter):
+            if len(live) == 0:
+                return
             programs = stack.take(live)
             f, g = programs.gradients(theta[live], self.at.program.weights(lam[live]))
             c = f[:, 1:] - programs.tau
             residual = self._judge(c, g, lam[live])
-            better = residual < ends.residual[live]
-            moved = live[better]
+            ends.improve(live, theta[live], lam[live], f[:, 0], residual)
             halved = residual < 0.5 * mark[live]
             mark[live] = torch.where(halved, residual, mark[live])
             since[live] = torch.where(halved, 0, since[live] + 1)
-            ends.theta[moved], ends.lam[moved] = theta[moved], lam[moved]
-            ends.objective[moved], ends.residual[moved] = f[better, 0], residual[better]
             going = (since[live] < _HALVED) & (residual > aim[live]) & torch.isfinite(residual)
             live, c, g = live[going], c[going], g[going]
             if len(live) == 0:
@@ -176,8 +177,6 @@ class BatchedNewton:
             omega, nu = self._chord_step(c, g, lam[live], solve)
             exists = torch.isfinite(omega).all(1) & torch.isfinite(nu).all(1)
             live, omega, nu = live[exists.to(live.device)], omega[exists], nu[exists]
-            if len(live) == 0:
-                return
             has_force = self.at.program.kinds.has_force(nu)
             past.forget(live[(has_force != had_force[live]).any(1).to(live.device)])
             had_force[live] = has_force
@@ -239,8 +238,7 @@ class BatchedNewton:
             moved = residual < (1 - DECREASE * length[live]) * ends.residual[live]
             there = live[moved]
             f[there], J[there] = f_there[moved], J_there[moved]
-            ends.theta[there], ends.lam[there] = theta[moved], lam[moved]
-            ends.objective[there], ends.residual[there] = f[there, 0], residual[moved]
+            ends.improve(there, theta[moved], lam[moved], f_there[moved, 0], residual[moved])
             length[live], due[there] = torch.where(moved, 1.0, 0.5 * length[live]), True
             live = live[~ends.reached[live] & (length[live] >= _SHORTEST)]
 

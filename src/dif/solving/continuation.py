@@ -130,8 +130,7 @@ class PathFollower:
     curvatures: int = 0
 
     def __post_init__(self) -> None:
-        Direction.resolve_single(self.at.program, self.perturbation)  # refuses several perturbations
-        self.end_program = self._perturbed_program(1.0)
+        self.end_program = Direction.resolve_single(self.at.program, self.perturbation).perturbed_program(0)
         self.one_sided = self.at.program.kinds.one_sided
         self.goal = max(self.tol, self.at.scales.floor)
 
@@ -181,9 +180,6 @@ class PathFollower:
             self.curvatures,
         )
 
-    def _perturbed_program(self, epsilon: float) -> Program:
-        return Direction(self.at.program, epsilon * self.perturbation).perturbed_program(0)
-
     # Points
 
     def _prepare(self, at: PathPoint, active: Tensor) -> None:
@@ -212,7 +208,7 @@ class PathFollower:
         self, theta: Tensor, lam: Tensor, epsilon: float, active: Tensor, goal: float = 0.0
     ) -> PathPoint | None:
         """Solve for the point at ε with the active rows as equalities; return None if that does not converge."""
-        program = self._perturbed_program(epsilon)
+        program = Direction(self.at.program, epsilon * self.perturbation).perturbed_program(0)
         d, scales = theta.numel(), self.at.scales
         past = Extrapolation(1, d + len(lam), partial(scales.lengths, G=self.at.G))
         only = torch.tensor([0], device=theta.device)
@@ -258,9 +254,8 @@ class PathFollower:
                 break
             shares = (before[negative] / (before[negative] - after[negative]).clamp(min=1e-300)).clamp(0.0, 1.0)
             first = int(shares.argmin())
-            row, share = int(negative[first]), float(shares[first])
-            if turn % 3 == 2:  # bisection now and then, as secant steps may converge slowly
-                share = 0.5
+            # bisection now and then, as secant steps may converge slowly
+            row, share = int(negative[first]), 0.5 if turn % 3 == 2 else float(shares[first])
             if span > 1e-9:
                 share = min(max(share, 1e-3), 1 - 1e-3)
             theta, lam = (torch.lerp(getattr(low, x), getattr(high, x), share) for x in ("theta", "lam"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -234,7 +234,7 @@ class Found:
     iterations: int = 0
     stopped_by: str = ""
     negative_curvature: tuple[float, Tensor] | None = None  # at a saddle: the curvature and its direction in √D·θ
-    f: Tensor | None = None  # the rows at θ
+    f: Tensor = field(init=False, repr=False, compare=False)  # the rows at θ, once they are measured
 
     @property
     def reached(self) -> bool:
@@ -265,30 +265,27 @@ def solve(
         known: The rows and their gradients at the start, if they were computed before.
     """
     known = known or program.rows.gradients(start.theta)
-    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report, known)
-    end = best = Found(start.theta, start.lam)
     phase = () if start.penalty is None else (start.penalty, start.accuracy)
-    newton.polish(best, lambda at: save(at.theta, at.lam, *phase))
+    newton = Newton(program, resolve_tolerance(tol, start.theta), limits, report, save, phase)
+    end = best = newton.polish(Found(start.theta, start.lam), known)
     if not best.reached:
         rounds = AugmentedLagrangian(program, best.theta, best.lam, newton.H, limits, report, save)
         rounds.penalty, rounds.accuracy = start.penalty or rounds.penalty, start.accuracy or rounds.accuracy
-        best = _alternate(newton, rounds, best, save)
+        best = _alternate(newton, rounds, best)
         # a later call continues where the rounds stopped, even if an earlier point has a smaller residual
-        end, phase = best if best.reached else rounds, (rounds.penalty, rounds.accuracy)
+        end = best if best.reached else rounds
     if limits.find_reached() is None and newton.H.cheap and _ended_badly(program, known[0], best):
-        descent = Found(start.theta, start.lam)
-        newton.descend(descent)
-        newton.polish(descent, lambda at: save(at.theta, at.lam, *phase))
+        descent = newton.polish(newton.descend(Found(start.theta, start.lam), *known))
         if descent.reached or descent.residual < best.residual:
             end = best = descent
     best.iterations, best.stopped_by = limits.used, best.stopped_by or limits.find_reached() or "converged"
-    save(end.theta, end.lam, *phase)
+    save(end.theta, end.lam, *newton.phase)
     return best
 
 
 def _ended_badly(program: Program, before: Tensor, end: Found) -> bool:
     """Return whether a solve ended unfinished and infeasible, or worse than at a feasible start with rows `before`."""
-    if not program.m or end.f is None:
+    if not program.m:
         return False
     rounding = torch.finfo(before.dtype).eps ** 0.5 * (1 + program.tau.abs())
     feasible, met = (bool((program.kinds.violation(f[1:] - program.tau) <= rounding).all()) for f in (before, end.f))
@@ -296,18 +293,17 @@ def _ended_badly(program: Program, before: Tensor, end: Found) -> bool:
     return (not end.reached and not met) or (feasible and (worse or not met))
 
 
-def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: Callable[..., None]) -> Found:
+def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found) -> Found:
     """Alternate rounds of the augmented Lagrangian and Newton's method; return the best point."""
     waited, trial = 0, best
     while not best.reached and newton.limits.find_reached() is None:
         if trial.negative_curvature is not None:
             rounds.escape(trial.negative_curvature[1])
-        if not rounds.run_round():
+        finished, newton.phase = rounds.run_round(), (rounds.penalty, rounds.accuracy)
+        if not finished:
             continue  # diverged; the next round has a larger penalty
-        phase = rounds.penalty, rounds.accuracy
-        save(rounds.theta, rounds.lam, *phase)
-        trial = Found(rounds.theta, rounds.lam)
-        newton.polish(trial, lambda at, phase=phase: save(at.theta, at.lam, *phase))
+        newton.save(rounds.theta, rounds.lam, *newton.phase)
+        trial = newton.polish(Found(rounds.theta, rounds.lam))
         was_saddle, is_saddle = best.negative_curvature is not None, trial.negative_curvature is not None
         escaped = was_saddle and not is_saddle
         waited = 0 if escaped or trial.residual < 0.5 * best.residual else waited + 1
@@ -320,26 +316,6 @@ def _alternate(newton: Newton, rounds: AugmentedLagrangian, best: Found, save: C
     return best
 
 
-@dataclass(frozen=True)
-class Units:
-    """The curvature of each coordinate at a point nearby, and the noise there, in which residuals are measured."""
-
-    own: Tensor  # (d,)
-    noise: float
-
-
-def _measure(
-    program: Program, theta: Tensor, lam: Tensor, units: Units | Curvature, tol: float, known: Any = None
-) -> tuple[KKT, Scales, Tensor, Tensor]:
-    """Return the KKT residuals at (θ, λ), their scales, f and its gradients; `known` has the last two if given."""
-    f, J = known or program.rows.gradients(theta)
-    scales = Scales.of(theta, J, units.own, units.noise)
-    kkt = residuals(scales, program.weights(lam) @ J, f[1:] - program.tau, lam, program.kinds, tol)
-    if not bool(torch.isfinite(f).all()):  # outside the domain, where derivatives may be finite all the same
-        kkt = replace(kkt, residual=float("nan"))
-    return kkt, scales, f, J
-
-
 @dataclass
 class Newton:
     """Newton's method on the KKT system of a program, from points near a solution."""
@@ -348,45 +324,50 @@ class Newton:
     goal: float  # relative KKT residual to reach
     limits: Limits
     report: Reporter
-    known: tuple[Tensor, Tensor] | None = None  # the rows and their gradients at the first point
+    save: Callable[..., None]  # called after every step with θ, λ and `phase`
+    phase: tuple[float | None, ...] = ()  # the penalty and accuracy of the augmented Lagrangian, once it is used
     solver: SolverSeries = field(
         default_factory=lambda: SolverSeries(lambda H: H.metric_matrix(0) if H.has_gauss_newton else None)
     )
     H: Curvature = field(init=False)  # where the last steps began
+    own: Tensor = field(init=False)  # (d,) the curvature of each coordinate at a point nearby, in which, together with
+    noise: float = field(init=False)  # the noise there, residuals are measured
     system: KKTSystem | None = field(default=None, init=False)  # of the last step
 
-    def polish(self, at: Found, save: Callable[[Found], None]) -> None:
-        """Iterate from `at`, with `save(at)` after every step; at a stationary point check whether it is a saddle."""
-        if self._iterate(at, save) or not at.residual <= at.goal:
-            return
-        program = self.program
-        H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        G = program.rows.gradients(at.theta)[1][1:][program.kinds.has_force(at.lam)]
-        lowest, direction = lanczos(H.product, G, H.scale().sqrt())
-        if lowest < _SADDLE:
-            at.negative_curvature = lowest, direction
+    def polish(self, at: Found, known: tuple[Tensor, Tensor] | None = None) -> Found:
+        """Iterate from `at`; return the best point, and whether that is a saddle where it is stationary.
 
-    def descend(self, at: Found) -> None:
-        """Go from a point towards a solution by sequential quadratic programming, near the linearised constraints.
+        `known` has the rows and their gradients at the start, if they were computed before.
+        """
+        at, convex = self._iterate(at, known)
+        if not convex and at.residual <= at.goal:
+            H = self._curvature(at)
+            G = self.program.rows.gradients(at.theta)[1][1:][self.program.kinds.has_force(at.lam)]
+            lowest, direction = lanczos(H.product, G, H.scale().sqrt())
+            at.negative_curvature = (lowest, direction) if lowest < _SADDLE else None
+        return at
 
-        Steps are damped until the model is convex, and shortened until the objective, with a price on violations above
-        the multipliers, falls as predicted (Han and Powell). From a feasible point a step always exists.
+    def descend(self, at: Found, f: Tensor, J: Tensor) -> Found:
+        """Go from a point with rows f towards a solution by sequential quadratic programming; return where it ends.
+
+        The steps stay near the linearised constraints. They are damped until the model is convex, and shortened until
+        the objective, with a price on violations above the multipliers, falls as predicted (Han and Powell). From a
+        feasible point a step always exists.
         """
         program, kinds, damping = self.program, self.program.kinds, 0.0
-        price, (f, J) = torch.zeros_like(at.lam), program.rows.gradients(at.theta)
-        H = Curvature(program.rows, at.theta, program.weights(at.lam))
+        price, H = torch.zeros_like(at.lam), self._curvature(at)
         for _ in range(_DESCENT):
-            c, unit = f[1:] - program.tau, float(H.scale().mean())
-            move = self._step(at, f, J, H.with_rows(J[:0], J[:0, 0], damping))
+            at.f, unit = f, float(H.scale().mean())
+            move = self._step(at, J, H.with_rows(J[:0], J[:0, 0], damping))
             if move is None:
                 damping = max(10 * damping, _DAMPED * unit)
                 if damping > unit / _DAMPED:
-                    return
+                    break
                 continue
             omega, change = move.tensor_split([len(at.theta)])
             price = torch.maximum(price, 2 * (at.lam + change).abs())
-            before, length = f[0] + price @ kinds.violation(c), 1.0
-            predicted = float(J[0] @ omega - price @ kinds.violation(c))
+            cost, length = price @ kinds.violation(f[1:] - program.tau), 1.0
+            before, predicted = f[0] + cost, float(J[0] @ omega - cost)
             while length > _SHORTEST:
                 trial = program.rows.values(at.theta + length * omega)
                 merit = trial[0] + price @ kinds.violation(trial[1:] - program.tau)
@@ -394,86 +375,93 @@ class Newton:
                     break
                 length *= 0.5
             else:
-                return
-            at.theta, at.lam = at.theta + length * omega, kinds.project(at.lam + length * change)
+                break
+            at = Found(at.theta + length * omega, kinds.project(at.lam + length * change))
             if -predicted <= torch.finfo(f.dtype).eps ** 0.75 * (1 + float(before.abs())):
-                return
+                break
             if length == 1.0:
                 damping = 0.1 * damping if damping > _DAMPED * unit else 0.0
-            f, J = program.rows.gradients(at.theta)
-            H = Curvature(program.rows, at.theta, program.weights(at.lam))
+            (f, J), H = program.rows.gradients(at.theta), self._curvature(at)
+        return at
 
-    def _iterate(self, at: Found, save: Callable[[Found], None]) -> bool:
-        """Make steps while the residual falls; `at` is moved to the best point.
+    def _curvature(self, at: Found, **options: Any) -> Curvature:
+        return Curvature(self.program.rows, at.theta, self.program.weights(at.lam), **options)
+
+    def _iterate(self, at: Found, known: tuple[Tensor, Tensor] | None) -> tuple[Found, bool]:
+        """Make steps while the residual falls.
 
         Where the Hessian is assembled, it is kept while the steps still expected with it cost less than a new one, and
         the steps continue below the tolerance, so that weak constraints can be told from nearly weak ones. Elsewhere
         that would be expensive, and they stop at the tolerance.
 
         Returns:
-            Whether a factorisation has shown that the Lagrangian is convex along the active constraints.
+            The best point, and whether a factorisation has shown that the Lagrangian is convex there along the active
+            constraints.
         """
-        program, only, past, kept = self.program, torch.tensor([0]), None, False
+        only, past = torch.tensor([0]), None  # `past` has the steps with a Hessian that is kept
         clean = torch.finfo(at.theta.dtype).eps ** _CLEAN
-        self.H = H = Curvature(program.rows, at.theta, program.weights(at.lam))
-        units = Units(H.own, H.noise)
-        kkt, scales, at.f, J = _measure(program, at.theta, at.lam, units, self.goal, self.known)
-        at.residual, at.goal, f, self.known = kkt.residual, kkt.goal, at.f, None
+        self.H = H = self._curvature(at)
+        self.own, self.noise = H.own, H.noise
+        kkt, scales, J = self._measure(at, known)
         far = not H.cheap and (at.residual > _NEAR or (H.has_gauss_newton and kkt.stationarity > _NEARER))
-        if far or not kkt.residual < float("inf"):
-            return False  # far away, where a step is expensive and seldom good
-        mark, endless = at.residual, False  # the residual when the noise was measured last
+        if far or not at.residual < float("inf"):
+            return at, False  # far away, where a step is expensive and seldom good
+        mark = at.residual  # when the noise was measured last
         while True:
-            z, move = torch.cat([at.theta, at.lam])[None], self._step(at, f, J, H, kept)
+            z, move = torch.cat([at.theta, at.lam])[None], self._step(at, J, H, past is not None)
             step = move if past is None or move is None else past.combine(only, z, move[None])[0]
-            found = None if step is None else self._search(at, step, units, whole=kept or at.reached)
-            if found is None and (not kept or at.reached or self.limits.find_reached() is not None):
-                return move is not None and H.cheap
+            found = None if step is None else self._search(at, step, whole=past is not None or at.reached)
             if found is not None:
-                before = at.residual
-                at.theta, at.lam, (kkt, scales, f, J) = found
-                at.f = f
-                if kkt.residual <= _RENEWED * mark:
-                    units = Units(units.own, H.noise)
-                    kkt, scales, f, J = _measure(program, at.theta, at.lam, units, self.goal, (f, J))
-                    endless, mark = kkt.residual > 0.5 * mark, kkt.residual
-                at.residual, at.goal = kkt.residual, kkt.goal
-                save(at)
-                if endless:  # the residual only fell in the old units, as on the way to infinity
-                    return False
+                before, (at, scales, J) = at.residual, found
+                self.save(at.theta, at.lam, *self.phase)
+                if at.residual <= _RENEWED * mark:
+                    self.noise = H.noise
+                    _, scales, J = self._measure(at, (at.f, J))
+                    if at.residual > 0.5 * mark:  # it only fell in the old units, as on the way to infinity
+                        return at, False
+                    mark = at.residual
                 if H.cheap and at.residual <= max(scales.floor, clean):
-                    return True
+                    return at, True
                 if not H.cheap and (at.reached or at.residual > _SLOW * before):
-                    return False
+                    return at, False
                 steps = math.log(clean / at.residual) / math.log(min(at.residual / before, 0.999))  # at this rate
-                kept = H.cheap and steps < _WORTH * H.price
-                if kept and past is None and move is not None:
-                    past = Extrapolation(1, z.shape[1], partial(scales.lengths, G=J[1:]))
-                    past.combine(only, z, move[None])
-            if found is None or not kept:
-                assumed = None if H.cheap else units.own
-                H = Curvature(program.rows, at.theta, program.weights(at.lam), assumed=assumed, compared=False)
-                units, past, kept = Units(H.own if H.cheap else units.own, units.noise), None, False
+                if H.cheap and steps < _WORTH * H.price:
+                    if past is None and move is not None:
+                        past = Extrapolation(1, z.shape[1], partial(scales.lengths, G=J[1:]))
+                        past.combine(only, z, move[None])
+                    continue
+            elif past is None or at.reached or self.limits.find_reached() is not None:
+                return at, move is not None and H.cheap
+            H, past = self._curvature(at, assumed=None if H.cheap else self.own, compared=False), None
+            self.own = H.own
 
-    def _search(
-        self, at: Found, step: Tensor, units: Units, whole: bool
-    ) -> tuple[Tensor, Tensor, tuple[KKT, Scales, Tensor, Tensor]] | None:
-        """Return the point after a step, shortened until the residual falls, measured; None where it does not fall.
+    def _measure(self, at: Found, known: tuple[Tensor, Tensor] | None = None) -> tuple[KKT, Scales, Tensor]:
+        """Measure the rows and residuals of a point; return the residuals, their scales and the rows' gradients."""
+        program = self.program
+        at.f, J = known or program.rows.gradients(at.theta)
+        scales = Scales.of(at.theta, J, self.own, self.noise)
+        kkt = residuals(scales, program.weights(at.lam) @ J, at.f[1:] - program.tau, at.lam, program.kinds, self.goal)
+        inside = bool(torch.isfinite(at.f).all())  # of the domain; outside, derivatives may be finite all the same
+        at.residual, at.goal = kkt.residual if inside else float("nan"), kkt.goal
+        return kkt, scales, J
+
+    def _search(self, at: Found, step: Tensor, whole: bool) -> tuple[Found, Scales, Tensor] | None:
+        """Return the point after a step, shortened until the residual falls, with its scales and gradients, or None.
 
         With `whole`, only the whole step is tried.
         """
-        program, length = self.program, 1.0
+        length = 1.0
         while length >= _SHORTEST and self.limits.find_reached() is None:
             theta, lam = (torch.cat([at.theta, at.lam]) + length * step).tensor_split([len(at.theta)])
-            lam = program.kinds.project(lam)
-            measured = _measure(program, theta, lam, units, self.goal)
-            if measured[0].residual < (1 - DECREASE * length) * at.residual:
-                return theta.clone(), lam.clone(), measured
+            trial = Found(theta.clone(), self.program.kinds.project(lam).clone())
+            _, scales, J = self._measure(trial)
+            if trial.residual < (1 - DECREASE * length) * at.residual:
+                return trial, scales, J
             length *= 0.0 if whole else 0.5
         return None
 
-    def _step(self, at: Found, f: Tensor, J: Tensor, H: Curvature, kept: bool = False) -> Tensor | None:
-        """Return a step of (θ, λ), for the row values and gradients at that point; None where there is none.
+    def _step(self, at: Found, J: Tensor, H: Curvature, kept: bool = False) -> Tensor | None:
+        """Return a step of (θ, λ) from a measured point with the rows' gradients J; None where there is none.
 
         With `kept`, the system of the last step is solved again, for the residuals of this point.
         """
@@ -484,21 +472,16 @@ class Newton:
         kinds, finest = self.program.kinds, torch.finfo(at.theta.dtype).eps ** 0.672
         # a rough step is enough far from the solution
         self.solver.tolerance = max(finest, min(1e-3, 1e-2 * at.residual))
-        gradient, c, solver = (
-            self.program.weights(at.lam) @ J,
-            f[1:] - self.program.tau,
-            None if H.cheap else self.solver,
-        )
+        gradient, c = self.program.weights(at.lam) @ J, at.f[1:] - self.program.tau
         try:
             if kept and self.system is not None:
                 firm, rows = self.system.firm, torch.arange(len(c), device=c.device)
                 solve = self.system.solver.approximate
-                omegas, lams, failed = self.system.step(gradient[None], c[None], at.lam[None], rows, firm, solve)
-                omega, lam = omegas[0], lams[0]
+                (omega,), (lam,), failed = self.system.step(gradient[None], c[None], at.lam[None], rows, firm, solve)
                 if failed or bool((firm & kinds.inadmissible(lam)).any()):
                     return None
             else:
-                force = kinds.has_force(at.lam)
+                force, solver = kinds.has_force(at.lam), None if H.cheap else self.solver
                 omega, lam, self.system = kkt_step(gradient, H, c, J[1:], at.lam, kinds, force, solver)
         except DegenerateError:
             return None

@@ -154,7 +154,10 @@ add("multilabel soft margin",
 add("kullback leibler",
     lambda p, z: F.kl_div(F.log_softmax(z[0] @ p["t"], 1), torch.softmax(z[0], 1), reduction="none").sum(1),
     weights(3, 3))  # fmt: skip
-add("cosine", lambda p, z: 1 - F.cosine_similarity(z[0] @ p["t"], z[0]), weights(3, 3, scale=1.0))
+# without regard to the length of θ its minimum would be at 0, where it is not smooth
+add("cosine",
+    lambda p, z: 1 - F.cosine_similarity(z[0] @ p["t"], z[0]) + (p["t"].norm() - 2) ** 2,
+    weights(3, 3, scale=1.0))  # fmt: skip
 add("probit", lambda p, z: -torch.special.log_ndtr(z[1] * score(p, z)), data=signs)
 add("error function", lambda p, z: (torch.erf(score(p, z)) - z[1]) ** 2)
 add("quantile, smooth", lambda p, z: 0.3 * off(p, z) + 0.1 * F.softplus(-off(p, z) / 0.1))

@@ -178,8 +178,8 @@ class _RemovalSet:
         return float(self.targets.values(theta)[0])
 
     def reaches(self, goal: float, value: float) -> bool:
-        """Return whether a value is at the goal or beyond it."""
-        return self.sign * (value - goal) <= 0
+        """Return whether a value is at the goal, up to the accuracy of a solution, or beyond it."""
+        return self.sign * (value - goal) <= 1e-9 * max(abs(value), abs(goal))
 
     def rank(self, count: int) -> list[int]:
         """Return the strongest candidates at the solution without the set, only those that help."""

@@ -405,8 +405,9 @@ def _check_losses(samples: Samples, parameters: Parameters, theta: Tensor) -> No
 
 def _warn_of_constants(samples: Samples, parameters: Parameters, theta: Tensor) -> None:
     """Warn where the losses of a third of the samples, or more, have no slope at all, although they are not 0."""
-    spread = _spread(samples, _PROBE_SAMPLES)
-    losses, slopes = sample_slopes(samples, parameters, theta, (_shift(theta, 1.0, 1.0) - theta)[:, None], spread)
+    spread, generator = _spread(samples, _PROBE_SAMPLES), torch.Generator().manual_seed(0)
+    v = torch.randn(len(theta), 1, generator=generator, dtype=torch.float64).to(theta)
+    losses, slopes = sample_slopes(samples, parameters, theta, v, spread)
     constant = int(((slopes[:, 0] == 0) & (losses != 0)).sum())
     if len(spread) <= 3 * constant < 3 * len(spread):
         warn(

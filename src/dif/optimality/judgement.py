@@ -44,6 +44,10 @@ class Finding:
         """The text of `found`, followed by that of `allowed` if there is one."""
         return f"{self.found} {self.allowed}".strip()
 
+    def refusal(self) -> DifError:
+        """Build the error about this finding."""
+        return self.error(self.found, self.allowed, self.meaning, f"{self.cure} {self.otherwise}".strip())
+
 
 @dataclass(frozen=True)
 class KKT:

@@ -273,7 +273,7 @@ class Solution:
             findings += tuple(one for one, asked in regular if asked)
         for one in findings:
             if one.verdict == BAD:
-                raise one.error(one.found, one.allowed, one.meaning, f"{one.cure} {one.otherwise}".strip())
+                raise one.refusal()
 
     def __str__(self) -> str:
         size, state = count_words(self.theta.numel(), "parameter"), "Solution" if self.converged else "NOT a solution"

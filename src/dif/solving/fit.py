@@ -162,7 +162,7 @@ def fit(
         result = solve(program, start, limits, tol=tol, report=report, save=save, known=known)
     solution = Solution.of_program(program, result.theta, result.lam)
     if program.m and (multipliers := judge_multipliers(solution)).error is InfeasibleError:
-        multipliers.check()
+        raise multipliers.refusal()
     if result.reached:
         for samples in {id(table.samples): table.samples for table in program.rows.tables}.values():
             check_derivatives(samples, parameters, solution.theta, points=2)
@@ -410,6 +410,8 @@ class Newton:
         while True:
             z, move = torch.cat([at.theta, at.lam])[None], self._step(at, J, H, past is not None)
             step = move if past is None or move is None else past.combine(only, z, move[None])[0]
+            if step is not None and move is not None:  # a multiplier that should be 0 is not left at its rounding
+                step[len(J[0]) :] = torch.where(z[0] + move == 0, -z[0], step)[len(J[0]) :]
             found = None if step is None else self._search(at, step, whole=past is not None or at.reached)
             if found is not None:
                 before, (at, scales, J) = at.residual, found

@@ -272,3 +272,5 @@ def test_keep_must_not_be_a_file(tmp_path):
     for keep in (tmp_path / "kept", "", 3):
         with pytest.raises(dif.InvalidInputError, match="`keep` must be the path of a folder, not "):
             dif.Retraining(solution, keep=keep)
+    with pytest.raises(dif.InvalidInputError, match=r"`keep` must be a folder, but a part of '.*kept/x' is a file\."):
+        dif.Retraining(solution, keep=tmp_path / "kept" / "x")

@@ -350,5 +350,8 @@ def expect_path(path: Any, name: str = "path", *, folder: bool = False) -> Path:
 def expect_folder(path: Any, name: str) -> Path:
     """Return the path of a folder, which is created if it is missing; refuse other objects, and a file."""
     folder = expect_path(path, name, folder=True)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except NotADirectoryError as error:
+        raise InvalidInputError(f"`{name}` must be a folder, but a part of {str(path)!r} is a file.") from error
     return folder

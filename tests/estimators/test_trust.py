@@ -399,7 +399,7 @@ targets = {{"test loss": test.mean()}}
     )
     assert said["verdict"]["words"] in result.stderr
     report = Report.load(out / "report.json")
-    assert report.assessment["pooled"] > 0.25
+    assert report.assessment["pooled"] > 0.5
     page = (out / "report.html").read_text()
     assert page.index("cannot be trusted") < page.index("Is it a solution?")
 

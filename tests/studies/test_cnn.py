@@ -416,7 +416,7 @@ def test_study_by_layers(study, tmp_path, monkeypatch):
     assert part["failed"] == {}
     assert max(part["residuals"]) <= again["tolerance"] == cnn.TOLERANCE
     for name in known["predicted"]:
-        # by layers the Hessian is computed in single precision, and its smallest curvature is a hundredth of the mean
+        # by layers the Hessian is computed in single precision
         np.testing.assert_allclose(part["predicted"][name], known["predicted"][name], rtol=3e-3)
     np.testing.assert_allclose(part["actual"], known["actual"], rtol=1e-4)
     assert len(retrainings(tmp_path / "retrained")) == SMALL.removals
